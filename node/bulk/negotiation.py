@@ -34,10 +34,10 @@ from farandole.protocol.exchange.bulk import (
     greeting,
     is_greeting,
 )
+from farandole.protocol.mesh.dialling import MIN_PORT, Address
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
-from farandole.protocol.wire.ip_addresses import MIN_PORT, Address
 from farandole.protocol.wire.messagepack import SESSION_BYTES, encode
 
 from ..base.backoff import Backoff
@@ -45,9 +45,8 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream, close_stream, receive_frame
-from ..base.system.sockets import share_port
+from ..base.system.sockets import prefer_congestion_control, share_port
 from ..mesh.host import Host
-from ..mesh.links import calm
 from ..mesh.reach.connectivity import Connectivity
 from .channel import BulkChannel, ChannelError, open_channel
 
@@ -376,7 +375,7 @@ class BulkService:
                     return
                 share_port(connection)
                 await connection.bind(listener.getsockname())
-                calm(connection)
+                prefer_congestion_control(connection, "cubic")  # as `links.connect_from`
             await connection.connect(address)
             await _send_all(connection, greeting(race.session, race.their_token))
             if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):

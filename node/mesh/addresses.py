@@ -1,25 +1,31 @@
-"""Addresses as multiaddrs: their order by reach, what may be dialled, and where this node itself can be dialled."""
+"""Addresses as multiaddrs: their order by reach, what may be dialled; where this node and its peers can be dialled."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import trio
 from multiaddr import Multiaddr
 from multiaddr.utils import get_network_addrs
 
+from farandole.protocol.mesh.dialling import DialBudget, may_dial
 from farandole.protocol.mesh.relay import parse_circuit
 from farandole.protocol.wire.identity import peer_id_of
+
+from ..base.errors import PeerUnreachableError
 
 # A machine has a few interfaces, in two families, and a relay or two.
 MAX_ADDRESSES: Final = 16
 # A relayed address of IPv6 has a hundred bytes, one with a name at most 255 more.
 MAX_ADDRESS_BYTES: Final = 384
 MAX_ADDRESS_CHARS: Final = 512
+# More than a run has members; with 16 addresses each of a hundred bytes, 10 MB.
+MAX_KNOWN_PEERS: Final = 4_096
 # Values of `distance_class`. From PRIVATE on, no address leads here from the internet. IPv6 is behind relays, since few
 # have it everywhere, and most home routers let nothing in over it until their owner opens a port.
 PUBLIC, RELAYED, IPV6, PRIVATE, USELESS = range(5)
@@ -95,7 +101,7 @@ class OwnAddresses:
         self.announced: Sequence[str] = ()
         """Multiaddrs without a peer id that the node's owner announces; they lead here from the internet."""
         self.mapped: dict[int, tuple[str, int]] = {}
-        """Ports of this machine -> the outer address that the router maps to them (farandole.node.mesh.mapping)."""
+        """Ports of this machine -> the outer address that the router maps to them (`reach/port_mapper.py`)."""
         self.bulk_ports: set[int] = set()
         """Other ports of this machine that peers dial (farandole.node.bulk.negotiation)."""
         self.external: Sequence[str] = ()
@@ -103,13 +109,16 @@ class OwnAddresses:
         self.observed_ips: list[str] = []
         """IP addresses of this node as peers see them, on the internet or in this network."""
         self._peer_id = peer_id
-        self._interfaces: dict[bool, list[str]] = {}
+        self._interfaces: dict[str, list[str]] = {}
         self._valid_until = -math.inf
 
     @property
     def interfaces(self) -> list[tuple[str, int]]:
         """The addresses of `listening`, with 0.0.0.0 and :: replaced by every interface of the family."""
-        found = [(ip, port) for host, port in self.listening for ip in self._interfaces_of(host)]
+        if (now := trio.current_time()) >= self._valid_until:
+            self._valid_until = now + INTERFACES_VALID_FOR
+            self._interfaces = {"0.0.0.0": get_network_addrs(4), "::": get_network_addrs(6)}
+        found = [(ip, port) for host, port in self.listening for ip in self._interfaces.get(host, [host])]
         if not found:  # without a network there is still this machine
             found = [("::1" if ":" in host else "127.0.0.1", port) for host, port in self.listening]
         return list(dict.fromkeys(found))
@@ -136,11 +145,105 @@ class OwnAddresses:
         outer = [self.mapped[port] for _, port in self.listening if port in self.mapped]
         return [f"{multiaddr_of(ip, port)}/p2p/{self._peer_id}" for ip, port in dict.fromkeys(outer)]
 
-    def _interfaces_of(self, host: str) -> list[str]:
-        if host not in ("0.0.0.0", "::"):
-            return [host]
-        now = trio.current_time()
-        if now >= self._valid_until:
-            self._valid_until = now + INTERFACES_VALID_FOR
-            self._interfaces = {False: get_network_addrs(4), True: get_network_addrs(6)}
-        return self._interfaces[":" in host]
+
+class LatestAddresses:
+    """The latest addresses of the peers heard of last."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[bytes, dict[str, None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def add(self, peer: bytes, addresses: Iterable[str]) -> list[str]:
+        """Remember the valid addresses, and return them; new ones replace the oldest."""
+        known = self._peers.setdefault(peer, {})
+        self._peers.move_to_end(peer)
+        good = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address)]
+        for address in good:
+            known.pop(address, None)
+            known[address] = None
+        while len(known) > MAX_ADDRESSES:
+            del known[next(iter(known))]
+        while len(self._peers) > MAX_KNOWN_PEERS:
+            self._peers.popitem(last=False)
+        return good
+
+    def of(self, peer: bytes) -> list[str]:
+        """Return the addresses known for a peer, the latest first."""
+        return list(reversed(self._peers.get(peer, {})))
+
+
+class KnownAddresses:
+    """What one host knows of where its peers are, and dials of those that it knows only from other peers.
+
+    The limits on such dials, and their reason, are in `farandole.protocol.mesh.dialling`.
+    """
+
+    def __init__(self, own: OwnAddresses, dialled_ips: Callable[[], Iterable[str]]) -> None:
+        """``dialled_ips``: returns the IP addresses of the direct connections that this node dialled."""
+        self.trusted = LatestAddresses()
+        """From this node's user, or of a connection that was authenticated."""
+        self.hearsay = LatestAddresses()
+        """From the peers themselves, or from others; these do not displace trusted ones."""
+        self._own = own
+        self._dialled_ips = dialled_ips
+        self._budget = DialBudget()
+
+    def of(self, peer: bytes) -> list[str]:
+        """Return the addresses known for a peer, trusted ones first, the latest first."""
+        return list(dict.fromkeys((*self.trusted.of(peer), *self.hearsay.of(peer))))
+
+    def to_keep(self, peer: bytes) -> list[str]:
+        """Return the addresses of a peer that may be dialled without caution another day."""
+        trusted = self.trusted.of(peer)
+
+        def is_harmless(address: str) -> bool:
+            circuit = parse_circuit(address)
+            target = (
+                dial_target(address, peer) if circuit is None else dial_target(circuit.relay_address, circuit.relay)
+            )
+            return target is not None and self.allows(*target)
+
+        return [address for address in self.of(peer) if address in trusted or is_harmless(address)]
+
+    def ipv4_target(self, peer: bytes) -> tuple[str, int] | None:
+        """Return an IPv4 address of a peer that may be dialled now; None if none is known.
+
+        `succeed` follows if the peer is there.
+        """
+        trusted, now = self.trusted.of(peer), trio.current_time()
+        for address in self.of(peer):
+            target = dial_target(address, peer) if address.startswith("/ip4/") else None
+            if target and (address in trusted or (self.allows(*target) and self._budget.take(*target, now))):
+                return target
+        return None
+
+    # Dials of hearsay
+
+    def allows(self, host: str, port: int) -> bool:
+        """Return whether an address from a peer may be dialled; False for a name, which may resolve elsewhere later."""
+        return may_dial(host, port, (*self._dialled_ips(), *self._own.bound_ips))
+
+    async def open(self, target: tuple[str, int]) -> tuple[trio.SocketStream, tuple[str, int]]:
+        """Return a TCP connection, and the IP address and port that it leads to.
+
+        A name is resolved, and its IP address is checked. Call `succeed` when the peer has authenticated itself. Raises
+        `PeerUnreachableError` if caution forbids the dial now, `OSError` if the dial fails.
+        """
+        host, port = target
+        try:
+            host = str(ipaddress.ip_address(host))
+        except ValueError:
+            found = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
+            ips = [str(ip) for *_, (ip, *_) in found]
+            host = next((ip for ip in ips if self.allows(ip, port)), ips[0])
+        if not self.allows(host, port):
+            raise PeerUnreachableError(f"{host} port {port} is not dialled on a peer's word")
+        if not self._budget.take(host, port, trio.current_time()):
+            raise PeerUnreachableError(f"nobody has answered at {host} port {port}: it is too early to try again")
+        return await trio.open_tcp_stream(host, port), (host, port)
+
+    def succeed(self, host: str, port: int) -> None:
+        """Note that a peer has authenticated itself there, the expected one or another."""
+        self._budget.succeed(host, port)

@@ -17,8 +17,8 @@ from farandole.protocol.wire.token_bucket import TokenBucket
 from ..base.errors import PeerUnreachableError
 from .addresses import dial_target
 from .admission import STRANGER_SECONDS, FloodedNetworks, Turns
-from .multistream import ProtocolHandlers, propose
-from .yamux import Libp2pStream, MuxedConn, UnreadBudget
+from .upgrading import ProtocolHandlers, propose
+from .yamux import CLOSE_TIMEOUT, Libp2pStream, MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_PER_PEER = 4
 # Peers that are shut out; when there are more, the oldest is let in again.
 MAX_SHUT_OUT = 1024
-# For the last frames of a connection; a peer that does not read them is cut off.
-CLOSE_TIMEOUT = 1.0
 # Streams of one connection whose protocol is not agreed yet, and the rate at which they begin: a burst, then a number a
 # second. More than any protocol here opens; streams over the limit wait.
 MAX_NEGOTIATIONS_PER_CONNECTION = 32
@@ -53,14 +51,17 @@ class Connection:
         self.is_punched = is_punched
         self.opened_at = trio.current_time()
         self.finished = trio.Event()
-        self.num_negotiating = 0
-        """Streams that the peer has opened and whose protocol is not agreed yet."""
         self.is_introduced = False
         """Whether the peer has admitted this node (`farandole.node.mesh.gate`)."""
         self.introducing = trio.Lock()
         self._pool = pool
         self._is_asked_to_end = trio.Event()
         self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
+
+    @property
+    def num_negotiating(self) -> int:
+        """The number of streams that the peer has opened and whose protocol is not agreed yet."""
+        return MAX_NEGOTIATIONS_PER_CONNECTION - self._negotiations.value
 
     @property
     def is_closed(self) -> bool:
@@ -142,12 +143,7 @@ class Connection:
                         stream.reset()
                         self._negotiations.release()
                     else:
-                        self.num_negotiating += 1
-                        nursery.start_soon(self._pool.handlers.serve, stream, self._note_negotiated)
-
-    def _note_negotiated(self) -> None:
-        self.num_negotiating -= 1
-        self._negotiations.release()
+                        nursery.start_soon(self._pool.handlers.serve, stream, self._negotiations.release)
 
     async def _watch(self) -> None:
         """Give up a peer that does not answer: frozen, unplugged, or gone without closing.
@@ -229,7 +225,7 @@ class ConnectionPool:
     def best(self, peer: bytes) -> Connection:
         """Return the connection for new streams: the busiest direct one, else the newest relayed one.
 
-        (A circuit is replaced before it ends.) Raises `PeerUnreachableError` if there is none.
+        Raises `PeerUnreachableError` if there is none.
         """
 
         def use(conn: Connection) -> tuple[bool, float, float]:
@@ -246,20 +242,9 @@ class ConnectionPool:
 
     async def add(self, muxed: MuxedConn, *, is_outbound: bool, is_punched: bool = False) -> Connection:
         """Run a multiplexed connection and notify subscribers; raise `PeerUnreachableError` if it is refused."""
-        if self.is_offline:
+        if refusal := self._refusal(muxed, is_outbound=is_outbound):
             await muxed.link.close()
-            raise PeerUnreachableError("this node is offline for now")
-        if self.is_shut_out(muxed.peer):
-            await muxed.link.close()
-            raise PeerUnreachableError(f"{peer_id_of(muxed.peer)} is kept out for a while")
-        if not is_outbound and self._comes_too_soon(muxed):
-            await muxed.link.close()
-            raise PeerUnreachableError(
-                f"a peer from {muxed.link.site.network} flooded this node: one stranger in {STRANGER_SECONDS:g} s"
-            )
-        if len(self.live) >= self.max_connections and not self._make_room(muxed.peer):
-            await muxed.link.close()
-            raise PeerUnreachableError("too many connections, and all of use")
+            raise PeerUnreachableError(refusal)
         conn = Connection(muxed, self, is_outbound=is_outbound, is_punched=is_punched)
         siblings = self._by_peer.setdefault(muxed.peer, [])
         siblings.append(conn)
@@ -270,9 +255,19 @@ class ConnectionPool:
         self._note_change(muxed.peer)
         return conn
 
-    def _comes_too_soon(self, muxed: MuxedConn) -> bool:
-        is_known = self.is_needed(muxed.peer) or bool(self.of(muxed.peer))
-        return not is_known and not self._flooded.lets_in(muxed.link.site, trio.current_time())
+    def _refusal(self, muxed: MuxedConn, *, is_outbound: bool) -> str:
+        """Return why a connection is refused; empty if there is room for it, which another one may have to make."""
+        peer, site = muxed.peer, muxed.link.site
+        if self.is_offline:
+            return "this node is offline for now"
+        if self.is_shut_out(peer):
+            return f"{peer_id_of(peer)} is kept out for a while"
+        is_known = is_outbound or self.is_needed(peer) or bool(self.of(peer))
+        if not is_known and not self._flooded.lets_in(site, trio.current_time()):
+            return f"a peer from {site.network} flooded this node: one stranger in {STRANGER_SECONDS:g} s"
+        if len(self.live) >= self.max_connections and not self._make_room(peer):
+            return "too many connections, and all of use"
+        return ""
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
         """End every connection to a peer that has flooded this node, and refuse new ones for ``seconds``.
@@ -402,10 +397,15 @@ class ConnectionPool:
         targets = (dial_target(conn.link.address, peer) for conn in self.of(peer) if conn.is_outbound)
         return next((target for target in targets if target is not None), None)
 
+    def dialled_ips(self) -> list[str]:
+        """Return the IP addresses of the direct connections that this node dialled."""
+        direct = (conn.link for conn in self.live if conn.is_outbound and not conn.link.is_relayed)
+        return [link.remote[0] for link in direct if link.remote is not None]
+
     def round_trip(self, peer: bytes) -> float | None:
         """Return seconds to a peer and back, last measured on the path that its streams take; None if not yet."""
         is_relayed = self.path(peer) == "relayed"
-        measured = (conn.muxed.round_trip for conn in self.of(peer) if conn.link.is_relayed == is_relayed)
+        measured = (conn.muxed.state.round_trip for conn in self.of(peer) if conn.link.is_relayed == is_relayed)
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     def is_within(self, peer: bytes, seconds: float) -> bool:
@@ -413,7 +413,7 @@ class ConnectionPool:
 
         A peer can only make this longer than it is.
         """
-        measured = (conn.muxed.least_round_trip for conn in self.of(peer) if not conn.link.is_relayed)
+        measured = (conn.muxed.state.least_round_trip for conn in self.of(peer) if not conn.link.is_relayed)
         return any(took is not None and took <= seconds for took in measured)
 
     def is_called_by(self, peer: bytes) -> bool:
@@ -427,25 +427,10 @@ class ConnectionPool:
         """
         live = self.of(peer)
         since = min((conn.opened_at for conn in live if not conn.link.is_relayed), default=math.inf)
+        is_late = trio.current_time() >= since + after
         for conn in live:
-            if conn.link.is_relayed:
-                _retire(conn, since + after)
-
-    def worn_circuit(self, peer: bytes, after: float) -> str | None:
-        """Return the address of a circuit of this node that nears its limits and has no replacement yet, if any.
-
-        Replaced circuits end, under the conditions of `retire_relayed`.
-        """
-        relayed = [conn for conn in self.of(peer) if conn.link.is_relayed]
-        newest_at = max((conn.opened_at for conn in relayed), default=math.inf)
-        worn = None
-        for conn in relayed:
-            if conn.is_outbound and conn.link.is_worn:
-                if conn.opened_at < newest_at:
-                    _retire(conn, newest_at + after)
-                else:
-                    worn = conn.link.address
-        return worn
+            if conn.link.is_relayed and (is_late or not any(stream.is_bulk for stream in conn.muxed.streams)):
+                conn.end()
 
     async def disconnect(self, peer: bytes) -> None:
         """End every connection to a peer."""
@@ -467,9 +452,3 @@ class ConnectionPool:
         async with trio.open_nursery() as nursery:
             for conn in self.live:
                 nursery.start_soon(conn.close)
-
-
-def _retire(conn: Connection, at: float) -> None:
-    """End a connection: at once, or at the time ``at`` if bulk is under way."""
-    if trio.current_time() >= at or not any(stream.is_bulk for stream in conn.muxed.streams):
-        conn.end()

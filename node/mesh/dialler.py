@@ -15,19 +15,17 @@ from contextlib import contextmanager
 
 import trio
 
-from farandole.protocol.mesh.relay import HOP_PROTOCOL, parse_circuit
+from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, parse_circuit
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, short_name
 
 from ..base.errors import PeerUnreachableError, StrangerError
 from ..base.streams import DIAL_TIMEOUT
-from .addresses import MAX_ADDRESSES, OwnAddresses, dial_target, is_circuit_to
-from .circuit import Circuit, ask_relay
-from .connections import CLOSE_TIMEOUT, ConnectionPool
+from .addresses import MAX_ADDRESSES, KnownAddresses, OwnAddresses, dial_target, is_circuit_to
+from .connections import ConnectionPool
 from .gate import Gate
-from .known_addresses import KnownAddresses
-from .libp2p_parts import HopMessage, PeerId
-from .links import Socket, connect_from
+from .libp2p_parts import HopMessage, PeerId, RelayStatus, encode_delimited, receive_message
+from .links import RawLink, Socket, connect_from
 from .upgrading import Upgrader
 from .yamux import Libp2pStream, MuxedConn
 
@@ -46,6 +44,26 @@ DIRECT_HEAD_START = 1.0
 MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES
 
 
+class Circuit(RawLink):
+    """A stream to a relay, which copies it to a peer and back, in the place of a TCP socket.
+
+    The connection over it shapes its own traffic, as every connection does. So the stream below is not shaped, and has
+    lower priority than what this node sends to the relay itself.
+    """
+
+    is_relayed = True
+
+    def __init__(self, stream: Libp2pStream, address: str) -> None:
+        """``address``: the other end, a multiaddr with ``/p2p-circuit`` at its end."""
+        super().__init__(stream, address, None)
+        stream.is_bulk = True
+        self._stream = stream
+
+    def abort(self) -> None:
+        """See `RawLink`."""
+        self._stream.reset()
+
+
 class Dial:
     """One attempt to reach a peer, shared by all callers that dial it."""
 
@@ -60,34 +78,30 @@ class Dial:
         self.winner: tuple[str, MuxedConn] | None = None
         self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
-        self._tried: set[str] = set()
+        self._untried: list[str] = []
 
     def offer(self, addresses: Iterable[str]) -> None:
         """Add addresses to try."""
-        fresh = [address for address in addresses if address not in self.addresses]
-        self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
+        new = [address for address in dict.fromkeys(addresses) if address not in self.addresses]
+        fresh = new[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
+        self.addresses += fresh
+        self._untried += fresh
         self.news.set()
 
-    def _alternating(self, peer: bytes) -> list[str]:
-        """Return the direct addresses as RFC 8305, section 4, orders them: IPv6 and others in turn."""
+    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
+        """Return the next address to try now, if any.
+
+        IPv6 and other addresses come in turn (RFC 8305, section 4), and relays after the direct ones.
+        """
         direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
         ipv6 = [address for address in direct if address.startswith("/ip6/")]
         others = [address for address in direct if not address.startswith("/ip6/")]
-        return [a for pair in itertools.zip_longest(ipv6, others) for a in pair if a is not None]
-
-    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
-        """Return the next address to try now, if any; relays come after the direct ones."""
-        if (address := self._first_untried(self._alternating(peer))) is not None:
-            return address
-        if self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START):
-            return None
-        return self._first_untried(address for address in self.addresses if is_circuit_to(address, peer))
-
-    def _first_untried(self, addresses: Iterable[str]) -> str | None:
-        """Return the first address that was not tried yet, which then counts as tried."""
-        address = next((address for address in addresses if address not in self._tried), None)
+        candidates = [a for pair in itertools.zip_longest(ipv6, others) for a in pair if a is not None]
+        if not (self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START)):
+            candidates += [address for address in self.addresses if is_circuit_to(address, peer)]
+        address = next((address for address in candidates if address in self._untried), None)
         if address is not None:
-            self._tried.add(address)
+            self._untried.remove(address)
         return address
 
 
@@ -108,7 +122,7 @@ class Dialler:
         self.connections = connections
         self.upgrader = upgrader
         self.own = own
-        self.known = KnownAddresses(connections, own)
+        self.known = KnownAddresses(own, connections.dialled_ips)
         self._gate = gate
         self._nursery = nursery
         self._dials: dict[tuple[bytes, bool], Dial] = {}
@@ -127,7 +141,6 @@ class Dialler:
         self._offer(peer, self.known.hearsay.add(peer, addresses))
 
     def _offer(self, peer: bytes, addresses: Sequence[str]) -> None:
-        """Add addresses to the dials of this peer that are running."""
         for (dialled, _), dial in self._dials.items():
             if dialled == peer:
                 dial.offer(addresses)
@@ -173,19 +186,14 @@ class Dialler:
             raise PeerUnreachableError(f"{peer_id_of(peer)} is kept out for a while")
         with _deadline(peer, timeout):
             while not is_done():
-                error = await self._dial(peer, addresses, is_direct=is_direct)
-                if error is not None and not is_done():
-                    raise PeerUnreachableError(str(error))
-
-    async def _dial(self, peer: bytes, addresses: Sequence[str], *, is_direct: bool) -> PeerUnreachableError | None:
-        """Dial a peer, together with all callers that dial it now; return the error, if any."""
-        dial = self._dials.get((peer, is_direct))
-        if dial is None:
-            dial = self._dials[peer, is_direct] = Dial(is_direct, self.own.interfaces)
-            self._nursery.start_soon(self._run, peer, dial)
-        dial.offer(addresses)
-        await dial.done.wait()
-        return dial.error
+                dial = self._dials.get((peer, is_direct))  # shared with all callers that dial it now
+                if dial is None:
+                    dial = self._dials[peer, is_direct] = Dial(is_direct, self.own.interfaces)
+                    self._nursery.start_soon(self._run, peer, dial)
+                dial.offer(addresses)
+                await dial.done.wait()
+                if dial.error is not None and not is_done():
+                    raise PeerUnreachableError(str(dial.error))
 
     async def _run(self, peer: bytes, dial: Dial) -> None:
         is_adopted = False
@@ -210,7 +218,7 @@ class Dialler:
             dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
         finally:
             if dial.winner is not None and not is_adopted:  # cancelled as soon as it was there
-                await _discard(dial.winner[1])
+                await dial.winner[1].discard()
             del self._dials[peer, dial.is_direct]
             dial.done.set()
 
@@ -226,7 +234,7 @@ class Dialler:
                     dial.winner = (address, muxed)
                     nursery.cancel_scope.cancel()
                 else:
-                    await _discard(muxed)
+                    await muxed.discard()
 
         async with trio.open_nursery() as nursery:
             while True:
@@ -261,20 +269,20 @@ class Dialler:
         """Return a connection to a peer at this address that no task runs yet; raise any error of the dial."""
         target, is_trusted = dial_target(address, peer), address in self.known.trusted.of(peer)
         if target is None:
-            circuit = await self.open_circuit(peer, address, is_hearsay=not is_trusted)
-            return await self.upgrader.dial(circuit, peer)
+            circuit = await self._open_circuit(peer, address, is_hearsay=not is_trusted)
+            return await self.upgrader.upgrade(circuit, peer, is_initiator=True)
         if is_trusted:
-            return await self.upgrader.dial(Socket(await trio.open_tcp_stream(*target)), peer)
+            return await self.upgrader.upgrade(Socket(await trio.open_tcp_stream(*target)), peer, is_initiator=True)
         stream, reached = await self.known.open(target)
         try:
-            muxed = await self.upgrader.dial(Socket(stream), peer)
+            muxed = await self.upgrader.upgrade(Socket(stream), peer, is_initiator=True)
         except StrangerError:  # the address is a node's all the same, so no third party is bothered
             self.known.succeed(*reached)
             raise
         self.known.succeed(*reached)
         return muxed
 
-    async def open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool = False) -> Circuit:
+    async def _open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool) -> Circuit:
         """Open a circuit to a peer through the relay in the address; raise `PeerUnreachableError` if that fails.
 
         ``is_hearsay``: the relay's address comes from other peers.
@@ -287,22 +295,27 @@ class Dialler:
             with trio.fail_after(CIRCUIT_TIMEOUT):
                 relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
                 await self.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
-                stream = await self.open_stream(relay, HOP_PROTOCOL)
-                peer_id = PeerId(id=peer_id_bytes(peer))
-                answer = await ask_relay(stream, HopMessage(type=HopMessage.CONNECT, peer=peer_id))
+                question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(peer)))
+                stream, _ = await self.ask_relay(relay, question)
         except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {error!r}") from error
-        where = address.partition("/p2p-circuit")[0] + "/p2p-circuit"
-        return Circuit(stream, where, answer.limit.data, answer.limit.duration)
+        return Circuit(stream, address.partition("/p2p-circuit")[0] + "/p2p-circuit")
 
-    async def renew_worn(self, peer: bytes, after: float) -> None:
-        """Replace a circuit that this node dialled and that nears its limits.
+    async def ask_relay(self, relay: bytes, question: HopMessage) -> tuple[Libp2pStream, HopMessage]:
+        """Return a new stream to a relay, and its answer there; raise `PeerUnreachableError` if it refuses.
 
-        The old one ends under the conditions of `ConnectionPool.retire_relayed`. Errors of the new dial pass through.
+        The stream is reset if there is no answer that agrees.
         """
-        worn = self.connections.worn_circuit(peer, after)
-        if worn is not None:
-            await self.connections.add(await self.dial_one(peer, worn), is_outbound=True)
+        stream = await self.open_stream(relay, HOP_PROTOCOL)
+        try:
+            await stream.send_all(encode_delimited(question))
+            answer = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
+            if answer.type != HopMessage.STATUS or answer.status != RelayStatus.OK:
+                raise PeerUnreachableError(f"the relay {short_name(relay)} refuses (status {answer.status})")
+        except BaseException:  # also when cancelled: the relay must not keep a circuit that no task uses
+            stream.reset()
+            raise
+        return stream, answer
 
     async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
         """Return a TCP connection from the listening port, not authenticated yet; raise `OSError` if it fails.
@@ -322,9 +335,3 @@ def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
             yield
     except trio.TooSlowError as error:
         raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
-
-
-async def _discard(muxed: MuxedConn) -> None:
-    """Close a connection that no task runs yet, cancelled or not: nothing else owns its socket."""
-    with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
-        await muxed.link.close()

@@ -40,7 +40,7 @@ from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encod
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import receive_frame
 from .connections import Connection, ConnectionPool
-from .multistream import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers
+from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)

@@ -14,36 +14,210 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.run.releases import Software
-from farandole.protocol.wire.identity import peer_id_of, public_bytes
+from farandole.protocol.run.releases import Software, software_of
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, public_bytes
 
 from ..base.bandwidth import Shaping
-from ..base.errors import ListenError
+from ..base.errors import ListenError, PeerUnreachableError
 from ..base.nurseries import open_service_nursery
+from ..base.project import VERSION
 from ..base.streams import DIAL_TIMEOUT
-from ..base.system.sockets import NO_IPV6
-from .acceptor import Acceptor
-from .addresses import OwnAddresses
-from .connections import CLOSE_TIMEOUT, ConnectionPool
+from ..base.system.sockets import NO_IPV6, listen_alone, share_port
+from .addresses import OwnAddresses, multiaddr_of
+from .admission import Handshakes, site_of
+from .connections import ConnectionPool
 from .dht import Dht
 from .dialler import Dialler
 from .gate import Gate
-from .identify import IdentifyService
-from .multistream import Handler, ProtocolHandlers
+from .libp2p_parts import Identify, encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
+from .links import Socket
 from .relay_client import RelayClient
-from .upgrading import Upgrader
-from .yamux import Libp2pStream
+from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, Handler, ProtocolHandlers, Upgrader
+from .yamux import CLOSE_TIMEOUT, Libp2pStream
 
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL = 10.0
 PING_TIMEOUT = 10.0
+# Connections accepted in one pass of the event loop; refusing one costs 0.1 ms.
+MAX_ACCEPTS_PER_PASS = 16
+# After an accept that failed because descriptors ran out.
+ACCEPT_PAUSE = 0.5
+# Connections that the kernel queues between two accepts; it caps this by net.core.somaxconn itself.
+LISTEN_BACKLOG = 1024
+PROTOCOL_VERSION: Final = "farandole/1.0.0"
+AGENT_VERSION: Final = f"farandole/{VERSION}"
+# As many bytes of identify as go-libp2p takes; of ping 4,096 on one stream.
+MAX_IDENTIFY_BYTES: Final = 8 * 1024
+MAX_PING_BYTES: Final = 128 * 1024
+PING_BYTES: Final = 32
+IDENTIFY_TIMEOUT: Final = 10.0
+# A peer that pings leaves its stream open, and pings again after some seconds.
+PING_PAUSE: Final = 60.0
+
+
+class IdentifyService:
+    """Reports who this node is, asks peers what they run and where they can be dialled, and answers pings.
+
+    See github.com/libp2p/specs, identify and ping: the first questions of libp2p nodes.
+    """
+
+    def __init__(self, dialler: Dialler, handlers: ProtocolHandlers) -> None:
+        self._dialler = dialler
+        self._handlers = handlers
+        self.software: dict[bytes, Software] = {}
+        """What each connected peer runs, as it has said."""
+        handlers.set(IDENTIFY_PROTOCOL, self._serve, MAX_IDENTIFY_BYTES)
+        handlers.set(PUSH_PROTOCOL, self._take, MAX_IDENTIFY_BYTES)
+        handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
+
+    async def ask(self, peer: bytes) -> None:
+        """Ask a connected peer what it runs and where it can be dialled, and remember that. Raises nothing."""
+        try:
+            with trio.fail_after(IDENTIFY_TIMEOUT):
+                stream = await self._dialler.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)
+                await self._take(stream)
+        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("a peer does not identify itself: %r", error)
+
+    async def _serve(self, stream: Libp2pStream) -> None:
+        public_key = peer_id_bytes(self._dialler.author)[2:]  # the id has it in it, behind the multihash's header
+        own = (address.rpartition("/p2p/")[0] for address in self._dialler.own.all)
+        remote = stream.remote_address
+        message = Identify(
+            protocol_version=PROTOCOL_VERSION,
+            agent_version=AGENT_VERSION,
+            public_key=public_key,
+            listen_addrs=multiaddr_bytes(own),
+            observed_addr=multiaddr_bytes([multiaddr_of(remote[0].partition("%")[0], remote[1])])[0] if remote else b"",
+            protocols=self._handlers.protocols,
+        )
+        with trio.fail_after(IDENTIFY_TIMEOUT):
+            await stream.send_all(encode_delimited(message))
+
+    async def _take(self, stream: Libp2pStream) -> None:
+        try:
+            with trio.fail_after(IDENTIFY_TIMEOUT):
+                message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
+        finally:
+            await stream.aclose()
+        if self._dialler.connections.of(stream.peer):
+            self.software[stream.peer] = software_of(message.agent_version, message.protocols)
+        self._dialler.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs))
+
+
+async def _answer_pings(stream: Libp2pStream) -> None:
+    data = b""
+    while True:
+        with trio.fail_after(PING_PAUSE):
+            if not (piece := await stream.receive_some(PING_BYTES - len(data))):
+                return
+            data += piece
+            if len(data) == PING_BYTES:
+                await stream.send_all(data)
+                data = b""
+
+
+class Acceptor:
+    """The listening sockets of one host, and the handshakes of what comes in by them.
+
+    That is strangers, and peers that this node dials at the same time.
+    """
+
+    def __init__(self, nursery: trio.Nursery, pool: ConnectionPool, upgrader: Upgrader, own: OwnAddresses) -> None:
+        """``own``: gets the addresses of the listening sockets."""
+        self.handshakes = Handshakes()
+        self._nursery = nursery
+        self._pool = pool
+        self._upgrader = upgrader
+        self._own = own
+        self._expected: dict[bytes, frozenset[str]] = {}
+        self._listening: list[tuple[socket.socket, trio.CancelScope]] = []
+
+    @contextlib.contextmanager
+    def expecting(self, peer: bytes, ips: Iterable[str]) -> Iterator[None]:
+        """Expect a simultaneous dial of a peer; begin the handshake for it if it comes from these IPs and waits."""
+        self._expected[peer] = frozenset(ips)
+        try:
+            yield
+        finally:
+            del self._expected[peer]
+
+    async def listen(self, host: str, port: int) -> int:
+        """Accept connections at an address of this machine and return the port; raise `OSError` if it is taken."""
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listen_alone(listening)
+            if listening.family is socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.bind((host, port))
+            share_port(listening)  # once it is bound, so that no second listener can take the same port
+            listening.listen(LISTEN_BACKLOG)
+            listening.setblocking(False)
+        except BaseException:  # nothing else owns the socket yet
+            listening.close()
+            raise
+        own, own_port = listening.getsockname()[:2]
+        self._own.listening.append((str(own), int(own_port)))
+        self._listening.append((listening, trio.CancelScope()))
+        self._nursery.start_soon(self._serve, *self._listening[-1])
+        await trio.lowlevel.checkpoint()
+        return int(own_port)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._own.listening.clear()
+        while self._listening:
+            listening, serving = self._listening.pop()
+            serving.cancel()
+            trio.lowlevel.notify_closing(listening.fileno())
+            listening.close()
+
+    async def _serve(self, listening: socket.socket, serving: trio.CancelScope) -> None:
+        """Begin the handshake of each inbound connection, or refuse it, until `close`."""
+        with serving:
+            while True:
+                await trio.lowlevel.checkpoint()  # after `close` there is nothing to wait for
+                await trio.lowlevel.wait_readable(listening.fileno())
+                try:
+                    for _ in range(MAX_ACCEPTS_PER_PASS):
+                        connection, (host, *_) = listening.accept()
+                        if self._pool.is_offline or not self.handshakes.make_room(site_of(host)):
+                            connection.close()
+                            continue
+                        stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+                        pending = Socket(stream, self._pool.turns)
+                        self.handshakes.add(pending)
+                        self._nursery.start_soon(self._accept, pending)
+                except BlockingIOError:
+                    pass
+                except OSError as error:  # out of descriptors, or the peer is gone again
+                    logger.debug("cannot accept a connection: %s", error)
+                    await trio.sleep(ACCEPT_PAUSE)
+
+    async def _accept(self, pending: Socket) -> None:
+        ip = pending.remote[0] if pending.remote else ""
+        # For a peer that meets us from there we act as the end that dialled.
+        expected = next((peer for peer, ips in self._expected.items() if ip in ips), None)
+        try:
+            try:
+                muxed = await self._upgrader.upgrade(pending, expected, is_initiator=False)
+            finally:
+                self.handshakes.remove(pending)
+            conn = await self._pool.add(muxed, is_outbound=False, is_punched=muxed.peer in self._expected)
+            await conn.finished.wait()
+        except Exception as error:  # handshakes raise whatever strangers' bytes lead to
+            logger.debug("inbound connection failed: %r", error)
+        finally:
+            pending.abort()
 
 
 class Host:
@@ -148,7 +322,7 @@ class Host:
         await self.connections.close()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def open_host(
     key: Ed25519PrivateKey,
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),

@@ -50,11 +50,6 @@ class RawLink(ABC):
         self._decryptor: CipherContext | None = None
 
     @property
-    def is_worn(self) -> bool:
-        """Return whether a limit is near, at which the other end of the carrier ends it."""
-        return False
-
-    @property
     def is_shaking_hands(self) -> bool:
         """Return whether reads are still counted."""
         return self._handshake_bytes_left is not None
@@ -203,16 +198,12 @@ async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.
         share_port(connection)
         await connection.bind(local)
         await connection.connect(target)
-        calm(connection)
+        # BBR slows a connection from a simultaneous open for about ten seconds.
+        prefer_congestion_control(connection, "cubic")
     except BaseException:  # also when cancelled: nothing else owns the socket yet
         connection.close()
         raise
     return trio.SocketStream(connection)
-
-
-def calm(connection: trio.socket.SocketType) -> None:
-    """Use CUBIC if available: BBR slows a connection from a simultaneous open for about ten seconds."""
-    prefer_congestion_control(connection, "cubic")
 
 
 class NoiseSession:

@@ -21,10 +21,10 @@ import trio
 from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
+from farandole.protocol.mesh.dialling import unicast_ip
 from farandole.protocol.mesh.kademlia import local_name
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of
-from farandole.protocol.wire.ip_addresses import unicast_ip
 
 from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import trio
 
 from farandole.protocol.mesh.relay import (
-    HOP_PROTOCOL,
     MAX_MESSAGE_BYTES,
     RESERVATION_SECONDS,
     STOP_PROTOCOL,
@@ -28,11 +27,9 @@ from farandole.protocol.wire.identity import public_key_of_bytes, short_name
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT
 from .addresses import distance_class
-from .circuit import Circuit, ask_relay
-from .delimited import encode_delimited, multiaddr_texts, receive_message
-from .dialler import CIRCUIT_TIMEOUT, Dialler
-from .libp2p_parts import HopMessage, RelayStatus, StopMessage
-from .multistream import ProtocolHandlers
+from .dialler import CIRCUIT_TIMEOUT, Circuit, Dialler
+from .libp2p_parts import HopMessage, RelayStatus, StopMessage, encode_delimited, multiaddr_texts, receive_message
+from .upgrading import ProtocolHandlers
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
@@ -83,8 +80,7 @@ class RelayClient:
         try:
             with trio.fail_after(DIAL_TIMEOUT):
                 await self._dialler.connect(relay, is_direct=True)
-                stream = await self._dialler.open_stream(relay, HOP_PROTOCOL)
-                answer = await ask_relay(stream, HopMessage(type=HopMessage.RESERVE))
+                stream, answer = await self._dialler.ask_relay(relay, HopMessage(type=HopMessage.RESERVE))
         except (trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"{short_name(relay)} gives no answer to a reservation") from error
         stream.reset()
@@ -127,7 +123,7 @@ class RelayClient:
                 await stream.send_all(encode_delimited(StopMessage(type=StopMessage.STATUS, status=RelayStatus.OK)))
             circuit = Circuit(stream, self._reservations[relay].address)
             try:
-                muxed = await self._dialler.upgrader.accept(circuit)
+                muxed = await self._dialler.upgrader.upgrade(circuit, None, is_initiator=False)
             except Exception as error:  # whatever the handshakes raise
                 raise RemoteProtocolError(f"no handshake through a relay: {error!r}") from error
         finally:

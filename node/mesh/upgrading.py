@@ -1,5 +1,10 @@
 """Upgrades a socket or a circuit to an authenticated, multiplexed connection: Noise and yamux, nothing else.
 
+Both ends agree on each of these, and on the protocol of each stream, by multistream-select 1.0
+(github.com/multiformats/multistream-select): one end proposes protocol ids, and the other echoes the one that it
+accepts, or answers that it knows none. Messages are bounded in size and number for any peer: py-libp2p 0.8.1 allocates
+whatever length it reads.
+
 Noise is libp2p's (`libp2p.security.noise`): it reads from a `RawLink` and gives a session to read from and write to.
 Peers are named by Ed25519 keys here, so a peer with another kind of key has no name. It gets the reason as the answer
 to its proposal of a multiplexer.
@@ -8,6 +13,7 @@ to its proposal of a multiplexer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Container
 from typing import Final, cast
 
 import trio
@@ -26,22 +32,164 @@ from .libp2p_parts import (
     PeerIDMismatchesPubkey,
     create_new_key_pair,
     create_new_x25519_key_pair,
+    encode_delim,
+    read_delimited,
 )
 from .links import NoiseSession, RawLink, Socket
-from .multistream import NEGOTIATION_TIMEOUT, Negotiation
-from .yamux import MuxedConn, UnreadBudget
+from .yamux import Libp2pStream, MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
 
+MULTISTREAM: Final = "/multistream/1.0.0"
+IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"
+PUSH_PROTOCOL: Final = "/ipfs/id/push/1.0.0"
+PING_PROTOCOL: Final = "/ipfs/ping/1.0.0"
+# A message is a protocol id; go-libp2p allows 1,024 bytes too.
+MAX_NEGOTIATION_BYTES: Final = 1024
+# Messages of one negotiation: the greeting, and proposals; a peer that knows farandole proposes one.
+MAX_NEGOTIATION_MESSAGES: Final = 16
+NEGOTIATION_TIMEOUT: Final = 8.0
+NOT_AVAILABLE: Final = "na"
+# A peer that has dialled proposes its first protocol within a round trip of the greetings.
+ROLE_PAUSE: Final = 0.7
 NOISE: Final = "/noise"
 YAMUX: Final = "/yamux/1.0.0"
 # From a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
 HANDSHAKE_TIMEOUT = 5.0
 REFUSED_KEY: Final = "farandole: your peer id is refused, peers here need Ed25519 keys"
 
+Handler = Callable[[Libp2pStream], Awaitable[None]]
 
-class RefusedKeyError(PeerUnreachableError):
-    """A peer has a key of a kind that has no name here, or one that proves nothing."""
+
+class Negotiation:
+    """One negotiation on a connection or a stream."""
+
+    def __init__(self, receive: Callable[[int], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
+        """``receive``: returns at most that many bytes, none at the end."""
+        self._receive = receive
+        self._send = send
+        self._num_received = 0
+
+    async def propose(self, protocol: str) -> None:
+        """Agree on this protocol; raise `RemoteProtocolError` if the peer does not speak it, or says why it refuses."""
+        await self._greet(protocol)
+        await self._expect(protocol)
+
+    async def answer(self, protocols: Container[str]) -> str:
+        """Accept the first proposal that is in ``protocols``; raise `RemoteProtocolError` if there is none."""
+        await self._greet()
+        while (proposal := await self._next()) not in protocols:
+            await self._say(NOT_AVAILABLE)
+        await self._say(proposal)
+        return proposal
+
+    async def refuse(self, reason: str) -> None:
+        """Answer the peer's first proposal with a reason, which implementations show as an unexpected answer."""
+        await self._greet()
+        await self._next()
+        await self._say(reason)
+
+    async def find_role(self, protocol: str) -> bool:
+        """Negotiate on an accepted connection whose other end may be a peer that waits for us.
+
+        Return whether it waits: then it proposes nothing, and we are the initiator. A peer that dials in the usual way
+        proposes at once.
+        """
+        await self._greet()
+        proposal = None
+        with trio.move_on_after(ROLE_PAUSE):
+            proposal = await self._next()
+        if proposal not in (None, protocol):
+            raise RemoteProtocolError("the peer proposes something else")
+        await self._say(protocol)
+        if proposal is None:
+            await self._expect(protocol)
+        return proposal is None
+
+    async def _greet(self, *proposal: str) -> None:
+        await self._say(MULTISTREAM, *proposal)
+        if await self._next() != MULTISTREAM:
+            raise RemoteProtocolError("the peer does not speak multistream-select")
+
+    async def _expect(self, protocol: str) -> None:
+        answer = await self._next()
+        if answer == NOT_AVAILABLE:
+            raise RemoteProtocolError(f"the peer does not speak {protocol}")
+        if answer != protocol:
+            raise RemoteProtocolError(f"the peer refuses {protocol}: {answer!r}")
+
+    async def _next(self) -> str:
+        self._num_received += 1
+        if self._num_received > MAX_NEGOTIATION_MESSAGES:
+            raise RemoteProtocolError("too many negotiation messages")
+        message = await read_delimited(self._receive, MAX_NEGOTIATION_BYTES)
+        if message is None:
+            raise RemoteProtocolError("the peer ended the negotiation")
+        if not message.endswith(b"\n"):
+            raise RemoteProtocolError("a negotiation message without its newline")
+        return message[:-1].decode(errors="replace")
+
+    async def _say(self, *texts: str) -> None:
+        await self._send(b"".join(encode_delim(text.encode()) for text in texts))
+
+
+class ProtocolHandlers:
+    """The handlers of one host."""
+
+    def __init__(self) -> None:
+        self.admits: Callable[[bytes, str], bool] = lambda peer, protocol: True
+        """Whether a peer may open streams of a protocol; to others it is one that this node does not serve."""
+        self._handlers: dict[str, tuple[Handler, int | None]] = {}
+
+    @property
+    def protocols(self) -> list[str]:
+        """The protocols that this node serves."""
+        return list(self._handlers)
+
+    def set(self, protocol: str, handler: Handler, max_bytes: int | None = None) -> None:
+        """Serve a protocol. A stream on which the peer sends more than ``max_bytes`` is reset."""
+        self._handlers[protocol] = (handler, max_bytes)
+
+    def remove(self, protocol: str) -> None:
+        """Stop serving a protocol."""
+        self._handlers.pop(protocol, None)
+
+    async def serve(self, stream: Libp2pStream, note_negotiated: Callable[[], None]) -> None:
+        """Agree on a protocol for a stream that a peer has opened, and run its handler. Raises nothing.
+
+        The stream is closed when the handler returns, and reset when it raises, which is logged unless the error is
+        the peer's fault or the network's.
+        """
+        try:
+            try:
+                with trio.fail_after(NEGOTIATION_TIMEOUT):
+                    offered = [protocol for protocol in self._handlers if self.admits(stream.peer, protocol)]
+                    stream.protocol = await Negotiation(stream.receive_some, stream.send_all).answer(offered)
+                handler, max_bytes = self._handlers[stream.protocol]
+            finally:
+                note_negotiated()
+            if max_bytes is not None:
+                stream.limit(max_bytes)
+            await handler(stream)
+            await stream.aclose()
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("a stream of %s ended: %r", stream.protocol, error)
+        except Exception:  # a defect of ours: it costs this stream, and neither the others nor the host
+            logger.exception("the handler of %s failed", stream.protocol)
+        finally:
+            stream.reset()
+
+
+async def propose(stream: Libp2pStream, protocol: str) -> Libp2pStream:
+    """Negotiate a protocol for a stream that we have opened; raise as `Negotiation.propose`, and reset it then."""
+    try:
+        with trio.fail_after(NEGOTIATION_TIMEOUT):
+            await Negotiation(stream.receive_some, stream.send_all).propose(protocol)
+    except BaseException:  # also when cancelled: nothing else owns the stream
+        stream.reset()
+        raise
+    stream.protocol = protocol
+    return stream
 
 
 class Upgrader:
@@ -61,21 +209,12 @@ class Upgrader:
         self._shaping = shaping
         self._budget = budget
 
-    async def dial(self, link: RawLink, peer: bytes) -> MuxedConn:
-        """Upgrade a link that this end has dialled; only this peer may be at the other end.
+    async def upgrade(self, link: RawLink, peer: bytes | None, *, is_initiator: bool) -> MuxedConn:
+        """Return the connection over a link, which no task runs yet. Errors pass through, and close the link.
 
-        Errors pass through, and close the link.
+        ``is_initiator``: whether this end has dialled; then only this peer may be at the other end. If the other end
+        has, ``peer`` is one that we dial at the same time, if any; it may wait for us to begin.
         """
-        return await self._upgrade(link, peer, is_initiator=True)
-
-    async def accept(self, link: RawLink, expected: bytes | None = None) -> MuxedConn:
-        """Upgrade a link that the other end has dialled.
-
-        ``expected``: a peer that we dial at the same time; it may wait for us to begin. Raises as `dial` does.
-        """
-        return await self._upgrade(link, expected, is_initiator=False)
-
-    async def _upgrade(self, link: RawLink, peer: bytes | None, *, is_initiator: bool) -> MuxedConn:
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 await self._begin(link)
@@ -97,7 +236,7 @@ class Upgrader:
         return MuxedConn(noise, link, found, self._shaping, self._budget, is_initiator=is_initiator)
 
     async def authenticate(self, link: RawLink, peer: bytes) -> ISecureConn:
-        """Do the first half of `dial`, for a caller that only checks the peer's identity; it closes the link."""
+        """Do the first half of `upgrade`, for an initiator that only checks the peer's identity; it closes the link."""
         with trio.fail_after(HANDSHAKE_TIMEOUT):
             await self._begin(link)
             await Negotiation(link.read, link.write).propose(NOISE)
@@ -136,17 +275,14 @@ class Upgrader:
         try:
             found = public_key_of_bytes(remote.to_bytes())
         except RemoteProtocolError as error:
-            await self._refuse(session)
-            raise RefusedKeyError(f"{remote} has no Ed25519 key, which peers need here") from error
+            try:
+                with trio.fail_after(NEGOTIATION_TIMEOUT):
+                    await Negotiation(session.read, session.write).refuse(REFUSED_KEY)
+            except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as unsaid:
+                logger.debug("could not say why a peer is refused: %r", unsaid)
+            raise PeerUnreachableError(f"{remote} has no Ed25519 key, which peers need here") from error
         if found in SMALL_ORDER_KEYS:
-            raise RefusedKeyError("a key of small order proves nothing")
+            raise PeerUnreachableError("a key of small order proves nothing")
         if peer is not None and peer != found:
             raise StrangerError(f"{remote} answers for {peer_id_of(peer)}")
         return session, found
-
-    async def _refuse(self, session: ISecureConn) -> None:
-        try:
-            with trio.fail_after(NEGOTIATION_TIMEOUT):
-                await Negotiation(session.read, session.write).refuse(REFUSED_KEY)
-        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-            logger.debug("could not say why a peer is refused: %r", error)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from farandole.protocol.mesh.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
+from farandole.protocol.mesh.yamux import MAX_WINDOW, Yamux, YamuxStream
 from farandole.protocol.wire.identity import short_name
 
 from ..base.bandwidth import Shaping
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_STRANGERS_UNREAD_BYTES = MAX_WINDOW
 # Taken in without a pause: one read of the link, in full messages.
 MESSAGES_PER_PASS = 4
+# For the last frames of a connection; a peer that does not read them is cut off.
+CLOSE_TIMEOUT = 1.0
 
 
 class UnreadBudget:
@@ -47,8 +49,8 @@ class UnreadBudget:
         if self.num_unread <= MAX_STRANGERS_UNREAD_BYTES:
             return
         strangers = [conn for conn in self.conns if not self.is_needed(conn.peer)]
-        if sum(conn.num_unread for conn in strangers) > MAX_STRANGERS_UNREAD_BYTES:
-            max(strangers, key=lambda conn: conn.num_unread).reset_fullest()
+        if sum(conn.state.num_unread for conn in strangers) > MAX_STRANGERS_UNREAD_BYTES:
+            max(strangers, key=lambda conn: conn.state.num_unread).reset_fullest()
 
 
 class MuxedConn:
@@ -72,7 +74,7 @@ class MuxedConn:
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.num_received = 0
-        self._state = Yamux(is_initiator=is_initiator, now=trio.current_time())
+        self.state = Yamux(is_initiator=is_initiator, now=trio.current_time())
         self._shaping = shaping or Shaping()
         self._budget = budget or UnreadBudget()
         self._num_unread_budgeted = 0
@@ -85,29 +87,9 @@ class MuxedConn:
         self._room = trio.Event()  # something was written
 
     @property
-    def handshake_hash(self) -> bytes:
-        """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
-        return self.session.handshake_hash
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that are received and not read."""
-        return self._state.num_unread
-
-    @property
     def streams(self) -> list[Libp2pStream]:
         """The streams, accepted or opened here, that are not over."""
         return list(self._streams.values())
-
-    @property
-    def round_trip(self) -> float | None:
-        """The last measured round trip in seconds; None if there is none yet."""
-        return self._state.round_trip
-
-    @property
-    def least_round_trip(self) -> float | None:
-        """The shortest measured round trip in seconds; None if there is none yet."""
-        return self._state.least_round_trip
 
     async def start(self) -> None:
         """Run until either end closes or the connection fails. Raises nothing."""
@@ -119,7 +101,7 @@ class MuxedConn:
                     nursery.start_soon(self._run, self._read_frames)
                     self.event_started.set()
         finally:
-            self._state.end()
+            self.state.end()
             for event in (self.event_started, self.event_closed, self._opened, self._room):
                 event.set()
             for stream in self._streams.values():
@@ -150,32 +132,31 @@ class MuxedConn:
 
         Waking that task would cost each message a pass through the event loop.
         """
-        while not self.session.has_unwritten and (data := self._state.data_to_send()):
-            self._shaping.up.charge(self._state.num_counted_out - self._num_charged)
-            self._num_charged = self._state.num_counted_out
+        while not self.session.has_unwritten and (data := self.state.data_to_send()):
+            self._shaping.up.charge(self.state.num_counted_out - self._num_charged)
+            self._num_charged = self.state.num_counted_out
             self._num_writing = len(data)
             self.session.write_now(data)
             if not self.session.has_unwritten:
                 self._note_written()
 
     def _note_written(self) -> None:
-        self._state.note_sent(self._num_writing)
+        self.state.note_sent(self._num_writing)
         self._room.set()
 
     async def _read_frames(self) -> None:
         num_charged = num_messages = 0
-        while not self._state.has_ended and (message := await self.session.read()):
+        while not self.state.has_ended and (message := await self.session.read()):
             self.num_received += len(message)
-            for event in self._state.receive_data(message, trio.current_time()):
-                match event:
-                    case StreamChanged(stream_id):
-                        self.note_change(self._streams.get(stream_id))
-                    case StreamOpened():
-                        self._opened.set()
-                    case PingAnswered(number) if number in self._pongs:
-                        self._pongs[number].set()
-            self._shaping.down.charge(self._state.num_counted_in - num_charged)
-            num_charged = self._state.num_counted_in
+            for stream_id in self.state.receive_data(message, trio.current_time()):
+                self.note_change(self._streams.get(stream_id))
+            if self.state.has_waiting:
+                self._opened.set()
+            for number, pong in self._pongs.items():
+                if not self.state.awaits_pong(number):
+                    pong.set()
+            self._shaping.down.charge(self.state.num_counted_in - num_charged)
+            num_charged = self.state.num_counted_in
             self.note_change()
             self._budget.limit()
             num_messages += 1
@@ -185,11 +166,16 @@ class MuxedConn:
     async def close(self) -> None:
         """Send a go-away and end; waits until queued data is written, so give it a deadline."""
         if self.event_started.is_set() and not self.event_closed.is_set():
-            self._state.go_away()
+            self.state.go_away()
             self.note_change()
-            while self._state.num_queued and not self.event_closed.is_set():
+            while self.state.num_queued and not self.event_closed.is_set():
                 await self.wait_for_room()
         self.abort()
+
+    async def discard(self) -> None:
+        """Close the link, cancelled or not, of a connection that no task runs: nothing else owns it."""
+        with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
+            await self.link.close()
 
     def abort(self) -> None:
         """End at once, without waiting for the peer."""
@@ -199,26 +185,26 @@ class MuxedConn:
     async def ping(self) -> float:
         """Ping the peer; return the round trip in seconds."""
         number = secrets.randbits(32)
-        self._state.ping(trio.current_time(), number)
+        self.state.ping(trio.current_time(), number)
         self._pongs[number] = pong = trio.Event()
         self.note_change()
         try:
             await pong.wait()
         finally:
             del self._pongs[number]
-        return self.round_trip or 0.0
+        return self.state.round_trip or 0.0
 
     async def open_stream(self) -> Libp2pStream:
         """Open a stream; raise `trio.BrokenResourceError` if the connection is over."""
         await trio.lowlevel.checkpoint()
-        if self.event_closed.is_set() or self._state.has_ended:
+        if self.event_closed.is_set() or self.state.has_ended:
             raise trio.BrokenResourceError("connection closed")
-        return self._add(self._state.open_stream())
+        return self._add(self.state.open_stream())
 
     async def accept_stream(self) -> Libp2pStream:
         """Return the next stream that the peer opens; raise `trio.BrokenResourceError` if the connection is over."""
         await trio.lowlevel.checkpoint()
-        while (state := self._state.accept_stream()) is None:
+        while (state := self.state.accept_stream()) is None:
             if self.event_closed.is_set():
                 raise trio.BrokenResourceError("connection closed")
             self._opened = trio.Event()
@@ -227,14 +213,14 @@ class MuxedConn:
 
     def _add(self, state: YamuxStream) -> Libp2pStream:
         stream = Libp2pStream(state, self)
-        if self._state.is_open(state.stream_id):
+        if self.state.is_open(state.stream_id):
             self._streams[state.stream_id] = stream
         self.note_change()
         return stream
 
     def reset_fullest(self) -> None:
         """Reset the stream with the most unread data; end the connection if that data is of ended streams."""
-        stream_id = self._state.reset_fullest()
+        stream_id = self.state.reset_fullest()
         if stream_id is None:
             self.abort()
         else:
@@ -244,13 +230,13 @@ class MuxedConn:
         """Handle a change of the state, and of this stream: wake its users and the writer, count unread data."""
         if stream is not None:
             stream.wake()
-            if not self._state.is_open(stream.state.stream_id):
+            if not self.state.is_open(stream.state.stream_id):
                 self._streams.pop(stream.state.stream_id, None)
-        if self._state.num_queued:
+        if self.state.num_queued:
             self._work.set()
         if self in self._budget.conns:
-            self._budget.num_unread += self._state.num_unread - self._num_unread_budgeted
-            self._num_unread_budgeted = self._state.num_unread
+            self._budget.num_unread += self.state.num_unread - self._num_unread_budgeted
+            self._num_unread_budgeted = self.state.num_unread
 
     async def wait_for_room(self) -> None:
         """Wait until some of the queue is written, or the connection is over."""
@@ -290,7 +276,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
     @property
     def handshake_hash(self) -> bytes:
         """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
-        return self._conn.handshake_hash
+        return self._conn.session.handshake_hash
 
     @property
     def is_relayed(self) -> bool:

@@ -37,9 +37,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from ..mesh.dialling import MIN_PORT, Address, are_neighbours, unicast_ip
 from ..wire.errors import RemoteProtocolError
 from ..wire.identity import framed
-from ..wire.ip_addresses import MIN_PORT, Address, are_neighbours, unicast_ip
 from ..wire.messagepack import SESSION_BYTES, MessageDecoder
 from ..wire.record_layer import SECRET_BYTES
 

@@ -18,12 +18,50 @@ the same router.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Annotated, Final
 
-from ..wire.ip_addresses import MIN_PORT, are_neighbours, unicast_ip
-from .reachability import HTTPS_PORT, Address
+import msgspec
+
+# The longest IPv6 address as text, with an IPv4 address in its last part.
+MAX_IP_CHARS = 45
+# Lower ports belong to system services; a peer must not make a node dial them.
+MIN_PORT = 1_024
+# The only one of them that a peer may make a witness, or the other end of a hole, dial.
+HTTPS_PORT: Final = 443
+# Prefix length by IP version: addresses in one network of this size are neighbours.
+_NEIGHBOURHOOD = {4: 24, 6: 64}
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Address = tuple[
+    Annotated[str, msgspec.Meta(min_length=2, max_length=MAX_IP_CHARS)],
+    Annotated[int, msgspec.Meta(ge=MIN_PORT, le=65_535)],
+]
+"""An IP address as text, and a TCP port."""
+
+
+def unicast_ip(text: str) -> IpAddress | None:
+    """Parse a unicast address, or return None; an IPv4-mapped IPv6 address becomes IPv4, one with a zone is refused."""
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if ip.version == 6:
+        if ip.scope_id is not None:
+            return None
+        ip = ip.ipv4_mapped or ip
+    return None if ip.is_unspecified or ip.is_multicast else ip
+
+
+def are_neighbours(ip: IpAddress, other: IpAddress) -> bool:
+    """Return whether two addresses lie in the same /24 or /64."""
+    if ip.version != other.version:
+        return False
+    shift = ip.max_prefixlen - _NEIGHBOURHOOD[ip.version]
+    return int(ip) >> shift == int(other) >> shift
+
 
 # Failed attempts in a row at one port, and at one machine or IPv6 network (one customer has 2^64 addresses); then the
 # pauses in seconds, which double.
@@ -32,13 +70,17 @@ FIRST_PAUSE, MAX_PAUSE = 30.0, 3_600.0
 # Targets that are remembered, the latest ones.
 MAX_TARGETS: Final = 8_192
 
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 DCUTR_PROTOCOL: Final = "/libp2p/dcutr"
 # The specification's bound of a message, and of attempts with one peer.
 MAX_MESSAGE_BYTES: Final = 4_096
 NUM_ATTEMPTS: Final = 3
 # The observed addresses, in two families, and a few interfaces for a peer in the same network.
 MAX_OFFERED: Final = 8
+
+
+def is_open_to_peers(port: int) -> bool:
+    """Return whether a port may be dialled because a peer asks for that."""
+    return port >= MIN_PORT or port == HTTPS_PORT
 
 
 def may_dial(ip_text: str, port: int, in_use: Iterable[str]) -> bool:
@@ -59,11 +101,14 @@ class DialBudget:
 
     def take(self, ip: str, port: int, now: float) -> bool:
         """Count an attempt as failed unless `succeed` follows; return False if it is too early for another one."""
-        limits = (((ip, port), FREE_OF_PORT), ((_machine(ip), 0), FREE_OF_IP))
-        if any(now < self._next_at(target, free) for target, free in limits):
-            return False
-        for target, _ in limits:
-            self._vain[target] = (self._vain.get(target, (0, 0.0))[0] + 1, now)
+        counts = {}
+        for target, free in (((ip, port), FREE_OF_PORT), ((_machine(ip), 0), FREE_OF_IP)):
+            counts[target], last_at = self._vain.get(target, (0, -math.inf))
+            vain = counts[target] - free
+            if vain >= 0 and now < last_at + min(FIRST_PAUSE * 2.0 ** min(vain, 30), MAX_PAUSE):
+                return False
+        for target, count in counts.items():
+            self._vain[target] = (count + 1, now)
             self._vain.move_to_end(target)
         while len(self._vain) > MAX_TARGETS:
             self._vain.popitem(last=False)
@@ -73,10 +118,6 @@ class DialBudget:
         """Note that a peer has proved its identity at this target."""
         self._vain.pop((ip, port), None)
         self._vain.pop((_machine(ip), 0), None)
-
-    def _next_at(self, target: tuple[str, int], free: int) -> float:
-        number, last_at = self._vain.get(target, (0, 0.0))
-        return last_at if number < free else last_at + min(FIRST_PAUSE * 2.0 ** min(number - free, 30), MAX_PAUSE)
 
 
 def _machine(ip: str) -> str:
@@ -96,7 +137,7 @@ def targets(offered: Sequence[Address], observed: Iterable[Address], own: Iterab
     chosen = []
     for text, port in offered[:MAX_OFFERED]:
         ip = unicast_ip(text)
-        if ip is None or not (port >= MIN_PORT or port == HTTPS_PORT):
+        if ip is None or not is_open_to_peers(port):
             continue
         if ip.is_global or (is_next_door and any(are_neighbours(ip, other) for other in here)):
             chosen.append((str(ip), port))

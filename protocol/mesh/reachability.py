@@ -11,6 +11,9 @@ this is the NAT's mapping of that port. If several witnesses see the same mappin
 
 A witness on the internet knows more than one in the same network: where there is one on the internet, only such ones
 count.
+
+A peer also tells the time by its clock, by which others check theirs: the asker opens a stream, and the answer is one
+frame. The offset of a clock is known to within half the round trip (Cristian 1989).
 """
 
 from __future__ import annotations
@@ -24,18 +27,14 @@ from typing import Annotated, Final
 import msgspec
 
 from ..wire.errors import RemoteProtocolError
-from ..wire.ip_addresses import MAX_IP_CHARS, MIN_PORT
 from ..wire.messagepack import MessageDecoder
+from .dialling import MAX_IP_CHARS, Address, is_open_to_peers
 
+CLOCK_PROTOCOL: Final = "/farandole/clock/1"
 DIALBACK_PROTOCOL: Final = "/farandole/dialback/1"
 # A node listens in two families, at most on a port of its own and on one that its router has opened for it.
 MAX_PORTS: Final = 4
 MAX_MESSAGE_BYTES: Final = 256
-# Of the ports below `MIN_PORT`, which are of system services, the only one that a peer may make a witness dial.
-HTTPS_PORT: Final = 443
-
-Address = tuple[str, int]
-"""An IP address as text, and a TCP port."""
 
 
 class ReachabilityKind(StrEnum):
@@ -75,12 +74,7 @@ _decode_answer = MessageDecoder[DialBackAnswer](DialBackAnswer, "an answer")
 def decode_request(payload: bytes) -> Request:
     """Parse a request and drop ports that must not be dialled; raise `RemoteProtocolError` if it is malformed."""
     request = _decode_request(payload)
-    return Request(tuple(dict.fromkeys(filter(may_be_dialled, request.ports))))
-
-
-def may_be_dialled(port: int) -> bool:
-    """Return whether a witness dials a port when a peer asks for that."""
-    return port >= MIN_PORT or port == HTTPS_PORT
+    return Request(tuple(dict.fromkeys(filter(is_open_to_peers, request.ports))))
 
 
 def decode_answer(payload: bytes, request: Request) -> DialBackAnswer:
@@ -119,8 +113,7 @@ def classify(dialled: Sequence[Witness], observed: Sequence[Witness]) -> Verdict
     dialled = _weightiest([witness for witness in dialled if witness.answer.has_dialled])
     observed = _weightiest(observed)
     answers = [witness.answer for witness in dialled]
-    reached = [answer for answer in answers if answer.reached and _is_public(answers, ":" in answer.ip)]
-    if reached:
+    if reached := [answer for answer in answers if answer.reached and _is_public(answers, ":" in answer.ip)]:
         found = ((answer.ip, port) for answer in reached for port in answer.reached if answer.ip)
         return Verdict(ReachabilityKind.PUBLIC, tuple(dict.fromkeys(found)))
     seen = tuple(dict.fromkeys((witness.answer.ip, witness.answer.port) for witness in observed if witness.answer.ip))
@@ -153,3 +146,28 @@ def is_global(ip: str) -> bool:
         return ipaddress.ip_address(ip.partition("%")[0]).is_global
     except ValueError:
         return False
+
+
+class ClockAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The time by the witness's clock."""
+
+    milliseconds: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
+    """Milliseconds since 1970, UTC."""
+
+
+decode_clock = MessageDecoder[ClockAnswer](ClockAnswer, "a clock's answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """The time by which this node's clock is ahead of a peer's, in seconds."""
+
+    seconds: float
+    error: float
+    """Upper bound of the error of ``seconds``."""
+
+
+def measure_offset(asked_at: float, answered_at: float, answer: ClockAnswer) -> Offset:
+    """Return the offset; ``asked_at`` and ``answered_at``: the round trip by this node's clock, Unix seconds."""
+    half = (answered_at - asked_at) / 2
+    return Offset(asked_at + half - answer.milliseconds / 1_000, half)

@@ -4,7 +4,7 @@ py-libp2p 0.8.1 has a yamux of its own. It loses received data when a connection
 the connection when a write is cancelled, resets a stream whose reader pauses for 5 s, reports a killed peer as a clean
 end, and splits a full frame into two Noise messages.
 
-`Yamux` takes received bytes (`Yamux.receive_data`, which returns events) and returns the bytes to send
+`Yamux` takes received bytes (`Yamux.receive_data`, which names the streams that changed) and returns the bytes to send
 (`Yamux.data_to_send`). `YamuxStream` holds unread data, and the windows of both directions. All limits on a peer's cost
 are here, except for memory that several connections share, which the driver limits (`farandole.node.mesh.yamux`).
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
@@ -55,35 +54,6 @@ MAX_QUEUED_DATA: Final = 128 * 1024
 MAX_QUEUED_BYTES: Final = 1024 * 1024
 # Unanswered pings of this end that are remembered. The driver sends one at a time.
 MAX_PINGS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOpened:
-    """The peer has opened a stream; `Yamux.accept_stream` returns it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamChanged:
-    """A stream has new data or credit, has ended, or was reset."""
-
-    stream_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class PingAnswered:
-    """The peer has answered a ping of this end; `Yamux.round_trip` is up to date."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class GoneAway:
-    """The peer has ended the connection. What was received can still be read."""
-
-    code: int
-
-
-Event = StreamOpened | StreamChanged | PingAnswered | GoneAway
 
 
 class YamuxStream:
@@ -291,8 +261,17 @@ class Yamux:
         """Return whether anything more can happen on a stream."""
         return stream_id in self._streams
 
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether `accept_stream` returns a stream."""
+        return bool(self._waiting)
+
+    def awaits_pong(self, number: int) -> bool:
+        """Return whether the peer has not answered the ping with this number; `round_trip` is up to date after it."""
+        return number in self._pings
+
     def ping(self, now: float, number: int) -> None:
-        """Send a ping; `PingAnswered` has its number, 32 random bits.
+        """Send a ping with a number of 32 random bits.
 
         A peer that could guess the number could answer before it receives the ping, and so seem near.
         """
@@ -347,30 +326,32 @@ class Yamux:
 
     # Receiving
 
-    def receive_data(self, data: bytes, now: float) -> list[Event]:
-        """Process bytes, which may end anywhere in a frame; return the resulting events.
+    def receive_data(self, data: bytes, now: float) -> list[int]:
+        """Process bytes, which may end anywhere in a frame; return the ids of the streams that have changed.
+
+        A stream changes when it has new data or credit, has ended, or was reset.
 
         Raises `RemoteProtocolError` for bytes that no honest peer sends, and when the peer does not read the frames
         that it causes.
         """
-        events: list[Event] = []
+        changed: list[int] = []
         view = memoryview(data)
         self.num_counted_in += len(data)
         try:
             while view and not self.has_ended:
                 if self._body is None:
-                    num_taken = self._take_header(view, now, events)
+                    num_taken = self._take_header(view, now, changed)
                 else:
-                    num_taken = self._take_body(view, self._body, events)
+                    num_taken = self._take_body(view, self._body, changed)
                 view = view[num_taken:]
             if self._num_queued > MAX_QUEUED_BYTES:
                 raise RemoteProtocolError("the peer reads nothing")
         except RemoteProtocolError:
             self.end()
             raise
-        return events
+        return changed
 
-    def _take_header(self, data: memoryview, now: float, events: list[Event]) -> int:
+    def _take_header(self, data: memoryview, now: float, changed: list[int]) -> int:
         missing = HEADER.size - len(self._header)
         self._header += data[:missing]
         if len(self._header) == HEADER.size:
@@ -379,33 +360,32 @@ class Yamux:
             if version != 0 or kind > GO_AWAY:
                 raise RemoteProtocolError("not a frame of yamux")
             if kind == GO_AWAY:
-                self.end()
-                events.append(GoneAway(length))
+                self.end()  # what was received can still be read
             elif kind == PING:
-                self._handle_ping(flags, length, now, events)
+                self._handle_ping(flags, length, now)
             else:
-                self._handle_frame(kind, flags, stream_id, length, now, events)
+                self._handle_frame(kind, flags, stream_id, length, now, changed)
         return min(missing, len(data))
 
-    def _take_body(self, data: memoryview, body: tuple[YamuxStream | None, int, int, int], events: list[Event]) -> int:
+    def _take_body(self, data: memoryview, body: tuple[YamuxStream | None, int, int, int], changed: list[int]) -> int:
         stream, stream_id, left, flags = body
         piece = data[:left]
         if stream is not None and not stream.is_reset:
             self.num_counted_in -= len(piece) if stream.is_bulk else 0
             stream.take(piece)
-            events.append(StreamChanged(stream_id))
+            changed.append(stream_id)
             if self.num_unread > MAX_UNREAD_BYTES:
                 fullest = self.reset_fullest()
                 if fullest is None:
                     raise RemoteProtocolError("too much data of streams that are over")
-                events.append(StreamChanged(fullest))
+                changed.append(fullest)
         left -= len(piece)
         self._body = (stream, stream_id, left, flags) if left else None
         if not left:
-            self._handle_ending(stream_id, flags, events)
+            self._handle_ending(stream_id, flags, changed)
         return len(piece)
 
-    def _handle_ping(self, flags: int, number: int, now: float, events: list[Event]) -> None:
+    def _handle_ping(self, flags: int, number: int, now: float) -> None:
         self._charge_useless(PING_COST, now)
         sent_at = self._pings.pop(number, None) if not flags & SYN else None
         if flags & SYN:
@@ -413,14 +393,11 @@ class Yamux:
         elif sent_at is not None:
             self.round_trip = now - sent_at
             self.least_round_trip = min(self.round_trip, self.least_round_trip or self.round_trip)
-            events.append(PingAnswered(number))
 
-    def _handle_frame(
-        self, kind: int, flags: int, stream_id: int, length: int, now: float, events: list[Event]
-    ) -> None:
+    def _handle_frame(self, kind: int, flags: int, stream_id: int, length: int, now: float, changed: list[int]) -> None:
         if kind == DATA and length > MAX_WINDOW:
             raise RemoteProtocolError("a frame longer than any window")
-        if flags & SYN and not self._open(stream_id, events):
+        if flags & SYN and not self._open(stream_id):
             self._charge_useless(REFUSAL_COST, now)
             self.queue(WINDOW_UPDATE, RST, stream_id, 0)
             self._body = (None, stream_id, length, flags) if kind == DATA and length else None
@@ -433,8 +410,8 @@ class Yamux:
                 is_useful = stream.add_credit(length)
                 if not is_useful and not flags:
                     self._charge_useless(1, now)
-                events.append(StreamChanged(stream_id))
-            self._handle_ending(stream_id, flags, events)
+                changed.append(stream_id)
+            self._handle_ending(stream_id, flags, changed)
             return
         if stream is None or not length:
             self._charge_useless(1 + length / USELESS_BYTES, now)
@@ -443,9 +420,9 @@ class Yamux:
         if length:
             self._body = (stream, stream_id, length, flags)
         else:
-            self._handle_ending(stream_id, flags, events)
+            self._handle_ending(stream_id, flags, changed)
 
-    def _open(self, stream_id: int, events: list[Event]) -> bool:
+    def _open(self, stream_id: int) -> bool:
         """Open a stream of the peer's; return False if there are too many."""
         if not self._is_theirs(stream_id) or stream_id in self._streams:
             raise RemoteProtocolError("a stream opened twice")
@@ -455,17 +432,16 @@ class Yamux:
         self._waiting.append(stream)
         self._num_inbound += 1
         self.queue(WINDOW_UPDATE, ACK, stream_id, 0)
-        events.append(StreamOpened())
         return True
 
-    def _handle_ending(self, stream_id: int, flags: int, events: list[Event]) -> None:
+    def _handle_ending(self, stream_id: int, flags: int, changed: list[int]) -> None:
         stream = self._streams.get(stream_id)
         if stream is not None and flags & (FIN | RST):
             if flags & FIN:
                 stream.note_end()
             if flags & RST:
                 stream.note_reset()
-            events.append(StreamChanged(stream_id))
+            changed.append(stream_id)
 
     def _charge_useless(self, cost: float, now: float) -> None:
         if not self._useless.take(now, cost):

@@ -21,13 +21,13 @@ from libp2p.kad_dht.pb.kademlia_pb2 import Message as DhtMessage
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, StopMessage
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
-from farandole.node.mesh.delimited import encode_delimited, multiaddr_texts, receive_message
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
-from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
+from farandole.node.mesh.libp2p_parts import encode_delimited, multiaddr_texts, receive_message
+from farandole.node.mesh.upgrading import MULTISTREAM, Negotiation
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
 from farandole.protocol.exchange import exchange, pipe
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
-from farandole.protocol.mesh import clock, reachability
+from farandole.protocol.mesh import reachability
 from farandole.protocol.mesh.relay import circuit_address, parse_circuit
 from farandole.protocol.mesh.yamux import Yamux
 from farandole.protocol.programs import program_messages, shared_files
@@ -337,7 +337,7 @@ DECODERS: dict[str, Decoder] = {
     "block-index-body": Decoder(lambda body: read_index(body, is_signed=True), [_index().body]),
     "bulk-proposal": of(decode_proposal, Proposal),
     "bulk-records": Decoder(open_records, [_records()]),
-    "checkup-clock": of(clock.decode_clock, clock.ClockAnswer),
+    "checkup-clock": of(reachability.decode_clock, reachability.ClockAnswer),
     "circuit-address": Decoder(
         lambda data: parse_circuit(data.decode(errors="replace")),
         [circuit_address("/ip4/1.2.3.4/tcp/1", authors.author_of(1)).encode()],

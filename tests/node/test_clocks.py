@@ -25,7 +25,7 @@ READ_IN = {
     "join/invites.py": "until when an invite is good",
     "member/assembly.py": "a number that grows from one life to the next",
     "mesh/gate.py": "whether an invite has expired",
-    "mesh/reach/clock.py": "told to whoever asks what time it is",
+    "mesh/reach/dialback.py": "told to whoever asks what time it is",
     "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
     "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",
     "own_loop/create.py": "when a run was made, in its manifest",

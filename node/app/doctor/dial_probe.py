@@ -13,7 +13,8 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.mesh.reachability import HTTPS_PORT, is_global
+from farandole.protocol.mesh.dialling import HTTPS_PORT
+from farandole.protocol.mesh.reachability import is_global
 
 from ...base.errors import StrangerError
 from ...mesh.addresses import PRIVATE, distance_class

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import trio
 
+from farandole.protocol.mesh.dialling import is_open_to_peers
 from farandole.protocol.mesh.kademlia import run_key
-from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, may_be_dialled
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
@@ -21,7 +21,7 @@ from ...base.remedies import describe_skew
 from ...base.settings import NodeSettings
 from ...join.bootstrap import dial, fetch_manifest
 from ...mesh.host import Host
-from ...mesh.reach.clock import ask_time
+from ...mesh.reach.dialback import ask_time
 from ...mesh.reach.reachability import Examiner, Reachability
 from .causes import Finding, found
 from .machine import check_needs
@@ -108,7 +108,7 @@ def find_skew(votes: Sequence[float]) -> Finding:
 async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, ReachabilityKind]:
     """Check how others reach this node."""
     reachability = Reachability()
-    await Examiner(host, reachability, random.Random()).examine()
+    await Examiner(host, reachability).examine()
     num_witnesses = sum(host.connections.is_direct(peer) for peer in peers)
     return judge_nat(reachability.verdict, host.own.ips, num_witnesses, host.own.announced), reachability.kind
 
@@ -137,7 +137,7 @@ def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int, anno
 def _is_closed(announced: str, verdict: Verdict) -> bool:
     """Return whether peers have dialled an announced multiaddr in vain; they dial only the IP address that they see."""
     _, _, host, _, port = announced.split("/")
-    if host not in {ip for ip, _ in verdict.addresses} or not may_be_dialled(int(port)):
+    if host not in {ip for ip, _ in verdict.addresses} or not is_open_to_peers(int(port)):
         return False
     return verdict.kind is not ReachabilityKind.PUBLIC or (host, int(port)) not in verdict.addresses
 

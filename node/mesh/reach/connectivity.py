@@ -5,32 +5,189 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Collection
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.mesh.kademlia import relay_key
-from farandole.protocol.mesh.reachability import Address, ReachabilityKind
+from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import Limits
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import short_name
 
+from ...base.backoff import Backoff, pauses
 from ...base.bandwidth import Shaping
+from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
+from ..addresses import multiaddr_of
 from ..host import Host
-from ..mapping.port_mapper import PortKeeper
-from .clock import tell_time
+from ..relay_client import Reservation
+from .dialback import tell_time
+from .port_mapper import PortKeeper
 from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
-from .relays import RelayKeeper
 
 logger = logging.getLogger(__name__)
+
+# While one is being replaced, the other serves.
+NUM_RELAYS: Final = 2
+# Renewal starts this number of seconds before a reservation ends, which leaves time for several tries.
+RENEW_BEFORE: Final = 300.0
+# A relay that refused is full. A peer that does not relay answers at once that it does not speak the protocol; it may
+# relay soon, if all nodes have started at the same time.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 600.0
+# Between two checks of the reservations, in addition to checks after a lost connection.
+CHECK_INTERVAL: Final = 15.0
+# The same while fewer than `NUM_RELAYS` are held; grows up to `CHECK_INTERVAL` while no peer relays.
+HURRY_INTERVAL: Final = 2.0
+# Peers asked at once for each free place.
+NUM_ASKED: Final = 3
+# Unconnected peers asked in one check: in a run of a thousand of which few relay, it would otherwise dial all of them.
+MAX_STRANGERS: Final = 12
+# Former relays, which are asked again when all connections are gone: a router that restarts loses the node nothing.
+MAX_FORMER: Final = 8
 
 # Timeout of a DHT lookup for relays, and the interval of lookups while relays are wanted.
 FIND_TIMEOUT: Final = 5.0
 FIND_INTERVAL: Final = 30.0
+
+
+class RelayKeeper:
+    """Keeps a node reachable that others cannot dial: holds reservations with two relays, and replaces lost ones.
+
+    Candidates are connected peers, former relays, peers that the DHT lists as relays of the run, and its members; none
+    is built in. Whether a peer relays is found out by asking it, which costs a round trip, and a peer that has refused
+    is left alone for a while. The addresses through the relays are published.
+    """
+
+    def __init__(self, host: Host, reachability: Reachability, key: bytes, known: Collection[bytes] = ()) -> None:
+        """``key``: of the run's relays in the DHT; ``known``: peers that may relay, whose addresses the host has."""
+        self.members: frozenset[bytes] = frozenset()
+        """Live members of the run, which may relay."""
+        self._host = host
+        self._reachability = reachability
+        self._key = key
+        self._known = known
+        self._rng = random.Random()
+        self._found_at = -math.inf
+        self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
+        self._held: set[bytes] = set()
+        self._former: OrderedDict[bytes, None] = OrderedDict()  # the latest last
+        host.connections.protect(self._held.__contains__)
+
+    @property
+    def held(self) -> list[Reservation]:
+        """The valid reservations."""
+        return [held for held in self._host.relays.reservations if held.relay in self._held]
+
+    async def run(self) -> None:
+        """Hold reservations while the node needs relays, until cancelled."""
+        hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
+        while True:
+            if self._reachability.needs_relays:
+                await self._keep()
+            else:
+                for relay in self._held:
+                    self._host.relays.forget(relay)
+                self._held.clear()
+            self._announce()
+            if self._reachability.needs_relays and len(self.held) < NUM_RELAYS:
+                await self._wait(next(hurry))
+            else:
+                hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
+                await self._wait(CHECK_INTERVAL)
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait for ``seconds``, or until a relay is lost or the node's reachability has changed."""
+        with trio.move_on_after(seconds):
+            async with trio.open_nursery() as nursery:
+
+                async def end_at_change() -> None:
+                    await self._reachability.changed()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(end_at_change)
+                with self._host.connections.events() as events:
+                    async for peer, is_connected in events:
+                        if not is_connected and peer in self._held:
+                            break
+                nursery.cancel_scope.cancel()
+
+    async def _keep(self) -> None:
+        soon = trio.current_time() + RENEW_BEFORE
+        self._held.intersection_update(held.relay for held in self._host.relays.reservations)
+        async with trio.open_nursery() as nursery:
+            for held in self.held:
+                if held.expires_at < soon:
+                    nursery.start_soon(self._reserve, held.relay)
+        if len(self._held) < NUM_RELAYS:
+            connected = self._due([peer for peer in self._host.connected if self._host.connections.is_direct(peer)])
+            self._rng.shuffle(connected)
+            await self._ask_some(connected)
+        if len(self._held) < NUM_RELAYS:
+            found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer, ()))
+            await self._ask_some(self._due([*self._former, *found])[:MAX_STRANGERS])
+
+    async def _find(self) -> list[bytes]:
+        """Return unconnected peers that may relay, announced relays first; looks them up in the DHT now and then."""
+        relays: list[bytes] = []
+        if trio.current_time() - self._found_at >= FIND_INTERVAL:
+            self._found_at = trio.current_time()
+            relays = [peer for peer, _ in await self._host.dht.find_providers(self._key, FIND_TIMEOUT)]
+        others = [*self._known, *self.members]
+        for peers in (relays, others):
+            self._rng.shuffle(peers)
+        left_out = {self._host.author, *self._host.connected}
+        return [peer for peer in (*relays, *others) if peer not in left_out]
+
+    def _due(self, peers: Iterable[bytes]) -> list[bytes]:
+        """Return the peers that may be asked now, in the same order, each once."""
+        now = trio.current_time()
+        return [peer for peer in dict.fromkeys(peers) if peer not in self._held and self._backoff.is_due(peer, (), now)]
+
+    async def _ask_some(self, peers: list[bytes]) -> None:
+        asked = sorted(peers, key=lambda peer: not self._is_far(peer))
+        while asked and len(self._held) < NUM_RELAYS:
+            batch, asked = asked[:NUM_ASKED], asked[NUM_ASKED:]
+            async with trio.open_nursery() as nursery:
+                for peer in batch:
+                    nursery.start_soon(self._reserve, peer)
+
+    async def _reserve(self, relay: bytes) -> None:
+        try:
+            await self._host.relays.reserve(relay)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            logger.debug("no relay: %s", error)
+            self._backoff.note_failure(relay, (), trio.current_time())
+            return
+        self._backoff.note_success(relay)
+        if relay in self._held or len(self._held) < NUM_RELAYS:
+            if relay not in self._held:
+                logger.info("reachable through the relay %s", short_name(relay))
+            self._held.add(relay)
+            self._announce()  # the other requests may take their time
+            self._former[relay] = None
+            self._former.move_to_end(relay)
+            if len(self._former) > MAX_FORMER:
+                self._former.popitem(last=False)
+        else:
+            self._host.relays.forget(relay)
+
+    def _is_far(self, peer: bytes) -> bool:
+        """Return whether others on the internet could dial the peer, judging by our own connections to it."""
+        addresses = [a.split("/") for a in (*self._host.remote_addresses(peer), *self._host.dialler.known.of(peer))]
+        return any(is_global(parts[2]) for parts in addresses if len(parts) > 2)
+
+    def _announce(self) -> None:
+        verdict, through = self._reachability.verdict, [held.address for held in self.held]
+        public = verdict.addresses if verdict.kind is ReachabilityKind.PUBLIC else ()
+        self._host.own.external = [*(multiaddr_of(*address) for address in public), *through]
 
 
 class Connectivity:
@@ -45,25 +202,21 @@ class Connectivity:
         server: RelayServer | None,
     ) -> None:
         self.reachability = reachability
-        self._members: frozenset[bytes] = frozenset()
+        self.keeper = RelayKeeper(host, reachability, relay_key(run_id), known)
+        self.examiner = Examiner(host, reachability)
+        self.puncher = Puncher(host, self.examiner.dialback, reachability)
         self._server = server
         self._host = host
         self._key = relay_key(run_id)
-        self._known = known
-        self._rng = random.Random()
-        self._found_at = -math.inf
-        self.keeper = RelayKeeper(host, reachability, self._find_relays, self._rng)
-        self.examiner = Examiner(host, reachability, self._rng)
-        self.puncher = Puncher(host, self.examiner.dialback, reachability)
 
     @property
     def members(self) -> frozenset[bytes]:
         """Live members of the run, as last set: they may relay, and are relayed for."""
-        return self._members
+        return self.keeper.members
 
     @members.setter
     def members(self, members: frozenset[bytes]) -> None:
-        self._members = members
+        self.keeper.members = members
         if self._server is not None:
             self._server.members = members
 
@@ -107,18 +260,6 @@ class Connectivity:
                     await self.reachability.changed()
                 nursery.cancel_scope.cancel()
             self._host.dht.withdraw(self._key)
-
-    async def _find_relays(self) -> list[bytes]:
-        """Return unconnected peers that may relay, announced relays first; looks them up in the DHT now and then."""
-        relays: list[bytes] = []
-        if trio.current_time() - self._found_at >= FIND_INTERVAL:
-            self._found_at = trio.current_time()
-            relays = [peer for peer, _ in await self._host.dht.find_providers(self._key, FIND_TIMEOUT)]
-        others = [*self._known, *self.members]
-        for peers in (relays, others):
-            self._rng.shuffle(peers)
-        left_out = {self._host.author, *self._host.connected}
-        return [peer for peer in (*relays, *others) if peer not in left_out]
 
 
 @asynccontextmanager

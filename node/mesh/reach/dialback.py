@@ -1,5 +1,7 @@
 """Asks peers whether they can dial this node, and which address they see; and answers both for others.
 
+It tells them its time, too, and asks for theirs (`farandole.protocol.mesh.reachability`).
+
 As a witness this node dials only the IP address from which the asker connects, a few times a minute, and sends only the
 handshake there. So it cannot be used to dial third parties, or one party for long.
 """
@@ -9,22 +11,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 import trio
 
+from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.mesh.reachability import (
+    CLOCK_PROTOCOL,
     DIALBACK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
-    Address,
+    ClockAnswer,
     DialBackAnswer,
+    Offset,
     Request,
     Witness,
     decode_answer,
+    decode_clock,
     decode_request,
+    measure_offset,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -135,7 +143,7 @@ class Dialback:
     # Answering
 
     async def _serve(self, stream: Libp2pStream) -> None:
-        request = decode_request(await hear(stream, MAX_MESSAGE_BYTES))
+        request = decode_request(await hear(stream))
         ip, port = stream.remote_address or ("", 0)
         reached: Sequence[int] = ()
         site = site_of(ip).address
@@ -146,7 +154,7 @@ class Dialback:
                 reached = await self._dial_all(stream.peer, ip, request.ports)
             finally:
                 self._dialling -= Counter((site,))
-        await tell(stream, DialBackAnswer(ip.partition("%")[0], port, may_dial, tuple(reached)), MAX_MESSAGE_BYTES)
+        await tell(stream, DialBackAnswer(ip.partition("%")[0], port, may_dial, tuple(reached)))
 
     def _may_dial(self, peer: bytes, site: str) -> bool:
         now = trio.current_time()
@@ -180,8 +188,8 @@ class Dialback:
 async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:
     remote = stream.remote_address
     with answered(stream):
-        await tell(stream, request, MAX_MESSAGE_BYTES)
-        answer = decode_answer(await hear(stream, MAX_MESSAGE_BYTES, ANSWER_TIMEOUT), request)
+        await tell(stream, request)
+        answer = decode_answer(await hear(stream, ANSWER_TIMEOUT), request)
     return Witness(remote[0] if remote else "", answer)
 
 
@@ -262,7 +270,8 @@ class ProbeConnections:
     async def _dial_at(self, peer: bytes, target: tuple[str, int], port: int | None) -> Connection:
         socket = await self._host.dialler.dial_from_listener(target, port)
         socket.leave_nothing()
-        return Connection(await self._host.upgrader.dial(socket, peer), self._host.connections, is_outbound=True)
+        muxed = await self._host.upgrader.upgrade(socket, peer, is_initiator=True)
+        return Connection(muxed, self._host.connections, is_outbound=True)
 
 
 class _Probe:
@@ -277,16 +286,16 @@ class _Probe:
         self.error: Exception | None = None
 
 
-async def tell(stream: Libp2pStream, message: msgspec.Struct, max_bytes: int) -> None:
+async def tell(stream: Libp2pStream, message: msgspec.Struct) -> None:
     """Send a message; raise `trio.TooSlowError` if the peer does not take it."""
     with trio.fail_after(MESSAGE_TIMEOUT):
-        await stream.send_all(frame(encode(message), max_bytes))
+        await stream.send_all(frame(encode(message), MAX_MESSAGE_BYTES))
 
 
-async def hear(stream: Libp2pStream, max_bytes: int, timeout: float = MESSAGE_TIMEOUT) -> bytes:
+async def hear(stream: Libp2pStream, timeout: float = MESSAGE_TIMEOUT) -> bytes:
     """Return the payload of the next frame; raise `trio.TooSlowError` if there is none in ``timeout`` seconds."""
     with trio.fail_after(timeout):
-        return await receive_frame(stream, FrameParser(max_bytes))
+        return await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES))
 
 
 @contextlib.contextmanager
@@ -298,3 +307,22 @@ def answered(stream: Libp2pStream) -> Iterator[None]:
         raise PeerUnreachableError(f"no answer: {error!r}") from error
     finally:
         stream.reset()
+
+
+def tell_time(host: Host, clock: Callable[[], float] = time.time) -> None:
+    """Answer the peers of a host. ``clock``: Unix seconds."""
+
+    async def tell_time_to(stream: Libp2pStream) -> None:
+        await tell(stream, ClockAnswer(max(0, int(clock() * 1_000))))
+
+    host.set_handler(CLOCK_PROTOCOL, tell_time_to)
+
+
+async def ask_time(host: Host, peer: bytes, clock: Callable[[], float] = time.time) -> Offset:
+    """Return how far this node's clock is ahead of a peer's; raise `PeerUnreachableError` if it does not answer."""
+    stream = await host.open_stream(peer, CLOCK_PROTOCOL)
+    asked_at, began_at = clock(), trio.current_time()
+    with answered(stream):
+        answer = decode_clock(await hear(stream))
+    # Elapsed time is from the steady clock, so setting the clock in between does no harm.
+    return measure_offset(asked_at, asked_at + trio.current_time() - began_at, answer)

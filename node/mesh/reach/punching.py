@@ -20,17 +20,15 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
-from farandole.protocol.mesh.reachability import Address
+from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, Address, offer, targets
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ...base.backoff import Backoff
 from ...base.errors import PeerUnreachableError
 from ..addresses import dial_target, multiaddr_of
-from ..delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from ..host import Host
-from ..libp2p_parts import HolePunch
+from ..libp2p_parts import HolePunch, encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from ..yamux import Libp2pStream
 from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
 from .reachability import Reachability
@@ -62,7 +60,6 @@ class Puncher:
         self._reachability = reachability
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._under_way: set[bytes] = set()
-        self._renewing: set[bytes] = set()
         host.set_handler(DCUTR_PROTOCOL, self._answer)
 
     async def run(self) -> None:
@@ -75,7 +72,6 @@ class Puncher:
                         self._host.connections.retire_relayed(peer, RETIRE_AFTER)
                     else:
                         self._begin(peer, nursery)
-                        nursery.start_soon(self._renew, peer)
                 await trio.sleep(CHECK_INTERVAL)
 
     async def _watch(self, nursery: trio.Nursery) -> None:
@@ -83,18 +79,6 @@ class Puncher:
             async for peer, is_connected in events:
                 if is_connected and not self._host.connections.is_direct(peer):
                     self._begin(peer, nursery)
-
-    async def _renew(self, peer: bytes) -> None:
-        """Replace a relayed connection before its relay ends it."""
-        if peer in self._renewing:
-            return
-        self._renewing.add(peer)
-        try:
-            await self._host.dialler.renew_worn(peer, RETIRE_AFTER)
-        except Exception as error:  # whatever the handshakes raise
-            logger.debug("no other circuit to %s: %r", short_name(peer), error)
-        finally:
-            self._renewing.discard(peer)
 
     def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
         is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
@@ -226,7 +210,7 @@ async def meet(host: Host, peer: bytes, target: Address, *, is_initiator: bool) 
     Errors of the dial pass through.
     """
     socket = await host.dialler.dial_from_listener(target)
-    muxed = await (host.upgrader.dial(socket, peer) if is_initiator else host.upgrader.accept(socket))
+    muxed = await host.upgrader.upgrade(socket, peer if is_initiator else None, is_initiator=is_initiator)
     if muxed.peer != peer:
         await muxed.link.close()
         raise PeerUnreachableError(f"{peer_id_of(muxed.peer)} is there, where {peer_id_of(peer)} should be")

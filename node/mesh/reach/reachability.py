@@ -15,7 +15,6 @@ import trio
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, Witness, classify, is_global
 
 from ...base.errors import PeerUnreachableError
-from ..addresses import multiaddr_of
 from ..host import Host
 from .dialback import Dialback
 
@@ -89,11 +88,11 @@ class Reachability:
 class Examiner:
     """Examines one host's reachability, again and again."""
 
-    def __init__(self, host: Host, reachability: Reachability, rng: random.Random) -> None:
+    def __init__(self, host: Host, reachability: Reachability) -> None:
         self.dialback = Dialback(host)
         self._host = host
         self._reachability = reachability
-        self._rng = rng
+        self._rng = random.Random()
         self._due = trio.Event()
         self._witnesses: frozenset[bytes] = frozenset()
 
@@ -203,8 +202,3 @@ class Examiner:
     async def _doubt_later(self) -> None:
         await trio.sleep(DOUBT_AFTER)
         self._reachability.doubt()
-
-
-def announced(verdict: Verdict) -> list[str]:
-    """Return the addresses that others can dial, as multiaddrs without a peer id."""
-    return [multiaddr_of(*address) for address in verdict.addresses] if verdict.kind is ReachabilityKind.PUBLIC else []

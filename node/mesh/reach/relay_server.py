@@ -22,7 +22,6 @@ from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError
 from ..addresses import MAX_ADDRESSES
 from ..admission import site_of
-from ..delimited import encode_delimited, multiaddr_bytes, receive_message
 from ..host import Host
 from ..libp2p_parts import (
     RELAY_RSVP_DOMAIN,
@@ -36,7 +35,10 @@ from ..libp2p_parts import (
     StopMessage,
     Voucher,
     create_new_key_pair,
+    encode_delimited,
     make_unsigned,
+    multiaddr_bytes,
+    receive_message,
 )
 from ..yamux import Libp2pStream
 

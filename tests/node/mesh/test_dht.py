@@ -13,9 +13,9 @@ from multiaddr import Multiaddr
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import dht as dht_module
 from farandole.node.mesh.addresses import MAX_ADDRESSES
-from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.dht import MAX_QUESTION_BYTES
 from farandole.node.mesh.host import Host
+from farandole.node.mesh.libp2p_parts import encode_delimited
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL, PeerAddresses
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes

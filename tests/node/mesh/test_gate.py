@@ -22,7 +22,7 @@ from farandole.node.mesh.gate import (
     decode_introduction_answer,
 )
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.multistream import IDENTIFY_PROTOCOL
+from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import HOP_PROTOCOL
 from farandole.protocol.run.invitations import InviteSecret, Roster, invite_members, sign_pass

@@ -15,11 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import ListenError, PeerUnreachableError
 from farandole.node.base.settings import DEFAULT_LISTEN
-from farandole.node.mesh.acceptor import Acceptor
-from farandole.node.mesh.addresses import MAX_ADDRESSES, dial_target
+from farandole.node.mesh.addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS, dial_target
 from farandole.node.mesh.dialler import Dial
-from farandole.node.mesh.host import open_host
-from farandole.node.mesh.known_addresses import MAX_KNOWN_PEERS
+from farandole.node.mesh.host import Acceptor, open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 

@@ -23,7 +23,7 @@ import trio
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.multistream import PING_PROTOCOL
+from farandole.node.mesh.upgrading import PING_PROTOCOL
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.wire.identity import public_key_of

@@ -38,15 +38,15 @@ from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import upgrading
 from farandole.node.mesh.admission import MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
-from farandole.node.mesh.delimited import receive_message
 from farandole.node.mesh.dht import Dht
-from farandole.node.mesh.host import Host
-from farandole.node.mesh.identify import MAX_IDENTIFY_BYTES
+from farandole.node.mesh.host import MAX_IDENTIFY_BYTES, Host
+from farandole.node.mesh.libp2p_parts import receive_message
 from farandole.node.mesh.links import Socket
-from farandole.node.mesh.multistream import IDENTIFY_PROTOCOL, PING_PROTOCOL, Negotiation, ProtocolRefusedError
+from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, Negotiation
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.mesh.yamux import MAX_WAITING_STREAMS
+from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ...patience import PATIENCE
@@ -416,7 +416,7 @@ async def test_connections_of_one_peer_are_bounded() -> None:
             bob.set_handler(ECHO, echo)
             for _ in range(MAX_CONNECTIONS_PER_PEER + 3):
                 stream = await trio.open_tcp_stream("127.0.0.1", port_of(bob))
-                muxed = await alice.upgrader.dial(Socket(stream), bob.author)
+                muxed = await alice.upgrader.upgrade(Socket(stream), bob.author, is_initiator=True)
                 await alice.connections.add(muxed, is_outbound=True)
             await assert_echo(alice, bob)
             assert len(bob.connections.of(alice.author)) <= MAX_CONNECTIONS_PER_PEER
@@ -434,7 +434,7 @@ async def test_a_peer_whose_key_is_not_ed25519_is_refused_and_both_ends_learn_wh
                 link = Socket(stream)
                 await Negotiation(link.read, link.write).propose("/noise")
                 session = await noise.secure_outbound(cast("IRawConnection", link), ID.from_base58(bob.peer_id))
-                with pytest.raises(ProtocolRefusedError, match="peers here need Ed25519 keys"):
+                with pytest.raises(RemoteProtocolError, match="peers here need Ed25519 keys"):
                     await Negotiation(session.read, session.write).propose("/yamux/1.0.0")
             while "has no Ed25519 key" not in caplog.text:
                 await trio.lowlevel.checkpoint()

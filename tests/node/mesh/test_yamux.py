@@ -212,7 +212,7 @@ async def test_the_stream_with_most_unread_gives_way(monkeypatch: pytest.MonkeyP
         assert await receive_frame(far) == (WINDOW_UPDATE, RST, 3, 0)
         assert large.state.is_reset
         assert len(await small.receive_some()) == 400
-        assert conn.num_unread == 0
+        assert conn.state.num_unread == 0
 
 
 async def test_a_peer_that_pings_and_reads_nothing_is_cut_off() -> None:

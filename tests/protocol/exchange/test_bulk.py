@@ -19,8 +19,8 @@ from farandole.protocol.exchange.bulk import (
     greeting,
     is_greeting,
 )
+from farandole.protocol.mesh.dialling import MAX_IP_CHARS, MIN_PORT, Address
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.ip_addresses import MAX_IP_CHARS, MIN_PORT, Address
 from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.record_layer import SECRET_BYTES
 

@@ -6,13 +6,17 @@ from msgspec.msgpack import encode
 from farandole.protocol.mesh.reachability import (
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
+    ClockAnswer,
     DialBackAnswer,
+    Offset,
     ReachabilityKind,
     Request,
     Witness,
     classify,
     decode_answer,
+    decode_clock,
     decode_request,
+    measure_offset,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 
@@ -95,3 +99,12 @@ def test_what_is_no_request_is_refused(payload: bytes) -> None:
 def test_answers_must_be_to_the_question(answer: DialBackAnswer) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_answer(encode(answer), Request((4001,)))
+
+
+def test_a_clock_that_is_out_of_range_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_clock(encode(ClockAnswer(-1)))
+
+
+def test_an_offset_is_that_of_the_middle_of_the_round_trip() -> None:
+    assert measure_offset(100.0, 102.0, ClockAnswer(41_000)) == Offset(60.0, 1.0)

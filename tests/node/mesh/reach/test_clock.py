@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import trio
 
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.reach.clock import ask_time, tell_time
+from farandole.node.mesh.reach.dialback import ask_time, tell_time
 
 from ....patience import PATIENCE
 from ...hosts import host_at_loopback

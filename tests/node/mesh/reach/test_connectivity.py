@@ -1,7 +1,6 @@
 """Nodes on loopback that find out how they can be reached, use relays, and relay."""
 
 import contextlib
-import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,10 +14,9 @@ from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach import dialback as dialback_module
 from farandole.node.mesh.reach import reachability as reachability_module
-from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
+from farandole.node.mesh.reach.connectivity import NUM_RELAYS, Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Examiner, Reachability
-from farandole.node.mesh.reach.relays import NUM_RELAYS
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
@@ -140,7 +138,7 @@ async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
             reachability = Reachability(HIDDEN)
-            examiner = Examiner(alice, reachability, random.Random(0))
+            examiner = Examiner(alice, reachability)
             async with examiner.dialback.observed_by(bob.author):
                 pass
             assert await examiner.examine()

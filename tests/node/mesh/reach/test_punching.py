@@ -11,8 +11,8 @@ from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_parts import encode_delimited
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.punching import meet

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.mesh.reach.connectivity import MAX_STRANGERS, RelayKeeper
 from farandole.node.mesh.reach.reachability import Reachability
-from farandole.node.mesh.reach.relays import MAX_STRANGERS, RelayKeeper
 from farandole.node.mesh.relay_client import Reservation
 from farandole.protocol.wire.identity import public_bytes
 
@@ -47,7 +45,8 @@ async def test_in_a_large_run_a_few_strangers_are_asked_at_a_time_and_the_likeli
                 return [relay.host.author, *members]
 
             monkeypatch.setattr(home.relays, "reserve", reserve)
-            keeper = RelayKeeper(home, Reachability(HIDDEN), find, random.Random(0))
+            keeper = RelayKeeper(home, Reachability(HIDDEN), bytes(32))
+            monkeypatch.setattr(keeper, "_find", find)
             nursery.start_soon(keeper.run)
     assert held == [relay.host.author]
     assert len(set(asked)) == len(asked)

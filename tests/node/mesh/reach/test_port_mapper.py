@@ -13,10 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.mapping import port_mapper as keeper
-from farandole.node.mesh.mapping.gateway import Gateway, MappingError
-from farandole.node.mesh.mapping.natpmp import NatPmpRouter
-from farandole.node.mesh.mapping.port_mapper import PortKeeper, Router
+from farandole.node.mesh.reach import port_mapper as keeper
+from farandole.node.mesh.reach.gateway import Gateway, MappingError, NatPmpRouter
+from farandole.node.mesh.reach.port_mapper import PortKeeper, Router
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK
@@ -124,7 +123,7 @@ async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
 
 
 async def test_a_router_that_is_off_is_looked_for_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.node.mesh.mapping.natpmp.PAUSES", (0.5,))
+    monkeypatch.setattr("farandole.node.mesh.reach.gateway.PAUSES", (0.5,))
     with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()

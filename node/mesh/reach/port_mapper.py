@@ -15,8 +15,7 @@ import trio
 
 from ...base.backoff import pauses
 from ..host import Host
-from .gateway import Gateway, MappingError, Opened, find_gateway
-from .natpmp import NatPmpRouter, find_natpmp_router
+from .gateway import Gateway, MappingError, NatPmpRouter, Opened, find_gateway, find_natpmp_router
 from .upnp import UpnpRouter, find_upnp_router
 
 logger = logging.getLogger(__name__)

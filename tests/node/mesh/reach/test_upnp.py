@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from farandole.node.base.nurseries import open_service_nursery
-from farandole.node.mesh.mapping.upnp import MAX_REPLY_BYTES, UpnpError, UpnpRouter, _location, _parse
+from farandole.node.mesh.reach.upnp import MAX_REPLY_BYTES, UpnpError, UpnpRouter, _location, _parse
 
 SERVICE = "urn:schemas-upnp-org:service:WANIPConnection:1"
 FAULT = "<e><errorCode>725</errorCode><errorDescription>OnlyPermanentLeasesSupported</errorDescription></e>"

@@ -10,8 +10,7 @@ import pytest
 import trio
 
 from farandole.node.base.nurseries import open_service_nursery
-from farandole.node.mesh.mapping.gateway import Gateway, MappingError, Opened
-from farandole.node.mesh.mapping.natpmp import NatPmpRouter
+from farandole.node.mesh.reach.gateway import Gateway, MappingError, NatPmpRouter, Opened
 
 from ....patience import PATIENCE
 

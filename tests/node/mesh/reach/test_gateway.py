@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from farandole.node.mesh.mapping.gateway import gateway_of_bsd, gateway_of_linux
+from farandole.node.mesh.reach.gateway import gateway_of_bsd, gateway_of_linux
 
 HEADER = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
