@@ -11,7 +11,6 @@ import trio
 
 from farandole.protocol.checkpoints import block_transfer as messages
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, block_range
-from farandole.protocol.checkpoints.download import SILENCE
 from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -30,7 +29,7 @@ ANSWER_TIMEOUT: Final = 10.0
 # loses this time with each donor that does not answer, and asks eight of them in one turn.
 MAX_FRESH_SAVE: Final = 60.0
 # For a bulk channel, if one opens; a donor whose stream accepts nothing for this long is lost.
-PATIENCE: Final = Patience(route=6.0, answer=ANSWER_TIMEOUT, write=SILENCE)
+PATIENCE: Final = Patience(route=6.0, answer=ANSWER_TIMEOUT, write=messages.SILENCE)
 # Blocks of one donor in memory: the ones in transit, one that is verified and written, and the next one.
 NUM_BUFFERS: Final = MAX_OPEN + 2
 # Messages to a donor that it has not read yet.
@@ -85,17 +84,11 @@ class DonorSession:
         before, self._progress = self._progress, 0 if self._bulk is None else self._bulk.progress
         return self._progress != before
 
-    def want(self, first: int, count: int) -> None:
-        """Ask for blocks; raises `trio.WouldBlock` if the donor has too many such messages unread."""
-        self._asked.update(range(first, first + count))
-        self._say(messages.Want(first, count))
-
-    def forget(self, block: int) -> None:
-        """Withdraw the request for a block. Raises as `want`."""
-        self._say(messages.Forget(block))
-
-    def _say(self, message: messages.Want | messages.Forget) -> None:
+    def tell(self, message: messages.Asked) -> None:
+        """Ask for blocks, or withdraw a request; raises `trio.WouldBlock` if too many messages are unread."""
         assert self._bulk is not None, "a donor is asked once it is ready"
+        if isinstance(message, messages.Want):
+            self._asked.update(range(message.first, message.first + message.count))
         if self._bulk.num_posted >= MAX_UNSAID:
             raise trio.WouldBlock
         self._bulk.post(self._bulk.pipe.send_message(messages.encode(message)))

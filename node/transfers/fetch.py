@@ -1,8 +1,8 @@
 """Fetches a checkpoint, or some of its tensors, from all peers that have it at once.
 
-`farandole.protocol.checkpoints.download` decides what to ask of which donor; this module does the I/O. The header comes
-first, since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written to its
-place. A fetch that was interrupted resumes when it is started again (`farandole.node.transfers.partial_file`).
+`farandole.protocol.checkpoints.block_transfer` decides what to ask of which donor; this module does the I/O. The header
+comes first, since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written
+to its place. A fetch that was interrupted resumes when it is started again (`farandole.node.transfers.partial_file`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.checkpoints import download
+from farandole.protocol.checkpoints import block_transfer as download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import (
     BLOCK_BYTES,
@@ -269,12 +269,9 @@ class _Fetch:
                 case download.DialDonor(donor):
                     self._scopes[donor] = trio.CancelScope()
                     self._nursery.start_soon(self._converse, donor, self._scopes[donor])
-                case download.AskBlocks(donor) | download.ForgetBlock(donor):
+                case download.Tell(donor, message):
                     try:
-                        if isinstance(output, download.AskBlocks):
-                            self._sessions[donor].want(output.first, output.count)
-                        else:
-                            self._sessions[donor].forget(output.block)
+                        self._sessions[donor].tell(message)
                     except trio.WouldBlock:  # it does not read
                         self._scopes[donor].cancel()
                 case download.HangUp(donor, reason, wrong_block):
@@ -283,10 +280,11 @@ class _Fetch:
                     self._scopes.pop(donor).cancel()
                     if wrong_block is not None:
                         self._accuse(donor, f"gave wrong bytes for block {wrong_block} of a checkpoint")
-                case download.Complete():
-                    self._is_complete.set()
-                case download.GiveUp():
-                    self._fail(f"the download does not get on: {self._problem}")
+                case download.End(is_complete):
+                    if is_complete:
+                        self._is_complete.set()
+                    else:
+                        self._fail(f"the download does not get on: {self._problem}")
 
     def _note_problem(self, donor: bytes, problem: object) -> None:
         self._problem = f"{short_name(donor)}: {problem or 'too slow'}"

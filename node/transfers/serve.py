@@ -20,7 +20,6 @@ import trio
 
 from farandole.protocol.checkpoints import block_transfer as messages
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, encode_signed_index
-from farandole.protocol.checkpoints.download import BLOCK_TIMEOUT
 from farandole.protocol.exchange.pipe import BULK_FROM, Pipe, RouteStep
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -55,13 +54,13 @@ SAVING_SECONDS: Final = 30.0
 PIECE_BYTES: Final = 256 * 1024
 LONG_SECONDS: Final = 0.1
 # A rest between two pieces while an exchange runs: nine times as long as the piece took, but short enough that the
-# waiting peer does not take this node for dead (`farandole.protocol.checkpoints.download.SILENCE`).
+# waiting peer does not take this node for dead (`block_transfer.SILENCE`).
 REST: Final = 9.0
 MAX_REST: Final = 2.0
 # The share of the slowest piece's pace that is kept at the next one.
 FORGETTING: Final = 0.9
 # The peer that needs blocks opens the channel, and takes what it has asked for.
-PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=BLOCK_TIMEOUT)
+PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=messages.BLOCK_TIMEOUT)
 
 Find = Callable[[messages.BlockQuestion], Awaitable[Holding | None]]
 """Returns the checkpoint that is asked for, held for the peer that asks; None if it is not here."""
@@ -100,7 +99,7 @@ class BlockService:
         elif (seconds := self._seconds_until_free(stream.peer)) > 0:
             await _answer(stream, messages.Busy(seconds))
         else:
-            turn = self._served[stream.peer] = _Turn(self._conditions.shaping)
+            turn = self._served[stream.peer] = _Turn(self._conditions.shaping, self._exchanges)
             try:
                 with turn.scope:
                     await self._give(stream, parser, question, turn)
@@ -132,19 +131,21 @@ class BlockService:
                 pipe = Pipe(False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
                 # With a cap, the shaper already limits what waits in the kernel.
                 max_unsent = None if shaping.up.rate else PIECE_BYTES
-                bulk = BulkPipe(pipe, stream, channels, shaping, _Pacing(shaping, self._exchanges), max_unsent)
+                bulk = BulkPipe(pipe, stream, channels, shaping, turn, max_unsent)
                 await turn.give(bulk, holding, parser.take_rest())
         finally:
             holding.let_go()
 
 
 class _Turn:
-    """The time for which a peer is served, and the blocks that it gets in it."""
+    """The time for which a peer is served, and the blocks that it gets in it: at the pace that exchanges leave."""
 
-    def __init__(self, shaping: Shaping) -> None:
+    def __init__(self, shaping: Shaping, exchanges: ExchangeService | None) -> None:
         self.scope = trio.CancelScope()
         self.ends_at = trio.current_time() + TURN_SECONDS
         self._shaping = shaping
+        self._exchanges = exchanges
+        self._pace = 0.0  # seconds a byte
         self._are_others_waiting = False
 
     def end_after_turn(self) -> None:
@@ -195,7 +196,7 @@ class _Turn:
                         continue
                     block = wanted.pop()
                     data = memoryview(await trio.to_thread.run_sync(holding.read, block))
-                    with trio.fail_after(BLOCK_TIMEOUT):
+                    with trio.fail_after(messages.BLOCK_TIMEOUT):
                         await bulk.send(partial(announce, block, data))
                 else:
                     bulk.post(bulk.pipe.send_message(messages.encode(messages.Busy(TURNED_OUT_SECONDS))))
@@ -206,15 +207,6 @@ class _Turn:
             pass  # the cause does not matter: the peer asks again, or asks another donor
         finally:
             bulk.close()
-
-
-class _Pacing:
-    """Lets the node's own exchanges go first."""
-
-    def __init__(self, shaping: Shaping, exchanges: ExchangeService | None) -> None:
-        self._shaping = shaping
-        self._exchanges = exchanges
-        self._pace = 0.0  # seconds a byte
 
     def piece_bytes(self) -> int:
         """Return the maximum size of the next piece over a channel."""

@@ -14,7 +14,7 @@ the safetensors file of just these tensors that they make up.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -176,18 +176,12 @@ def select(header: Header, wanted: Callable[[str], bool]) -> Selection:
     if len(tensors) == len(header.tensors):
         pieces, new_header = [(0, tensors[-1].end)], b""
     else:
-        pieces = _joined((tensor.start, tensor.end) for tensor in tensors)
+        pieces = []
+        for tensor in tensors:  # in order; adjacent ones are one piece
+            if pieces and pieces[-1][1] == tensor.start:
+                pieces[-1] = pieces[-1][0], tensor.end
+            else:
+                pieces.append((tensor.start, tensor.end))
         new_header = encode_header(header.metadata, ((tensor.name, tensor.shape) for tensor in tensors))
     blocks = dict.fromkeys(block for piece in pieces for block in blocks_between(*piece))
     return Selection(new_header, tuple(pieces), tuple(blocks))
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges; they come in order."""
-    joined: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], end
-        else:
-            joined.append((start, end))
-    return joined

@@ -65,14 +65,10 @@ class SketchQuestion(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     seed: Sha256
 
 
-class SketchAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The sketch, fp32, little-endian; empty: the other has no weights of the stage, or no time."""
-
-    sketch: Annotated[bytes, msgspec.Meta(max_length=SKETCH_BYTES)] = b""
-
-
+_Answer = tuple[Annotated[bytes, msgspec.Meta(max_length=SKETCH_BYTES)]]
+"""The sketch, fp32, little-endian; empty: the other has no weights of the stage, or no time."""
 decode_question: Final = MessageDecoder[SketchQuestion](SketchQuestion, "a question for a sketch")
-_decode_answer: Final = MessageDecoder[SketchAnswer](SketchAnswer, "a sketch")
+_decode_answer: Final = MessageDecoder[_Answer](_Answer, "a sketch")
 _FLOATS: Final = struct.Struct(f"<{NUM_BUCKETS}f")
 
 
@@ -83,12 +79,12 @@ def encode_question(question: SketchQuestion) -> bytes:
 
 def encode_answer(sketch: bytes) -> bytes:
     """Encode an answer, in at most `MAX_ANSWER_BYTES`; ``sketch`` is empty where there is none."""
-    return encode(SketchAnswer(sketch))
+    return encode((sketch,))
 
 
 def decode_answer(payload: bytes) -> Sketch | None:
     """Return the sketch in an answer, None if the other has none; raise `RemoteProtocolError` if it is malformed."""
-    raw = _decode_answer(payload).sketch
+    (raw,) = _decode_answer(payload)
     if not raw:
         return None
     if len(raw) != SKETCH_BYTES:

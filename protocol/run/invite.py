@@ -75,16 +75,14 @@ class Invite(msgspec.Struct, frozen=True):
             split_address(address)
 
 
-class _Bootstrap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One address as it is packed: the peer id, which is most of its text, as 32 bytes."""
-
-    peer: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
-    transport: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
+_Peer = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+_Transport = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
-    bootstrap: Annotated[tuple[_Bootstrap, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    bootstrap: Annotated[tuple[tuple[_Peer, _Transport], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    """Each address with its peer id, which is most of its text, as 32 bytes."""
     admission: Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
     network_key: Annotated[bytes, msgspec.Meta(max_length=NETWORK_KEY_BYTES)] = b""
 
@@ -124,7 +122,7 @@ def is_invite(text: str) -> bool:
 def encode_invite(invite: Invite) -> str:
     """Encode an invite as the string that people pass on."""
     split = (split_address(address) for address in invite.addresses)
-    bootstrap = tuple(_Bootstrap(peer, transport) for transport, peer in split)
+    bootstrap = tuple((peer, transport) for transport, peer in split)
     body = msgspec.msgpack.encode(_Packed(invite.run_id, bootstrap, invite.admission, invite.network_key))
     raw = body + _checksum(body)
     return f"{PREFIX}{VERSION}{base64.b32encode(raw).decode('ascii').rstrip('=').lower()}"
@@ -156,7 +154,7 @@ def decode_invite(text: str) -> Invite:
         )
     try:
         packed = msgspec.msgpack.decode(body, type=_Packed)
-        addresses = tuple(f"{entry.transport}{_P2P}{peer_id_of(entry.peer)}" for entry in packed.bootstrap)
+        addresses = tuple(f"{transport}{_P2P}{peer_id_of(peer)}" for peer, transport in packed.bootstrap)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InviteError(f"whoever made this invite made it wrong: {error}") from error
     return Invite(packed.run_id, addresses, packed.admission, packed.network_key)

@@ -114,14 +114,12 @@ def read_folder(path: Path) -> Consolidated:
         max_size = max_file_bytes(manifest)
         raw_index = _read(path / INDEX_NAME, max_index_bytes(max_size))
         index_id, index = _decode_index(raw_index, manifest, signed, max_size)
-        epochs = _read_epochs(path / EPOCHS_NAME)
+        epochs = None
+        if (path / EPOCHS_NAME).exists():
+            epochs = msgspec.json.decode(_read(path / EPOCHS_NAME, MAX_MANIFEST_BYTES), type=EpochsConfig)
     except (ManifestError, RemoteProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConsolidatedError(f"{path} is no consolidated checkpoint: {error}") from error
     return Consolidated(path, manifest, signed, index_id, index, epochs)
-
-
-def _read_epochs(path: Path) -> EpochsConfig | None:
-    return msgspec.json.decode(_read(path, MAX_MANIFEST_BYTES), type=EpochsConfig) if path.exists() else None
 
 
 def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_size: int) -> tuple[bytes, Index]:

@@ -201,8 +201,13 @@ def byte_level_tokenizer() -> dict[str, object]:
     """Return a ``tokenizer.json`` whose 256 tokens are the bytes: byte-level BPE (GPT-2) without any merge.
 
     No token is special, not even NUL, which ends a document: a special token is matched in a text by its characters,
-    and NUL's character here, U+0100, is two bytes in a text.
+    and NUL's character here, U+0100, is two bytes in a text. The character that stands for a byte is itself if it is
+    visible, else one from U+0100 on: `bytes_to_unicode` of GPT-2's encoder
+    (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """
+    hidden = itertools.count(0x100)
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    letters = [chr(byte if byte in seen else next(hidden)) for byte in range(256)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -215,22 +220,10 @@ def byte_level_tokenizer() -> dict[str, object]:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+            "vocab": {letter: byte for byte, letter in enumerate(letters)},
             "merges": [],
         },
     }
-
-
-def _byte_letters() -> list[str]:
-    """Return the character that stands for each byte: itself if it is visible, else one from U+0100 on.
-
-    `bytes_to_unicode` of GPT-2's encoder (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-    """
-    letters, hidden = [], itertools.count(0x100)
-    for byte in range(256):
-        is_seen = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
-        letters.append(chr(byte) if is_seen else chr(next(hidden)))
-    return letters
 
 
 # The page
@@ -296,7 +289,9 @@ def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str]
 
     Raises `ConsolidatedError` unless the folder has all weights of the manifest's model, in its shapes.
     """
-    parse = partial(parse_tensors, is_skipped=_is_buffer)
+    # Causal masks and rotary frequencies are no parameters: they follow from the configuration.
+    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    parse = partial(parse_tensors, is_skipped=lambda name: name.endswith(buffers))
     with contextlib.ExitStack() as stack:
         files = [
             stack.enter_context(open_tensors(folder / name, parse, "safetensors file of weights"))
@@ -322,11 +317,6 @@ def _file_names(folder: Path) -> list[str]:
     if len(names) > MAX_FILES:
         raise ConsolidatedError(f"{index} names {len(names)} files; at most {MAX_FILES} are read")
     return sorted(names)
-
-
-def _is_buffer(name: str) -> bool:
-    """Return whether a name is no parameter but follows from the configuration: causal masks, rotary frequencies."""
-    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
 def _find(folder: Path, name: str, shape: Shape, places: dict[str, TensorFile]) -> tuple[TensorFile, str]:

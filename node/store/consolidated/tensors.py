@@ -151,7 +151,10 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        raise ConsolidatedError(f"cannot write {path}: {_what_failed(error)}") from error
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = "the disk is full; free some room, or name a folder elsewhere with --to"
+        raise ConsolidatedError(f"cannot write {path}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -162,12 +165,6 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         sync_file(file.fileno())
-
-
-def _what_failed(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; free some room, or name a folder elsewhere with --to"
-    return error.strerror or str(error)
 
 
 def shards(shapes: Mapping[str, Shape], max_bytes: int) -> Sequence[Mapping[str, Shape]]:

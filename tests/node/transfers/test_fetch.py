@@ -23,7 +23,7 @@ from farandole.node.transfers.fetch import Fetched, FetchProgress, ask_for_index
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.partial_file import PartialFile, partial_path
 from farandole.node.transfers.serve import BlockService
-from farandole.protocol.checkpoints import download
+from farandole.protocol.checkpoints import block_transfer as download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks
 

@@ -247,4 +247,4 @@ async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nu
 
     with trio.fail_after(PATIENCE), pytest.raises(LOST):
         async with open_donor(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as session:
-            await session.run(len(CONTENT), lambda: session.want(0, 1), take)
+            await session.run(len(CONTENT), lambda: session.tell(Want(0, 1)), take)

@@ -16,8 +16,7 @@ from farandole.node.transfers import serve as giving
 from farandole.node.transfers.donor import Conditions
 from farandole.node.transfers.fetch import fetch_checkpoint
 from farandole.node.transfers.serve import BlockService
-from farandole.protocol.checkpoints.block_transfer import MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
-from farandole.protocol.checkpoints.download import BLOCK_TIMEOUT
+from farandole.protocol.checkpoints.block_transfer import BLOCK_TIMEOUT, MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
 from farandole.protocol.exchange.pipe import Pipe, Route
 from farandole.protocol.wire.framing import frame
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.protocol.checkpoints.download import (
+from farandole.protocol.checkpoints.block_transfer import (
     BLOCK_TIMEOUT,
     HELP_RATIO,
     MAX_DONORS,
@@ -19,14 +19,14 @@ from farandole.protocol.checkpoints.download import (
     MAX_WINDOW,
     PATIENCE,
     SILENCE,
-    AskBlocks,
-    Complete,
     DialDonor,
     Download,
-    ForgetBlock,
-    GiveUp,
+    End,
+    Forget,
     HangUp,
     Output,
+    Tell,
+    Want,
 )
 
 ANN, BOB, CYD, DAN, EVE, FAY = (letter.encode() * 32 for letter in "abcdef")
@@ -86,11 +86,11 @@ class World:
         match output:
             case DialDonor(name):
                 self.donors[name].ready_at = self.now + self.donors[name].delay
-            case AskBlocks(name, first, count):
+            case Tell(name, Want(first, count)):
                 assert count > 0
                 self.donors[name].queue += [(self.now, block) for block in range(first, first + count)]
                 assert len(self.donors[name].queue) <= 2 * MAX_WINDOW
-            case ForgetBlock(name, block):
+            case Tell(name, Forget(block)):
                 self.donors[name].queue = [item for item in self.donors[name].queue if item[1] != block]
             case HangUp(name, _, wrong_block):
                 if wrong_block is not None:
@@ -98,7 +98,7 @@ class World:
                 self.hung_up.append((name, self.now))
                 self.donors[name].queue.clear()
                 self.donors[name].is_open, self.donors[name].ready_at = False, None
-            case Complete():
+            case End(True):
                 self.completed += 1
 
     def run(self, seconds: float = 10_000.0) -> float:
@@ -243,10 +243,10 @@ def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
 def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> None:
     download = Download(100.0)
     download.need([0], 100.0)
-    assert GiveUp() not in download.know((ANN,), 99.0 + PATIENCE)
-    assert GiveUp() not in download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
-    assert GiveUp() not in download.tick(128.0 + 2 * PATIENCE)
-    assert GiveUp() in download.tick(130.0 + 2 * PATIENCE)
+    assert End(False) not in download.know((ANN,), 99.0 + PATIENCE)
+    assert End(False) not in download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
+    assert End(False) not in download.tick(128.0 + 2 * PATIENCE)
+    assert End(False) in download.tick(130.0 + 2 * PATIENCE)
 
 
 def test_what_is_here_is_not_asked_for() -> None:

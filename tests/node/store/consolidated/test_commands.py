@@ -53,7 +53,7 @@ def test_resume_writes_a_manifest_that_starts_from_the_folder(
     assert "there already" in capsys.readouterr().err
     run_file.write_text("model = '3M'")
     assert code_of("resume", folder, run_file, "--home", tmp_path / "home") == Exit.BAD_INPUT
-    assert "more.toml: model: the checkpoint's is another one" in capsys.readouterr().err
+    assert "more.toml:1: model: the checkpoint's is another one" in capsys.readouterr().err
 
 
 def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
