@@ -91,18 +91,11 @@ class ExchangeSession:
     """A session for as long as its stream lasts."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        outgoing: Outgoing,
-        judge: Judge,
-        start: StartExchange,
-        outcomes: Outcomes,
+        self, exchange: Exchange, outgoing: Outgoing, judge: Judge, start: StartExchange, outcomes: Outcomes
     ) -> None:
         self.is_committed = False
-        self.is_refused = False
-        """Whether either side refused a contribution; else a session that does not commit has only broken."""
-        self.is_too_slow = False
-        """Whether it failed because the contributions took too long, as this node or its partner reports."""
+        self.failure = _FailedError("out of time")
+        """Why it is not committed."""
         self.bulk: BulkPipe | None = None
         """None until there is a stream."""
         self._exchange = exchange
@@ -114,7 +107,6 @@ class ExchangeSession:
         self._offer_by = start.offer_by
         self._heard, self._messages = trio.open_memory_channel[Control](MAX_MESSAGES)
         self._script = trio.CancelScope()
-        self._failure = _FailedError("out of time")
 
     @property
     def is_in_doubt(self) -> bool:
@@ -134,10 +126,9 @@ class ExchangeSession:
     def _at(self, share: float) -> float:
         return self._started_at + share * (self._deadline - self._started_at)
 
-    async def hold(self, bulk: BulkPipe, received: bytes) -> str:
-        """Run the session over this pipe, of whose stream ``received`` was read; return why it failed, or ""."""
+    async def hold(self, bulk: BulkPipe, received: bytes) -> None:
+        """Run the session over this pipe, of whose stream ``received`` was read."""
         self.bulk = bulk
-        reason = ""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run, bulk, received)
             try:
@@ -145,16 +136,18 @@ class ExchangeSession:
                     await self._share_contributions(bulk)
                     await (self._decide(bulk) if self._exchange.is_initiator else self._await_decision(bulk))
                 if self._script.cancelled_caught:
-                    raise self._failure
+                    raise self.failure
             except _FailedError as error:
-                reason, self.is_refused, self.is_too_slow = str(error), error.is_refused, error.is_too_slow
-                await self._abort(bulk, reason)
+                self.failure = error
+                if self._exchange.can_abort and not bulk.is_over:  # tell the partner, unless a commit is promised
+                    with trio.move_on_after(FAREWELL_TIMEOUT):
+                        self._say(bulk, Aborted(reason_of(str(error))))
+                        await bulk.drain()
             nursery.cancel_scope.cancel()
-        return reason
 
     def give_up(self, reason: str) -> None:
         """End the running session, if it is not decided, and send the partner the reason."""
-        self._failure = _FailedError(reason)
+        self.failure = _FailedError(reason)
         self._script.cancel()
 
     def close(self) -> None:
@@ -187,7 +180,7 @@ class ExchangeSession:
             with _until(self.data_by, TOO_LONG, is_too_slow=True):
                 await bulk.wait_delivered()
         except trio.ClosedResourceError:
-            raise self._failure from None
+            raise self.failure from None
 
     async def _read_offer(self) -> None:
         """Read the partner's offer; the earlier deadline of the two holds for both."""
@@ -216,13 +209,6 @@ class ExchangeSession:
             self._say(bulk, Committed())
             await bulk.drain()
 
-    async def _abort(self, bulk: BulkPipe, reason: str) -> None:
-        """Send the partner the reason, if the stream is open and this node has not promised to commit."""
-        if self._exchange.can_abort and not bulk.is_over:
-            with trio.move_on_after(FAREWELL_TIMEOUT):
-                self._say(bulk, Aborted(reason_of(reason)))
-                await bulk.drain()
-
     # Messages
 
     def _say(self, bulk: BulkPipe, message: Control) -> None:
@@ -234,13 +220,13 @@ class ExchangeSession:
         try:
             return await self._messages.receive()
         except trio.EndOfChannel:
-            raise self._failure from None
+            raise self.failure from None
 
     async def _hear(self, payload: bytes) -> None:
         message = self._exchange.receive(payload)
         if isinstance(message, Aborted):
             is_too_slow = message.reason == TOO_LONG and trio.current_time() >= self._at(SLOW_FROM)
-            self._failure = _FailedError(
+            self.failure = _FailedError(
                 f"the partner aborted: {message.reason}",
                 is_refused=message.reason.startswith(REFUSED),
                 is_too_slow=is_too_slow,
@@ -253,11 +239,11 @@ class ExchangeSession:
         """Run until the stream ends or the partner breaks the protocol; earlier messages are still read."""
         try:
             await bulk.run(self._hear, received=received)
-            self._failure = _FailedError("the partner closed the stream")
+            self.failure = _FailedError("the partner closed the stream")
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            self._failure = _FailedError(f"the connection broke: {error}")
+            self.failure = _FailedError(f"the connection broke: {error}")
         except RemoteProtocolError as error:
-            self._failure = _FailedError(f"the partner broke the protocol: {error}")
+            self.failure = _FailedError(f"the partner broke the protocol: {error}")
         self._heard.close()
 
 
@@ -336,17 +322,16 @@ class ExchangeService:
         """
         exchange = Exchange(start.is_initiator, offer, incoming, on_advance)
         session = ExchangeSession(exchange, outgoing, judge, start, self._outcomes)
+        take_part = self._initiate if start.is_initiator else self._respond
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
-        reason = "out of time"
         try:
             expecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self.channels is not None and not start.is_initiator:  # who opens channels
                 expecting = self.channels.expecting(start.peer)
             with expecting, trio.move_on_at(start.deadline) as self._running[session]:
-                take_part = self._initiate if start.is_initiator else self._respond
-                reason = await take_part(start, session, exchange.pipe)
+                await take_part(start, session, exchange.pipe)
         finally:
             del self._running[session]
             self._one_ended.set()
@@ -354,22 +339,22 @@ class ExchangeService:
             session.close()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
-        seconds = trio.current_time() - started_at
+        seconds, is_committed, reason = trio.current_time() - started_at, session.is_committed, str(session.failure)
+        sent, received = (session.bulk.bytes_sent, session.bulk.bytes_received) if session.bulk else (0, 0)
         if session.is_in_doubt:
             reason = "the initiator's decision could not be learnt in time"
-        elif session.is_too_slow and session.bulk is not None:
-            reason = too_slow(offer.size, seconds, session.bulk.bytes_sent, session.bulk.bytes_received)
-        is_committed = session.is_committed
+        elif session.failure.is_too_slow:
+            reason = too_slow(offer.size, seconds, sent, received)
         partner = exchange.partner_offer if is_committed else None
         return ExchangeEnded(
             start.session,
             start.peer,
             is_committed,
-            is_broken=not is_committed and not session.is_refused,
+            is_broken=not is_committed and not session.failure.is_refused,
             reason="" if is_committed else reason,
             round=start.round,
-            bytes_sent=session.bulk.bytes_sent if session.bulk else 0,
-            bytes_received=session.bulk.bytes_received if session.bulk else 0,
+            bytes_sent=sent,
+            bytes_received=received,
             seconds=seconds,
             partner_round=partner.round if partner else 0,
             partner_tokens=partner.tokens if partner else 0,
@@ -389,17 +374,18 @@ class ExchangeService:
             else:
                 scope.cancel()
 
-    async def _initiate(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> str:
+    async def _initiate(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> None:
         try:
             stream = await self._host.open_stream(start.peer, EXCHANGE_PROTOCOL, DIAL_TIMEOUT)
         except PeerUnreachableError as error:
-            return str(error)
+            session.failure = _FailedError(str(error))
+            return
         try:
-            return await session.hold(BulkPipe(pipe, stream, self.channels, self._shaping), b"")
+            await session.hold(BulkPipe(pipe, stream, self.channels, self._shaping), b"")
         finally:
             await close_stream(stream)
 
-    async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> str:
+    async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> None:
         expected = self._expected[start.session] = _Expected(start.peer)
         self._expected_more.set()
         self._expected_more = trio.Event()
@@ -407,16 +393,15 @@ class ExchangeService:
             with trio.move_on_at(session.offer_by):
                 await expected.arrived.wait()
             if expected.stream is None:
-                return "the partner opened no stream in time"
-            bulk = BulkPipe(pipe, expected.stream, self.channels, self._shaping)
-            reason = await session.hold(bulk, expected.received)
+                session.failure = _FailedError("the partner opened no stream in time")
+            else:
+                bulk = BulkPipe(pipe, expected.stream, self.channels, self._shaping)
+                await session.hold(bulk, expected.received)
         finally:
             del self._expected[start.session]
             expected.done.set()
         if session.is_in_doubt:
             session.is_committed = await self._resolve(start) == "committed"
-            return "the partner had aborted"
-        return reason
 
     async def _serve_exchange(self, stream: Stream) -> None:
         """Handle an incoming stream: find the session that expects it, and keep it open until the session is over."""

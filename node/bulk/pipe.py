@@ -433,10 +433,10 @@ class BulkPipe:
         flow = self.pipe.incoming
         while True:
             await self._until(lambda: flow.is_open)
-            head = flow.open[0]
-            assert head.incoming is not None, "what comes has a place"
-            await self._fill(channel, head.incoming)
-            if head.incoming.position < head.size:
+            arriving = self.pipe.arriving
+            assert arriving is not None, "what comes has a place"
+            await self._fill(channel, arriving)
+            if arriving.rest:
                 break
             await self._until(lambda: flow.is_head_sealed)
             self._settle_whole()
@@ -474,13 +474,11 @@ class BulkPipe:
 
         Call it only when no thread receives any more, since the thread would hash at the same time.
         """
-        head = self.pipe.incoming.open[0] if self.pipe.incoming.open else None
-        if head is None or head.incoming is None or head.incoming.position < head.size:
-            return
-        self.pipe.check_whole()
-        self._send(Received())
-        self._on_received(head.name)
-        self._notify()
+        if (arriving := self.pipe.arriving) is not None and not arriving.rest:
+            name = self.pipe.check_whole()
+            self._send(Received())
+            self._on_received(name)
+            self._notify()
 
     # Sending
 

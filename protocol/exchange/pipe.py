@@ -168,9 +168,8 @@ Event = bytes | Control | TransferReceived
 class Transfer:
     """Bytes of a known size that move one way; ``incoming`` is where they go."""
 
-    def __init__(self, name: int, size: int, end: int, incoming: Incoming | None) -> None:
+    def __init__(self, name: int, end: int, incoming: Incoming | None) -> None:
         self.name = name
-        self.size = size
         self.end = end
         """The position behind its last byte."""
         self.incoming = incoming
@@ -214,7 +213,7 @@ class Direction:
     def add(self, name: int, size: int, incoming: Incoming | None = None) -> Transfer:
         """Add the next transfer, which was announced."""
         self.end += size
-        self.open.append(Transfer(name, size, self.end, incoming))
+        self.open.append(Transfer(name, self.end, incoming))
         return self.open[-1]
 
     def seal(self, digest: bytes) -> None:
@@ -257,10 +256,14 @@ class Pipe:
         self._chunk_left = 0
 
     @property
+    def arriving(self) -> Incoming | None:
+        """Return the memory of the oldest transfer that this end lacks."""
+        return self.incoming.open[0].incoming if self.incoming.open else None
+
+    @property
     def num_received(self) -> int:
         """Return the position up to which everything is in memory."""
-        head = self.incoming.open[0].incoming if self.incoming.open else None
-        return self.incoming.settled + (head.position if head else 0)
+        return self.incoming.settled + (self.arriving.position if self.arriving else 0)
 
     @property
     def buffered(self) -> int:
@@ -304,20 +307,21 @@ class Pipe:
         memory = memory.cast("B")
         self.incoming.add(name, memory.nbytes, Incoming(memory, on_advance, is_hashed=self.is_hashed))
 
-    def check_whole(self) -> None:
-        """Compare the hash of the oldest transfer, whose last byte has arrived; the hash must have arrived before.
+    def check_whole(self) -> int:
+        """Compare the hash of the oldest transfer, whose last byte has arrived after it; return the transfer's name.
 
         (Over a channel, the hash comes separately on the stream: wait for `is_head_sealed`.)
         """
-        head = self.incoming.open[0] if self.incoming.open else None
-        if head is None or head.incoming is None or head.incoming.position < head.size:
+        if (arriving := self.arriving) is None or arriving.rest:
             raise LocalProtocolError("a transfer that is not here yet")
+        head = self.incoming.open[0]
         if not self.incoming.is_head_sealed:
             raise RemoteProtocolError("all of the transfer, and no hash")
-        if head.digest is not None and head.incoming.digest() != head.digest:
+        if head.digest is not None and arriving.digest() != head.digest:
             raise RemoteProtocolError("the hash of a transfer is not what its sender says")
         head.is_whole = True
         self.received_digest = head.digest or b""
+        return head.name
 
     # Sending
 
@@ -367,9 +371,9 @@ class Pipe:
                 if (event := self._take_frame()) is not None:
                     return event
                 continue
-            piece, incoming = self._take(self._chunk_left), self.incoming.open[0].incoming
-            assert incoming is not None, "what comes has a place"
-            incoming.write(piece)
+            piece, arriving = self._take(self._chunk_left), self.arriving
+            assert arriving is not None, "what comes has a place"
+            arriving.write(piece)
             self._chunk_left -= len(piece)
             if self.num_received == self.incoming.head_end:
                 self.check_whole()
