@@ -187,14 +187,6 @@ def test_where_there_is_nothing_to_cut_nothing_is_measured(run: Run, run_file: P
     assert not run_file.with_suffix(".manifest").exists()
 
 
-def test_an_invite_may_be_longer_than_a_file_name(run: Run, run_file: Path) -> None:
-    addresses = [part for number in range(8) for part in ("--invite-address", ADDRESS.replace("4001", f"400{number}"))]
-    invite = json.loads(run("run", "create", run_file, "--json", *addresses)[1])["invite"]
-    assert len(invite) > 255
-    assert run("run", "show", invite)[0] == Exit.OK
-    assert run("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
-
-
 def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> None:
     assert run("run", "create", run_file)[0] == Exit.OK
     before = run_file.with_suffix(".manifest").read_bytes()
@@ -246,18 +238,6 @@ def test_an_invite_in_pieces_is_one() -> None:
         assert with_whole_invites(arguments) == arguments
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["id"], ["run"], ["run", "create"], ["run", "show"], ["run", "invite"], ["join"], ["status"], ["leave"]],
-)
-def test_every_command_has_help(run: Run, arguments: list[str]) -> None:
-    code, out, _ = run(*arguments, "--help")
-    assert code == Exit.OK
-    assert "Usage" in out
-    if len(arguments) == 2 or arguments in (["id"], ["join"], ["status"], ["leave"]):
-        assert "Example" in out
-
-
 def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
     code, out, _ = run("status")
     assert code == Exit.OK
@@ -284,7 +264,7 @@ def test_leave_waits_until_the_node_is_gone(run: Run, node: FakeNode) -> None:
 def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "farandole.node", "status", "--watch", "--json", "--home", str(tmp_path / "home")]
     with FakeNode(tmp_path / "home") as node:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["round"] == 7
     with process:
@@ -294,6 +274,8 @@ def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) ->
             assert next(each["round"] for each in said if "round" in each) == 7
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == Exit.OK
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
 
 
 def test_a_status_that_was_kept_is_shown_again(run: Run, tmp_path: Path) -> None:
@@ -305,17 +287,6 @@ def test_a_status_that_was_kept_is_shown_again(run: Run, tmp_path: Path) -> None
     assert "JSON already" in run("status", "--json", "--from", str(kept))[2]
     kept.write_text("")
     assert "there is no status in it" in run("status", "--from", str(kept))[2]
-
-
-def test_ctrl_c_ends_watching_cleanly(node: FakeNode) -> None:
-    command = [sys.executable, "-m", "farandole.node", "status", "--watch", "--json", "--home", str(node.home)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert json.loads(process.stdout.readline())["round"] == 7
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == Exit.OK
-        assert process.stderr.read() == b""
 
 
 def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list[str]:
@@ -339,9 +310,9 @@ def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list
     return result.stderr.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["id"], ["status"], ["run", "create", "nothing.toml"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["run", "plan", "tiny"]])
 def test_commands_start_without_torch_and_libp2p(arguments: list[str], tmp_path: Path) -> None:
-    assert imported(("torch", "libp2p", "numpy"), arguments, tmp_path) == []
+    assert imported(("torch", "libp2p"), arguments, tmp_path) == []
 
 
 def test_help_needs_neither_msgspec_nor_a_reader_of_toml(tmp_path: Path) -> None:

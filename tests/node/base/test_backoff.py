@@ -36,15 +36,6 @@ def test_what_has_failed_is_known_until_it_succeeds_or_the_path_changes() -> Non
     assert not backoff.has_failed(ALICE, PATH)
 
 
-def test_a_success_forgets_the_failures() -> None:
-    backoff = Backoff(10.0, 600.0)
-    for now in (0.0, 10.0):
-        backoff.note_failure(ALICE, PATH, now)
-    backoff.note_success(ALICE)
-    assert backoff.is_due(ALICE, PATH, 10.0)
-    assert backoff.note_failure(ALICE, PATH, 10.0) == (1, 10.0)
-
-
 def test_another_path_is_tried_at_once_and_counted_anew() -> None:
     backoff = Backoff(10.0, 600.0)
     for now in (0.0, 10.0):
@@ -53,12 +44,6 @@ def test_another_path_is_tried_at_once_and_counted_anew() -> None:
     other = [*PATH, "/ip4/192.0.2.2/tcp/4001"]
     assert backoff.is_due(ALICE, other, 10.0)
     assert backoff.note_failure(ALICE, other, 10.0) == (1, 10.0)
-
-
-def test_one_peers_failures_are_not_anothers() -> None:
-    backoff = Backoff(10.0, 600.0)
-    backoff.note_failure(ALICE, PATH, 0.0)
-    assert backoff.is_due(BOB, PATH, 0.0)
 
 
 def test_only_so_many_peers_are_remembered() -> None:

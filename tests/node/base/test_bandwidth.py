@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,27 +95,6 @@ def test_a_busy_flow_gets_the_whole_rate(rate: float) -> None:
     assert_within(shaper, moved, late=shaper.quantum)
 
 
-@pytest.mark.parametrize("rate", RATES)
-def test_pieces_are_small_and_no_more_of_them_than_the_machine_can_do(rate: float) -> None:
-    shaper = Shaper(rate)
-    assert MIN_QUANTUM <= shaper.quantum <= MAX_QUANTUM
-    assert shaper.quantum <= shaper.burst
-    assert shaper.burst <= max(0.05 * rate, MIN_QUANTUM)
-
-
-def test_without_a_cap_nothing_waits() -> None:
-    clock = Clock()
-    shaper = Shaper(0, clock)
-    assert shaper.quantum == MAX_QUANTUM
-    assert [shaper.reserve(10**12) for _ in range(3)] == [0.0] * 3
-
-
-@pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf])
-def test_a_rate_that_is_none_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match="bytes a second"):
-        Shaper(rate)
-
-
 def test_a_cap_can_change_while_it_is_used() -> None:
     clock = Clock()
     shaper = Shaper(0, clock)
@@ -153,16 +131,6 @@ def test_bulk_pays_for_what_control_has_taken() -> None:
     shaper.charge(round(shaper.burst) + 200_000)
     assert move_bulk(shaper, clock, 2) == pytest.approx(2 * BULK_SHARE * 125_000, abs=2 * shaper.quantum)
     assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
-
-
-def test_a_pause_pays_for_what_control_has_taken() -> None:
-    clock = Clock()
-    shaper = Shaper(125_000, clock)
-    shaper.charge(round(shaper.burst) + 125_000)
-    clock.now += 1
-    assert shaper.reserve(1_250) == pytest.approx(0.01)
-    clock.now += 10
-    assert shaper.reserve(shaper.quantum) == 0.0
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -216,14 +184,6 @@ async def test_flows_share_evenly_and_control_goes_at_once(autojump_clock: trio.
     assert sum(moved) == pytest.approx(left_for_bulk, abs=shaper.burst + 4 * shaper.quantum + 12_500)
 
 
-async def test_a_wait_says_how_long_it_was(autojump_clock: trio.testing.MockClock) -> None:
-    shaper = Shaper(1_000, trio.current_time)
-    assert await shaper.wait(MIN_QUANTUM) == 0.0
-    began = trio.current_time()
-    seconds = await shaper.wait(MIN_QUANTUM)
-    assert seconds == pytest.approx(MIN_QUANTUM / 1_000) == pytest.approx(trio.current_time() - began)
-
-
 def test_the_rate_of_late_is_of_the_last_seconds() -> None:
     clock = Clock()
     shaper = Shaper(0, clock)
@@ -234,12 +194,6 @@ def test_the_rate_of_late_is_of_the_last_seconds() -> None:
     assert shaper.per_second() == pytest.approx(1_000, rel=0.2)
     clock.now += 2 * METER_SECONDS
     assert shaper.per_second() == 0.0
-
-
-def test_settings_are_in_megabits() -> None:
-    shaping = Shaping.of_mbit(8, 0)
-    assert shaping.up.rate == 1_000_000
-    assert shaping.down.rate == 0
 
 
 # On real sockets
@@ -268,23 +222,6 @@ async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[Bulk
         finally:
             channels[False].close()
             channels[True].close()
-
-
-@pytest.mark.parametrize(("up", "down"), [(24, 0), (0, 24)])
-async def test_a_channel_moves_no_more_than_the_cap(up: float, down: float) -> None:
-    data = random.Random(1).randbytes(MIB + 1_001)
-    memory = bytearray(len(data))
-    near, far = Shaping.of_mbit(up, 0), Shaping.of_mbit(0, down)
-    capped = near.up if up else far.down
-    async with open_channels(near, far) as (sender, receiver):
-        began = time.monotonic()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(sender.send, memoryview(data))
-            digest = await receiver.receive_into(memoryview(memory))
-        seconds = time.monotonic() - began
-    assert digest == blake3(data).digest()
-    assert memory == data
-    assert len(data) <= capped.burst + capped.rate * seconds
 
 
 def num_counted(shaper: Shaper) -> float:

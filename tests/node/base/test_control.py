@@ -97,10 +97,6 @@ async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_contro
     nursery.cancel_scope.cancel()
 
 
-async def test_a_call_comes_back_with_the_answer(home: Path) -> None:
-    assert await ask(home, "echo", tokens=3, names=["a", "b"]) == {"tokens": 3, "names": ["a", "b"]}
-
-
 async def test_what_leads_to_it_is_for_its_owner_alone(home: Path) -> None:
     place = home / "control.sock"
     assert list(home.iterdir()) == [place]
@@ -118,12 +114,6 @@ async def test_another_programs_answer_is_told_from_a_node(tmp_path: Path, nurse
         with pytest.raises(NoNodeError, match="is no node"):
             await ask(tmp_path, "echo")
         nursery.cancel_scope.cancel()
-
-
-async def test_a_refusal_keeps_its_code_and_message(home: Path) -> None:
-    with pytest.raises(ControlError, match="still joins") as caught:
-        await ask(home, "refuse")
-    assert caught.value.code == "not_ready"
 
 
 async def test_an_unknown_method_names_those_that_there_are(home: Path) -> None:
@@ -165,11 +155,6 @@ async def wait(params: dict[str, Any]) -> object:
 async def test_a_slow_handler_times_out(autojump_clock: trio.abc.Clock) -> None:
     answer = json.loads(await control.answer(b'{"method": "wait"}', {"wait": wait}))
     assert answer["error"]["code"] == "timeout"
-
-
-async def test_no_node(tmp_path: Path) -> None:
-    with pytest.raises(NoNodeError, match=r"no node runs in .*farandole join INVITE"):
-        await ask(tmp_path, "echo")
 
 
 async def test_a_dead_nodes_socket_is_told_from_a_node_and_replaced(tmp_path: Path, nursery: trio.Nursery) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.node.base.figures import mbit, parse_rate, parse_size
+from farandole.node.base.figures import parse_rate, parse_size
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,3 @@ def test_sizes_as_people_write_them(text: str, size: float) -> None:
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no rate"):
         parse_rate(text)
-
-
-def test_a_rate_is_said_in_megabits() -> None:
-    assert [mbit(rate) for rate in (2_500_000, 62_500, 1.25e9)] == ["20 Mbit/s", "0.5 Mbit/s", "10000 Mbit/s"]

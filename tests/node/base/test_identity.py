@@ -81,14 +81,6 @@ def test_a_key_that_is_there_is_read_without_writing(tmp_path: Path, monkeypatch
     assert public_bytes(load_or_create_key(tmp_path / "key")) == public_bytes(first)
 
 
-def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_bytes(b"short")
-    with pytest.raises(IdentityError, match="not a farandole key"):
-        load_or_create_key(path)
-    assert path.read_bytes() == b"short"
-
-
 def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     hold = (

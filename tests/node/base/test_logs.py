@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.base.identity import IdentityError
 from farandole.node.base.logs import (
     CONSOLE,
     MAX_ALIKE_PER_MINUTE,
@@ -32,31 +31,12 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
     assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
 
 
-def test_lines_go_to_the_file(tmp_path: Path) -> None:
-    settings = NodeSettings(home=tmp_path)
-    with logging_to_file(settings):
-        logging.getLogger("farandole.test").info("a line")
-    assert "INFO farandole.test: a line" in settings.log.read_text()
-
-
 def test_text_of_a_peer_neither_begins_a_line_nor_controls_a_terminal(tmp_path: Path) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
         logging.getLogger("farandole.test").info("it says: %s", "Zoë\n2026-01-01 INFO farandole: left\x1b[2J\u202e")
     (line,) = settings.log.read_text().splitlines()
     assert line.endswith(r"it says: Zoë\n2026-01-01 INFO farandole: left\x1b[2J\u202e")
-
-
-def test_a_traceback_stays_readable(tmp_path: Path) -> None:
-    settings = NodeSettings(home=tmp_path)
-    with logging_to_file(settings):
-        try:
-            raise ValueError("a defect")
-        except ValueError:
-            logging.getLogger("farandole.test").exception("ended")
-    first, *lines = settings.log.read_text().splitlines()
-    assert first.endswith("ERROR farandole.test: ended")
-    assert (lines[0], lines[-1]) == ("  Traceback (most recent call last):", "  ValueError: a defect")
 
 
 def test_text_of_a_peer_in_a_traceback_does_neither(tmp_path: Path) -> None:
@@ -84,12 +64,6 @@ def test_a_full_disk_silences_the_log_and_stops_nothing(tmp_path: Path, capfd: p
         logging.getLogger("farandole.test").info("a line")
         logging.getLogger("farandole.test").info("another")
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(IdentityError, match="--home"), logging_to_file(NodeSettings(home=tmp_path / "file" / "home")):
-        pass
 
 
 def record(

@@ -10,7 +10,6 @@ from farandole.node.base.requirements import (
     line_shortfall,
     memory_needed,
     memory_shortfall,
-    settings_line,
     unused_inputs,
 )
 from farandole.node.base.settings import NodeSettings
@@ -37,12 +36,6 @@ def test_memory_that_others_use_is_worth_a_word_and_enough_is_not() -> None:
     assert "4.00 GB is free: close other programs" in memory_shortfall(needed, 16 * GB, 4 * GB)
     assert memory_shortfall(needed, 16 * GB, 12 * GB) == ""
     assert memory_shortfall(needed, None, None) == ""
-
-
-def test_a_gpu_relieves_the_machine() -> None:
-    on_gpu = memory_needed(LARGE, NodeSettings(device="cuda:0"))
-    assert on_gpu == needs_of(LARGE).on_gpu
-    assert on_gpu.host < memory_needed(LARGE, NodeSettings(device="cpu")).host
 
 
 def test_a_lean_trainer_and_one_that_computes_layers_again_need_less_of_the_gpu() -> None:
@@ -72,18 +65,6 @@ def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None
     assert words.endswith("Raise --upload-mbit to 97 or more, or leave out the cap")
     assert "--upload-mbit 10 and --download-mbit 20" in line_shortfall(LARGE, 10.0, 20.0)
     assert "only exchanges whose partner is ready early" in line_shortfall(LARGE, 60.0, 0.0)
-
-
-@pytest.mark.parametrize("caps", [(0.0, 0.0), (97.0, 0.0), (100.0, 200.0)])
-def test_caps_that_the_run_fits_into_are_not_worth_a_word(caps: tuple[float, float]) -> None:
-    assert line_shortfall(LARGE, *caps) == ""
-
-
-def test_settings_are_said_as_a_run_file_has_them() -> None:
-    settings = {"outer.codec": "int8", "outer.fragments": 4, "rounds.overlap": True, "rounds.round_seconds": 90.0}
-    assert (
-        settings_line(settings) == '[outer] codec = "int8", fragments = 4; [rounds] overlap = true, round_seconds = 90'
-    )
 
 
 def test_inputs_that_a_run_does_not_take_are_named() -> None:

@@ -6,7 +6,7 @@ import pytest
 from farandole.protocol.planning.best_known import RATES, best_known, learning_rate_for, reason_for
 from farandole.protocol.planning.needs import USUAL_RATE
 from farandole.protocol.planning.planning import Machine, changes, complete, plan
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
 from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
 from farandole.protocol.run.own_model import ExternalModel
@@ -47,15 +47,6 @@ def test_common_settings_of_a_rule_are_kept() -> None:
     assert known == PlainConfig(codec="topk", topk=32, drift=0.1, fragments=4)
 
 
-def test_a_rate_stays_with_its_optimizer() -> None:
-    chosen = msgspec.structs.replace(RUN, inner=InnerConfig(learning_rate=1e-3, warmup_steps=7))
-    assert best_known(chosen, ["inner.learning_rate", "inner.warmup_steps"]).inner == chosen.inner
-
-
-def test_an_optimizer_that_was_chosen_gets_its_own_rate() -> None:
-    assert best_known(RUN, ["inner.optimizer"]).inner.learning_rate == 3e-3
-
-
 @pytest.mark.parametrize("name", ["start", "external"])
 def test_inner_settings_of_what_was_not_measured_stay(name: str) -> None:
     external = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel({"a": (4, 4)}))
@@ -63,10 +54,6 @@ def test_inner_settings_of_what_was_not_measured_stay(name: str) -> None:
     run = msgspec.structs.replace(RUN, **other)
     assert best_known(run, ()).inner == run.inner
     assert best_known(run, ()).outer == PlainConfig()
-
-
-def test_what_was_not_chosen_has_no_reason() -> None:
-    assert reason_for("outer.fragments", 1) == ""
 
 
 @pytest.mark.parametrize("model", PRESETS)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.planning.needs import Memory, activation_bytes, busy_share, largest_stage, needs_of
+from farandole.protocol.planning.needs import activation_bytes, busy_share, largest_stage, needs_of
 from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig, RoundConfig
 from farandole.protocol.run.models import preset, stage_parameters
 from farandole.protocol.run.outer_rules import DEFAULT_TOPK, Codec, NoLoCoConfig, encoded_bytes
@@ -37,30 +37,12 @@ def test_an_exchange_needs_a_line_that_leaves_the_partner_its_share() -> None:
     assert needs.join_seconds(100 * MBIT) == pytest.approx(80, rel=0.01)
 
 
-def test_fragments_and_exchange_seconds_relieve_the_line() -> None:
-    whole = manifest(codec="int8")
-    in_parts = needs_of(manifest(codec="int8", fragments=4))
-    patient = needs_of(msgspec.structs.replace(whole, rounds=RoundConfig(exchange_seconds=120)))
-
-    assert in_parts.rate == pytest.approx(needs_of(whole).rate / 4, rel=0.001)
-    assert patient.rate == pytest.approx(needs_of(whole).rate / 4)
-
-
 @pytest.mark.parametrize(("codec", "gibibytes"), [("int8", 7.13), ("fp32", 7.36)])
 def test_memory_is_what_was_measured_at_125m(codec: Codec, gibibytes: float) -> None:
     """Peaks of a process that trains as a trainer does, with one sequence of 64 tokens; a mesh process takes 130 MB."""
     host = needs_of(manifest(codec=codec, context=64)).on_cpu.host - 130_000_000
 
     assert host / GIB == pytest.approx(gibibytes, rel=0.02)
-
-
-def test_a_gpu_takes_what_trains_and_the_host_keeps_the_copy_for_checkpoints() -> None:
-    needs = needs_of(manifest(codec="int8", fragments=4))
-
-    assert needs.on_gpu.device < needs.on_cpu.host
-    assert needs.memory(has_gpu=True) == needs.on_gpu
-    assert needs.memory(has_gpu=False) == Memory(needs.on_cpu.host)
-    assert needs.on_gpu.host > needs.checkpoint_bytes
 
 
 def test_a_stage_needs_what_its_own_parameters_do() -> None:

@@ -51,22 +51,6 @@ def test_a_small_model_has_short_rounds() -> None:
     }
 
 
-def test_a_small_model_in_stages_does_not_overlap() -> None:
-    run = msgspec.structs.replace(manifest("3M"), model=msgspec.structs.replace(preset("3M"), num_stages=2))
-    planned = plan(run, HOME)
-
-    assert not planned.manifest.rounds.overlap
-    assert planned.busy is not None
-    assert planned.busy >= 0.9
-
-
-def test_rounds_that_overlap_are_as_long_as_an_exchange_may_take() -> None:
-    rounds = plan(manifest("1B"), HOME).manifest.rounds
-
-    assert rounds.overlap
-    assert rounds.round_seconds >= rounds.exchange_seconds
-
-
 def test_a_model_that_does_not_fit_the_memory_is_cut_as_little_as_can_be() -> None:
     planned = plan(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, gpu=24 * GB))
     num_stages = planned.manifest.model.num_stages
@@ -105,12 +89,6 @@ def test_a_line_that_carries_nothing_is_said_to_lack() -> None:
 
     assert planned.lacks_line
     assert not planned.fits
-
-
-def test_a_slower_way_down_counts_as_well() -> None:
-    slow = plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4))
-
-    assert slow.needs.rate <= USUAL_RATE / 4
 
 
 @pytest.mark.parametrize("inner_steps", [0, 10])
@@ -187,14 +165,6 @@ def test_alternatives_show_what_else_there_is() -> None:
     assert {row.manifest.model.num_stages for row in rows} == {1, 2, 4}
     assert all(row.needs.rate <= USUAL_RATE or row.lacks_line for row in rows)
     assert len(alternatives(planned, HOME, ["outer.codec", "outer.fragments", "model.num_stages"])) == 1
-
-
-def test_judging_changes_nothing() -> None:
-    judged = judge(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, memory=16 * GB))
-
-    assert judged.manifest == manifest("1B")
-    assert judged.lacks_line
-    assert judged.lacks_memory
 
 
 def test_what_a_run_file_says() -> None:

@@ -48,6 +48,11 @@ def test_a_command_that_takes_some_settings_has_their_panels(run: Run, command: 
     assert list(panels_of(run, *command)) == titles
 
 
+@pytest.mark.parametrize("command", [["run", "create"], ["run", "invite"], ["id"], ["status"], ["leave"]])
+def test_a_command_has_an_example(run: Run, command: list[str]) -> None:
+    assert "Example" in run(*command, "--help")[1]
+
+
 @pytest.mark.parametrize("command", ["join", "relay", "doctor"])
 def test_one_sentence_says_how_variables_are_called(run: Run, command: str) -> None:
     out = run(command, "--help")[1]

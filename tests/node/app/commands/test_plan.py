@@ -113,11 +113,6 @@ def test_a_run_file_may_come_through_a_pipe_which_can_be_read_once(run: Run, tmp
     assert "signed with" not in err
 
 
-@pytest.mark.parametrize("wrong", ["20 apples", "0", "-3"])
-def test_a_rate_that_is_none_is_refused(run: Run, wrong: str) -> None:
-    assert run("run", "plan", "3M", f"--upload={wrong}")[0] == 2
-
-
 def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'name = "a"\nmodel = "125M"\n[outer]\ncodec = "int8"\nfragments = 1\n[rounds]\nexchange_seconds = 30\n'
@@ -132,18 +127,6 @@ def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Ru
 
     warnings = json.loads(run("run", "create", "run.toml", "--force", "--json")[1])["warnings"]
     assert len(warnings) == 1
-
-
-def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "1B"\n')
-
-    _, _, err = run("run", "create", "run.toml")
-    signed = manifest_in(tmp_path / "run.manifest")
-    assert needs_of(signed).rate <= USUAL_RATE
-    assert '[outer] codec = "int8"' in err
-    assert "[outer] fragments = 16" in err
-    assert "each member needs 37.5 GB of memory" in err
-    assert "[model] num_stages" in err
 
 
 def test_a_small_run_gets_the_best_known_settings_each_with_its_reason(run: Run, tmp_path: Path) -> None:
@@ -171,14 +154,6 @@ def test_a_run_that_says_everything_is_signed_as_it_is_and_without_a_word(run: R
     assert (signed.outer.kind, signed.inner.optimizer, signed.rounds.partners) == ("noloco", "adamw", 1)
 
 
-def test_settings_that_do_not_work_together_are_warned_of(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n[rounds]\nround_seconds = 1\nexchange_seconds = 10\n')
-
-    code, _, err = run("run", "create", "run.toml")
-    assert code == 0
-    assert "warning: rounds.exchange_seconds (10) is longer than rounds.round_seconds (1)" in err
-
-
 def test_a_module_of_ones_own_is_planned_once_it_is_allowed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,23 +177,6 @@ def test_a_fault_of_a_run_file_is_printed_and_nothing_is_signed(run: Run, tmp_pa
         assert "run.toml:2: model: no preset is called '3m'" in err
         assert "did you mean 3M?" in err
     assert not (tmp_path / "run.manifest").exists()
-
-
-def test_planning_and_signing_load_neither_torch_nor_libp2p() -> None:
-    code = (
-        "import sys; from farandole.node.cli import main\n"
-        "try: main(['run', 'plan', '125M'])\n"
-        "except SystemExit: print(sorted({'torch', 'libp2p'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_the_traffic_with_far_members_is_printed(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "wanted.toml").write_text('name = "labs"\nmodel = "3M"\n[rounds]\nfar_every = 4\n')
-    _, out, _ = run("run", "plan", "wanted.toml", "--upload", "20Mbit")
-    (line,) = (line for line in out.splitlines() if line.startswith("traffic"))
-    assert "with far members" in line
 
 
 def test_a_plan_is_written_though_nobody_reads_the_rest_of_its_output(tmp_path: Path) -> None:

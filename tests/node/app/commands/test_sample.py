@@ -255,8 +255,3 @@ def test_a_weight_that_is_not_finite_is_refused(run: Run, model: Path) -> None:
     code, _, says = run("sample", model)
     assert code == Exit.BAD_INPUT
     assert "not finite" in says
-
-
-@pytest.mark.parametrize("options", [("--tokens", "10001"), ("--tokens", "0"), ("--temperature", "-1")])
-def test_bounds_are_kept(run: Run, model: Path, options: tuple[str, str]) -> None:
-    assert run("sample", model, *options)[0] == Exit.USAGE

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -78,12 +77,3 @@ def test_what_is_no_settings_file_is_refused(path: Path, content: bytes, message
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read_config(path)
-
-
-def test_a_file_that_is_not_there_is_an_error(path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_config(path)
-
-
-def test_every_setting_of_a_file_is_a_field_of_the_node_s() -> None:
-    assert {setting.name for setting in SETTINGS} <= {field.name for field in dataclasses.fields(NodeSettings)}

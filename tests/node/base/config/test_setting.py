@@ -26,28 +26,9 @@ def one(name: str) -> Setting:
     return next(each for each in settings_of(Party) if each.name == name)
 
 
-def test_fields_that_are_no_settings_are_left_out() -> None:
-    assert [each.name for each in settings_of(Party)] == [
-        "cake",
-        "guests",
-        "door",
-        "volume",
-        "is_loud",
-        "dress",
-        "songs",
-    ]
-
-
 def test_a_name_makes_flag_and_variable() -> None:
     assert (one("guests").flag, one("guests").variable) == ("--guests", "FARANDOLE_GUESTS")
     assert one("is_loud").flag == "--is-loud/--no-is-loud"
-
-
-def test_defaults_are_the_dataclass_s_own_and_lists_are_not_shared() -> None:
-    first, second = Party(), Party()
-    assert (first.cake, first.guests, first.songs) == ("apple", None, [])
-    first.songs.append(Path("tango"))
-    assert second.songs == []
 
 
 @pytest.mark.parametrize(
