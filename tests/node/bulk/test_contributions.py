@@ -81,25 +81,6 @@ async def test_a_wrong_hash_is_nobodys_gain(pair: BulkPair, liar: bytes, autojum
     assert trio.current_time() < 10
 
 
-@pytest.mark.parametrize("slow", [[ALICE], [BOB], [ALICE, BOB]])
-@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
-@pytest.mark.parametrize("at", [0, SECOND_BYTES // 2, SECOND_BYTES, SECOND_BYTES + 1, BULK_FROM])
-async def test_a_channel_that_is_lost_while_encoding_goes_on_is_replaced(
-    nursery: trio.Nursery, slow: list[bytes], fault: str, at: int, autojump_clock: MockClock
-) -> None:
-    pair = BulkPair(nursery)
-    for author in slow:
-        pair.both(author)[0].encode_slowly(SECOND_BYTES, seconds=1)
-        setattr(pair.way(author).faults, fault, at)
-    await pair.meet()
-    assert_committed(pair.alice, pair.bob)
-    assert pair.alice.result.path == "bulk"
-    assert pair.way(ALICE).num_acquired == 2
-    for party in (pair.alice, pair.bob):
-        assert party.result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
-        assert all(before <= after for before, after in itertools.pairwise(party.taken_in))
-
-
 async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(
     pair: BulkPair, autojump_clock: MockClock
 ) -> None:

@@ -31,29 +31,9 @@ from farandole.protocol.wire.identity import peer_id_of, public_bytes
 from farandole.protocol.wire.messagepack import encode
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice, tick_at
-from ..parties import AlwaysWaits
+from ..parties import Faults, MemoryStream
 
 HOUR = 3_600.0
-
-
-class MemoryStream(AlwaysWaits):
-    """One end of a pair of `trio.testing.memory_stream_pair`, with the other end's name."""
-
-    is_bulk = False
-    handshake_hash = bytes(32)
-
-    def __init__(self, stream: trio.abc.Stream, peer: bytes) -> None:
-        self._stream = stream
-        self.peer = peer
-
-    async def send_all(self, data: bytes) -> None:
-        await self._stream.send_all(data)
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return bytes(await self._stream.receive_some(max_bytes))
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
 
 class Wires:
@@ -111,8 +91,8 @@ class MemoryHost:
         self.num_opened += 1
         self.opened_to.add(peer)
         near, far = trio.testing.memory_stream_pair()
-        self._wires.nursery.start_soon(other._serve, protocol, MemoryStream(far, self.author))
-        return MemoryStream(near, peer)
+        self._wires.nursery.start_soon(other._serve, protocol, MemoryStream(far, self.author, Faults()))
+        return MemoryStream(near, peer, Faults())
 
     async def _serve(self, protocol: str, stream: MemoryStream) -> None:
         try:
@@ -269,15 +249,6 @@ async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock:
         wires.cut = {nodes[1].author}
         await trio.sleep(15.0)
         assert all(node.sees() == left | {nodes[2].author} for node in (nodes[0], nodes[2], nodes[3], nodes[4]))
-
-
-async def test_the_first_node_does_not_wait_for_anybody(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node = GossipNode(wires, 1)
-        await wires.nursery.start(node.service.run)
-        began = trio.current_time()
-        assert await node.service.join() == 0
-        assert trio.current_time() == began
 
 
 async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(

@@ -68,18 +68,6 @@ async def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_i
     assert node.membership.current_round() == round_index
 
 
-async def test_a_device_that_was_found_is_announced() -> None:
-    journal, gossip = Journal(say=lambda text: None), Gossip()
-    host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
-    membership = make_membership(journal, gossip, host=host)
-    await membership.announcer.announce()
-    journal.update(device="CPU (x86_64)")
-    assert membership.announcer.has_changed()
-    await membership.announcer.announce()
-    assert not membership.announcer.has_changed()
-    assert [member.device for _, member in gossip.published] == ["", "CPU (x86_64)"]  # type: ignore[attr-defined]
-
-
 async def test_an_address_that_was_found_is_announced_without_delay(autojump_clock: MockClock) -> None:
     journal, gossip = Journal(say=lambda text: None), Gossip()
     host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
@@ -174,27 +162,6 @@ async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all(nursery: 
     assert nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
     assert [len(nodes) for nodes in node.membership.nodes_of_stages()] == [1, 2, 0]
     assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1, version=VERSION)
-
-
-async def test_a_member_that_turns_out_to_be_near_is_a_change(nursery: trio.Nursery) -> None:
-    node, near, seen = Staged(), set[bytes](), []
-    node.membership.is_near = near.__contains__
-
-    async def follow() -> None:
-        while True:
-            await node.membership.changed()
-            seen.append(node.membership.near)
-
-    nursery.start_soon(follow)
-    await trio.testing.wait_all_tasks_blocked()
-    node.hear(ANN, 0)
-    node.hear(BOB, 1)
-    await trio.testing.wait_all_tasks_blocked()
-    near |= {ANN, BOB}
-    node.membership.refresh()
-    await trio.testing.wait_all_tasks_blocked()
-    assert seen[0] == frozenset()
-    assert seen[-1] == {ANN}, "of this node's stage"
 
 
 async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 
 from farandole.protocol.exchange.exchange import (
+    MAX_CONTROL_BYTES,
+    MAX_OUTCOMES,
     TRANSITIONS,
     Aborted,
     Accepted,
     Commit,
     Committed,
+    Control,
+    Outcomes,
     Step,
     peek_offer,
     reason_of,
 )
-from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, CHUNK_FRAME_BYTES, DIGEST_BYTES, Received, Sealed
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
-from .sides import SIZE, Side, share, share_offers, tell
+from .sides import SIZE, Side, move_over, open_way, share, share_offers, tell
 
 
 @pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
@@ -73,3 +80,156 @@ def test_the_offer_can_be_read_before_the_session_is_known(alice: Side) -> None:
     data = alice.exchange.send(alice.offer)
     assert all(peek_offer(data[:end]) is None for end in range(len(data)))
     assert peek_offer(data + b"more") == alice.offer
+
+
+# A received contribution counts only with its sender's hash, which comes once and in time.
+
+
+def test_a_wrong_hash_is_found_at_the_last_byte(alice: Side, bob: Side) -> None:
+    share_offers(alice, bob)
+    tell(alice, bob, Sealed(bytes(DIGEST_BYTES)))
+    *chunks, last = alice.chunks()
+    assert not tell(alice, bob, *chunks)
+    with pytest.raises(RemoteProtocolError, match="hash"):
+        tell(alice, bob, last)
+    assert not bob.exchange.is_whole
+
+
+def test_the_hash_comes_once_and_before_the_last_byte(alice: Side, bob: Side) -> None:
+    with pytest.raises(LocalProtocolError):
+        alice.send(alice.sealed)  # nothing is offered yet
+    share_offers(alice, bob)
+    *chunks, last = alice.chunks()
+    tell(alice, bob, *chunks)
+    with pytest.raises(LocalProtocolError, match="before the hash"):
+        alice.send(last)
+    forged = bytes(alice.send(alice.sealed))
+    with pytest.raises(LocalProtocolError, match="second"):
+        alice.send(alice.sealed)
+    hasty = alice.send(last)
+    with pytest.raises(RemoteProtocolError, match="no hash"):
+        bob.receive(hasty)
+    twice = Side(is_initiator=False)
+    share_offers(Side(is_initiator=True), twice)
+    twice.receive(forged)
+    with pytest.raises(RemoteProtocolError, match="second"):
+        twice.receive(forged)
+
+
+def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    move_over(alice, bob)
+    bob.exchange.pipe.incoming.seal(alice.sealed.digest)  # as if it had been sent
+    bob.exchange.pipe.check_whole()
+    lie = bob.send(Received())
+    with pytest.raises(RemoteProtocolError, match="before"):
+        alice.receive(lie)
+
+
+# Messages that an honest partner does not send are refused.
+
+
+@pytest.mark.parametrize("message", [Accepted(), Commit(), Committed()])
+def test_no_verdict_before_everything_is_there(alice: Side, bob: Side, message: Control) -> None:
+    tell(alice, bob, alice.offer)
+    tell(bob, alice, bob.offer)
+    for side in (alice, bob):
+        with pytest.raises(LocalProtocolError):
+            side.exchange.send(message)
+    forged = Side(True).exchange
+    payload = msgspec.msgpack.encode(message)
+    data = (1 + len(payload)).to_bytes(4, "big") + b"\0" + payload
+    for side in (alice, bob):
+        with pytest.raises(RemoteProtocolError):
+            side.receive(data)
+    assert forged.ours is Step.OFFERING
+
+
+def test_a_commit_without_our_verdict_is_a_lie(alice: Side, bob: Side) -> None:
+    share(alice, bob)
+    with pytest.raises(LocalProtocolError):
+        alice.exchange.send(Commit())
+    payload = msgspec.msgpack.encode(Commit())
+    with pytest.raises(RemoteProtocolError):
+        bob.receive((1 + len(payload)).to_bytes(4, "big") + b"\0" + payload)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", 1),
+        ("run_id", b"x" * 32),
+        ("session", b"x" * 16),
+        ("stage", 4),
+        ("layout", b"x" * 32),
+        ("codec", "fp32"),
+        ("size", SIZE - 1),
+        ("seconds_left", math.nan),
+    ],
+)
+def test_an_offer_that_does_not_fit_is_refused(alice: Side, bob: Side, field: str, value: object) -> None:
+    lie = msgspec.structs.replace(alice.offer, **{field: value})
+    with pytest.raises(RemoteProtocolError):
+        tell(alice, bob, lie)
+    assert bob.exchange.partner_offer is None
+
+
+def _chunk(offset: int, size: int) -> bytes:
+    return (9 + size).to_bytes(4, "big") + b"\1" + offset.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _chunk(0, CHUNK_BYTES + 1),
+        _chunk(0, 2**32 - 10),
+        _chunk(1, 10),
+        _chunk(2**63, 10),
+        _chunk(0, 0),
+        (0).to_bytes(4, "big") + b"\1" + bytes(8),
+        (2 + MAX_CONTROL_BYTES).to_bytes(4, "big") + b"\0",
+        (2**32 - 1).to_bytes(4, "big") + b"\0",
+        (0).to_bytes(4, "big") + b"\0",
+        (5).to_bytes(4, "big") + b"\3",
+    ],
+)
+def test_a_lying_header_is_refused_before_anything_follows_it(alice: Side, bob: Side, header: bytes) -> None:
+    share_offers(alice, bob)
+    with pytest.raises(RemoteProtocolError):
+        bob.receive(header, piece=1)
+
+
+def test_more_than_was_offered_is_refused(alice: Side, bob: Side) -> None:
+    share(alice, bob)
+    with pytest.raises(RemoteProtocolError):
+        bob.receive(_chunk(SIZE, 1))
+
+
+def test_bytes_behind_the_end_are_refused(alice: Side, bob: Side) -> None:
+    share(alice, bob)
+    tell(bob, alice, Accepted())
+    with pytest.raises(RemoteProtocolError, match="after the end"):
+        bob.receive(alice.exchange.send(Commit()) + b"x")
+
+
+def test_outcomes_the_first_decision_holds() -> None:
+    outcomes = Outcomes()
+    outcomes.begin(b"s", b"bob")
+    assert outcomes.answer(b"s", b"bob") == "undecided"
+    assert outcomes.decide(b"s", committed=True)
+    assert outcomes.decide(b"s", committed=False)
+    assert outcomes.answer(b"s", b"bob") == "committed"
+    with pytest.raises(RemoteProtocolError):
+        outcomes.answer(b"s", b"mallory")
+
+
+def test_outcomes_what_is_unknown_was_never_committed_and_memory_is_bounded() -> None:
+    outcomes = Outcomes()
+    assert outcomes.answer(b"s", b"bob") == "aborted"
+    assert not outcomes.decide(b"s", committed=True)
+    for index in range(MAX_OUTCOMES + 1):
+        outcomes.begin(index.to_bytes(16, "big"), b"bob")
+        outcomes.decide(index.to_bytes(16, "big"), committed=True)
+    assert outcomes.answer(bytes(16), b"bob") == "aborted"
+    assert outcomes.answer(MAX_OUTCOMES.to_bytes(16, "big"), b"bob") == "committed"

@@ -72,13 +72,6 @@ def test_the_needed_stay_and_always_get_in() -> None:
     assert take(places, ["friend 4"], BOB) == ["friend 4"]
 
 
-def test_what_came_from_disk_has_its_share() -> None:
-    places = with_settled(8)
-    take(places, named("stored", 4), None)
-    assert take(places, named("a", 3), ALICE) == ["a2"]
-    assert [name for name in named("stored", 4) if name.encode() not in places] == ["stored2", "stored3"]
-
-
 def test_when_who_came_first_goes_the_introducer_with_fewest_has_an_heir() -> None:
     places = with_settled(8)
     take(places, named("a", 3), ALICE)

@@ -12,15 +12,18 @@ from farandole.protocol.state.gossip import (
     DISPLACING_RATE,
     ENOUGH_CANDIDATES,
     FAULT_BURST,
+    INBOUND_LIMITS,
     MAX_FORWARDED,
     SLICE_ITEMS,
     Gossip,
+    InboundMeter,
     is_worth_forwarding,
     slices_of,
 )
-from farandole.protocol.state.push import Batch, decode_batch
+from farandole.protocol.state.liveness import PEERS_A_SECOND, PERIODS_OF_SILENCE, SUSPICION_SECONDS, Liveness
+from farandole.protocol.state.push import MAX_ITEMS_A_TICK, TICK_SECONDS, Batch, decode_batch
 from farandole.protocol.state.state import RunState
-from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
 
 from ..authors import CREATOR, NOW, RUN_ID, author_of, beat, member, notice, tick_at
 
@@ -152,3 +155,104 @@ def test_the_dead_are_forgotten_when_their_heartbeat_expires() -> None:
     assert gossip.liveness.seconds_since(BOB, 100.0) == 100.0
     gossip.tick(NOW + 121, 121.0)
     assert gossip.liveness.seconds_since(BOB, 121.0) is None
+
+
+# The valid gossip that a peer may send: more than honest peers send, less than a flood.
+
+PEER, OTHER = b"p" * 32, b"o" * 32
+HEARTBEAT_BYTES = 130
+
+
+def test_an_honest_peer_never_reaches_the_limits() -> None:
+    """The most that a peer forwards, at the pace of its fastest ticks, for an hour; then a minute's worth at once."""
+    meter, now = InboundMeter(), 0.0
+    for _ in range(3_600):
+        now += 0.75 * TICK_SECONDS
+        meter.count(PEER, now, messages=2, bytes=MAX_ITEMS_A_TICK * HEARTBEAT_BYTES, entries=MAX_ITEMS_A_TICK)
+    now += 60.0
+    for _ in range(120):
+        meter.count(PEER, now, messages=1, bytes=40 * HEARTBEAT_BYTES, entries=40)
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 20])
+def test_a_flood_is_noticed_within_a_second_whatever_is_in_it(num_items: int) -> None:
+    meter, now = InboundMeter(), 0.0
+    with pytest.raises(FloodError):
+        while now < 1.0:
+            now += 1e-4
+            meter.count(PEER, now, messages=1, bytes=20 + num_items * HEARTBEAT_BYTES, entries=num_items)
+    meter.count(OTHER, now, messages=1, bytes=1_000, entries=8)
+
+
+def test_large_messages_are_a_flood_too() -> None:
+    meter = InboundMeter()
+    with pytest.raises(FloodError, match="bytes"):
+        for _ in range(int(INBOUND_LIMITS["messages"][0])):
+            meter.count(PEER, 0.0, messages=1, bytes=16_000)
+    with pytest.raises(FloodError, match="entries"):
+        for _ in range(int(INBOUND_LIMITS["entries"][0])):
+            meter.count(PEER, 0.0, entries=100)
+
+
+def test_a_peer_lives_for_three_periods_after_its_last_heartbeat() -> None:
+    liveness = Liveness(base_period=2.0)
+    liveness.beat(ALICE, 100, now=0.0)
+    liveness.beat(ALICE, 101, now=2.0)
+    assert liveness.live(8.0) == [ALICE]
+    assert not liveness.is_live(ALICE, 8.1)
+    assert liveness.live(8.1) == []
+    assert liveness.seconds_since(ALICE, 9.0) == 7.0
+    assert liveness.seconds_since(BOB, 9.0) is None
+
+
+def test_only_a_heartbeat_that_advances_counts() -> None:
+    liveness = Liveness(base_period=2.0)
+    liveness.beat(ALICE, 100, now=0.0)
+    liveness.beat(ALICE, 100, now=5.0)
+    liveness.beat(ALICE, 99, now=5.0)
+    assert not liveness.is_live(ALICE, 6.1)
+    liveness.beat(ALICE, 101, now=7.0)
+    assert liveness.is_live(ALICE, 7.0)
+
+
+def test_the_period_grows_with_the_run() -> None:
+    liveness = Liveness()
+    assert liveness.period == 10.0
+    for number in range(999):
+        liveness.beat(number.to_bytes(32, "big"), 1, now=0.0)
+    assert liveness.period == 1_000 / PEERS_A_SECOND
+    assert liveness.silence == PERIODS_OF_SILENCE * liveness.period
+
+
+def test_a_suspect_is_cleared_by_contact_or_a_later_heartbeat() -> None:
+    liveness = Liveness()
+    liveness.suspect(BOB, 0.0)  # not known, so there is nothing to suspect
+    assert not liveness.is_suspect(BOB)
+    liveness.beat(ALICE, 1, now=0.0)
+    liveness.suspect(ALICE, 1.0)
+    liveness.beat(ALICE, 2, now=2.0)
+    assert liveness.is_suspect(ALICE), "that heartbeat may have been under way"
+    liveness.beat(ALICE, 3, now=1.0 + SUSPICION_SECONDS)
+    assert not liveness.is_suspect(ALICE)
+    liveness.suspect(ALICE, 10.0)
+    liveness.trust(ALICE)
+    assert not liveness.is_suspect(ALICE)
+
+
+def test_only_who_was_reached_is_present_until_it_is_found_unreachable() -> None:
+    liveness = Liveness(base_period=2.0)
+    liveness.trust(BOB)
+    liveness.beat(ALICE, 1, now=0.0)
+    liveness.beat(BOB, 1, now=0.0)
+    assert liveness.present(1.0) == set(), "a contact before the first heartbeat is not remembered"
+    liveness.trust(ALICE)
+    assert liveness.present(1.0) == {ALICE}
+    liveness.suspect(ALICE, 1.0)
+    liveness.beat(ALICE, 2, now=1.0 + SUSPICION_SECONDS)
+    assert not liveness.is_suspect(ALICE)
+    assert liveness.present(7.0) == set(), "a heartbeat is no contact"
+    liveness.trust(ALICE)
+    assert liveness.present(7.0) == {ALICE}
+    assert liveness.present(100.0) == set(), "nor is a contact a heartbeat"
+    liveness.forget_all_but({BOB})
+    assert not liveness.is_reached(ALICE)
