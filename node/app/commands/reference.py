@@ -65,7 +65,8 @@ _DOCTOR: Final = """\
 The report shows failures first, then warnings, each with its remedy, and one line with the checks that passed. Its
 last line lists the checks that were skipped, and why; `--verbose` shows a line for every check. Fix each `failed`
 first: the node does not work until then. With a `warning` it works, but not as well as it could. `farandole doctor
---json` gives all findings with the names of their causes. Words *in italics* are filled in.
+--json` gives all findings with the names of their causes. Here are those that need something done. Words *in italics*
+are filled in.
 """
 _FIELD: Final = re.compile(r"\{(\w+)[^}]*\}")
 _EXCLUSIONS: Final = """\
@@ -155,7 +156,7 @@ def catalogue() -> str:
             # Placeholders are set in italics.
             (f"`{name}`", cause.level, *(_FIELD.sub(r"*\1*", text) for text in (cause.found, cause.remedy)))
             for name, cause in CAUSES.items()
-            if check_of(name) == check
+            if check_of(name) == check and cause.remedy
         )
         parts += [f"### {check}: {about}\n", table("| cause | | it says | what to do |", rows) + "\n"]
     return "\n".join(parts)
