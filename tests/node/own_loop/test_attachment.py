@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import pytest
 import torch
 import trio
@@ -25,7 +23,6 @@ from farandole.protocol.run.own_model import ExternalModel, recipe_hash
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import Loop
-from farandole.training.model.model import build_model
 
 from ...patience import PATIENCE
 from ..relayed import until
@@ -165,28 +162,6 @@ async def test_a_loop_for_another_run_is_refused_at_both_ends(
     assert torch.equal(loop.model.get_parameter("weight"), before)
 
 
-async def test_the_first_loop_of_a_built_in_models_run_begins_with_the_seeds_weights(tmp_path: Path) -> None:
-    run = small_manifest(seed=7)
-    model = build_model(run.model, 1)
-    attachment = attached(tmp_path, Loop(model, tokens_per_step=32))
-    seen: list[torch.Tensor] = []
-
-    def loop() -> None:
-        attachment.begin()
-        seen.append(model.embedding.weight.detach().clone())
-        attachment.end()
-
-    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-        nursery.start_soon(in_thread, loop)
-        with pytest.raises(TrainerError, match="gone"):
-            async with trainer_at(door, tmp_path, run) as trainer:
-                assert trainer.prepared.resumed is None
-                await trainer.send(messages.Train(0, 2))
-                while True:
-                    await trainer.receive()
-    assert torch.equal(seen[0], build_model(run.model, 7).embedding.weight)
-
-
 async def test_a_second_loop_fails_and_one_that_comes_too_late_goes_on_by_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,30 +277,3 @@ async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path
         os.close(reader)
         for child in children:
             os.waitpid(child, 0)  # noqa: ASYNC222 - it ends at once
-
-
-async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
-    attachment = attached(tmp_path, Loop(a_model(), evaluate=lambda: 2.5, tokens_per_byte=0.25))
-
-    def loop() -> None:
-        attachment.begin()
-        attachment.end()
-
-    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-        nursery.start_soon(in_thread, loop)
-        with pytest.raises(TrainerError, match="gone"):
-            async with trainer_at(door, tmp_path) as trainer:
-                assert trainer.prepared.has_loss
-                await trainer.send(messages.Validate(8))
-                validated = await report_of(trainer, messages.Validated)
-                await trainer.send(messages.Train(0, 2))
-                while True:
-                    await trainer.receive()
-    assert validated == messages.Validated(0, 2.5, bits_per_byte=2.5 / math.log(2) / 4)
-
-
-def test_a_manifest_travels_with_its_parameters_in_order() -> None:
-    run = manifest(shapes={"b": (1,), "a": (2,)})
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(run), type=Manifest)
-    assert decoded.model.external is not None
-    assert list(decoded.model.external.parameters) == ["b", "a"]

@@ -53,12 +53,6 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
     assert torch.equal(other.get_parameter("2.weight"), model.get_parameter("2.weight")) == with_frozen
 
 
-def test_a_run_is_made_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    farandole.create_run(a_model(), tmp_path / "run")
-    with pytest.raises(ManifestError, match="has a run already"):
-        farandole.create_run(a_model(), tmp_path / "run")
-
-
 def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="colour"):
         farandole.create_run(a_model(), tmp_path / "run", colour="red")

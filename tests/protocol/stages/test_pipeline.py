@@ -115,14 +115,6 @@ def test_overlapping_steps_leave_nobody_waiting_for_the_last_microbatches(is_fol
     assert settled_alike(overlapping, 4)
 
 
-def test_a_step_that_overlaps_has_the_quota() -> None:
-    world = World([1, 2, 1], quota=6, in_flight=12, latency=0.05, overlap=True)
-    world.run(10)
-    for node in world.nodes.values():
-        assert len(node.steps) > 3
-        assert set(node.steps) == {3 if node.stage == 1 else 6}
-
-
 def test_what_is_under_way_goes_on_in_a_round_that_follows_at_once() -> None:
     world = World([2, 2, 2], latency=0.05, overlap=True, is_followed=True)
     num_across = 0

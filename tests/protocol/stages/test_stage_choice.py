@@ -73,10 +73,6 @@ def test_a_correction_moves_no_more_than_needed() -> None:
     assert even_stages(View(providers((0, 0.0), (1, 0.0), (1, 0.0)), 2)) == {}
 
 
-def test_fewer_nodes_than_stages_take_one_each() -> None:
-    assert sorted(even_stages(View(providers((0, 0.0), (0, 0.0), (2, 0.0)), 4)).values()) == [1]
-
-
 def test_the_best_to_go_leaves_the_weaker_of_both_the_strongest() -> None:
     view = View(providers((0, 4.0), (0, 3.0), (0, 1.0), (1, 2.0)), 2)
     assert candidates(view, 1)[0] == author(1)  # leaves 5 and 5
@@ -379,17 +375,6 @@ def test_a_killed_stage_is_filled_again_within_half_a_minute(seed: int) -> None:
     assert run.num_moves == 1
     run.play(150)
     assert run.num_moves == 1
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_two_emptied_stages_are_filled_from_two_others(seed: int) -> None:
-    run = Run(4, seed=seed)
-    nodes = [run.join(number % 4) for number in range(8)]
-    run.play(10)
-    run.kill(nodes[0], nodes[4], nodes[1], nodes[5])
-    run.play(90)
-    assert run.counts() == [1, 1, 1, 1]
-    assert run.num_moves == 2
 
 
 @pytest.mark.parametrize("seed", range(20))

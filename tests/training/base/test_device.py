@@ -9,15 +9,6 @@ from farandole.training.base.errors import TrainingError
 GB = 10**9
 
 
-def test_the_cpu_always_works_in_full_precision() -> None:
-    device = choose_device("cpu")
-
-    assert device.torch_device == torch.device("cpu")
-    assert device.autocast_dtype is None
-    assert device.description.startswith("CPU")
-    assert device.memory() is None
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_is_taken_of_a_gpu_is_told() -> None:
     device = choose_device("cuda")
@@ -26,12 +17,6 @@ def test_what_is_taken_of_a_gpu_is_told() -> None:
     assert memory is not None
     taken, total = memory
     assert kept.nbytes <= taken < total
-
-
-def test_auto_prefers_an_accelerator() -> None:
-    has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
-
-    assert (choose_device().torch_device.type != "cpu") == has_accelerator
 
 
 def test_memory_is_bounded_where_there_is_a_gpu_alone() -> None:

@@ -30,14 +30,6 @@ def test_an_environment_without_pip_is_uvs(monkeypatch: pytest.MonkeyPatch) -> N
     assert how_to_add("data") == f"uv pip install --python {sys.executable} 'datasets>=4'"
 
 
-def test_without_the_packages_own_words_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", missing)
-    assert how_to_add("data") == f"{sys.executable} -m pip install 'farandole[data]'"
-
-
 @pytest.mark.started
 def test_pip_takes_the_command_for_what_is_installed() -> None:
     command = how_to_add("tokenizers").replace("pip install", "pip install --dry-run --no-index --quiet")

@@ -47,12 +47,6 @@ def test_the_first_piece_that_fails_is_told() -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_one_piece_is_worked_on_here() -> None:
-    assert list(in_order(lambda _: threading.current_thread(), PIECES[:1])) == [threading.main_thread()]
-    with one_thread():
-        assert set(in_order(lambda _: threading.current_thread(), PIECES)) == {threading.main_thread()}
-
-
 @pytest.mark.parametrize("name", ["fp32", "int8", "topk"])
 def test_a_round_has_the_same_bits_with_any_number_of_threads(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,13 +17,11 @@ from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, ScreeningRules
 from farandole.training.base.errors import DataError, DivergedError, TrainingError
-from farandole.training.base.parameters import Layout
 from farandole.training.cluster.external import (
     ExternalEngine,
     Loop,
     LoopEnded,
     Turns,
-    UserParameters,
     matching_parameters,
 )
 from farandole.training.cluster.ranks import parameters_of
@@ -140,10 +137,6 @@ def language_script(model: ModelConfig, text: Text, scripts: list[Script]) -> Ca
 
 def weights_of(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-def both_sent(alice: Script, bob: Script, fragment: int = 0) -> tuple[bytes, bytes]:
-    return alice.sent(fragment), bob.sent(fragment)
 
 
 @pytest.mark.parametrize("outer", [{}, {"codec": "int8"}, {"codec": "int4"}, {"codec": "topk"}, {"fragments": 3}])
@@ -270,14 +263,6 @@ def test_the_loop_moves_only_in_its_turn(scripts: list[Script]) -> None:
     assert float((weights_of(script.module) - before).mean()) == pytest.approx(3.0)
 
 
-def test_a_loop_that_is_over_ends_the_inner_steps(scripts: list[Script]) -> None:
-    script = linear_script(scripts)
-    script.take_steps(2)
-    script.turns.leave()
-    with pytest.raises(LoopEnded):
-        script.engine.inner_steps(lambda: False)
-
-
 def test_a_loop_that_is_over_still_gets_its_outer_step(scripts: list[Script]) -> None:
     script = linear_script(scripts)
     engine = script.engine
@@ -341,28 +326,6 @@ def test_an_evaluate_that_fails_costs_the_loss_alone(scripts: list[Script], retu
     script.take_steps(1)
 
 
-def test_the_losses_that_a_loop_reports_are_shown_by_round(scripts: list[Script]) -> None:
-    script = linear_script(scripts)
-    script.take_steps(1)
-    assert script.engine.mean_loss() is None
-    script.engine.note_loss(2.0)
-    script.engine.note_loss(3.0)
-    assert script.engine.mean_loss() == 2.5
-    script.take_steps(1)
-    assert script.engine.mean_loss() is None
-
-
-def test_bits_per_byte_are_known_where_the_loop_says_its_tokens_per_byte(scripts: list[Script]) -> None:
-    assert linear_script(scripts).engine.bits_per_byte(math.log(2), 1) is None
-    script = linear_script(scripts, evaluate=lambda: 1.0, tokens_per_byte=0.25)
-    assert script.engine.bits_per_byte(3 * math.log(2), 1) == pytest.approx(0.75)
-
-
-def test_without_evaluate_no_loss_is_known(scripts: list[Script]) -> None:
-    with pytest.raises(DataError, match="no held-out loss"):
-        linear_script(scripts).engine.evaluate(1)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -413,17 +376,3 @@ def test_a_run_of_another_model_is_refused(shapes: dict[str, tuple[int, ...]], p
 def test_the_runs_order_counts_and_frozen_parameters_are_shared_where_it_names_them() -> None:
     shapes = {"body.bias": (4,), "body.weight": (4, 4), "embedding.weight": (5, 4)}
     assert list(matching_parameters(Tied(), shapes)) == list(shapes)
-
-
-def test_parameters_are_changed_in_place() -> None:
-    module = nn.Linear(3, 2).half()
-    module.weight.grad = torch.ones_like(module.weight)
-    addresses = [parameter.data_ptr() for parameter in module.parameters()]
-    layout = Layout(("weight", "bias"), ((2, 3), (2,)), "fp32")
-    users, flat = UserParameters(module, parameters_of(module), layout), torch.arange(8) / 3
-    users.write(flat)
-    assert [parameter.data_ptr() for parameter in module.parameters()] == addresses
-    assert torch.equal(module.weight.grad, torch.ones(2, 3).half())
-    read = torch.empty(8)
-    users.read(read)
-    assert torch.equal(read, flat)  # with what half precision drops

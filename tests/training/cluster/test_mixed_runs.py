@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, PlainConfig
@@ -198,14 +198,6 @@ def test_the_seeds_weights_are_the_same_whatever_a_script_has_set(manifest: Mani
     assert torch.equal(loop.weights, oracle.bfloat16())
 
 
-class Renamed(nn.Module):
-    """The run's model, in a module whose parameters have other names."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.model = build_model(model, 0)
-
-
 @pytest.mark.parametrize(
     ("change", "settings", "words"),
     [
@@ -222,8 +214,3 @@ def test_a_loop_that_does_not_fit_the_run_hears_what_to_do(
     run = replace(manifest, model=replace(manifest.model, **change))
     with pytest.raises(TrainingError, match=words):
         ExternalEngine(Loop(build_model(manifest.model, 0), **settings), run, Turns(), run_id=RUN_ID)
-
-
-def test_a_module_with_other_names_is_refused(manifest: Manifest) -> None:
-    with pytest.raises(TrainingError, match=r"lacks embedding.weight.* also trains model.embedding.weight"):
-        ExternalEngine(Loop(Renamed(manifest.model), tokens_per_step=64), manifest, Turns(), run_id=RUN_ID)

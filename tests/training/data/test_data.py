@@ -72,11 +72,6 @@ def test_too_little_text_is_said_clearly() -> None:
         sampler(text=Text(np.zeros(9, np.uint8), np.zeros(8, np.uint8), Found(1, 0, b""))).held_out_batch(0)
 
 
-def test_tokens_beyond_the_model_are_refused() -> None:
-    with pytest.raises(DataError, match=r"token 5499, but the model has only 256: .* model\.vocabulary"):
-        sampler(vocabulary=256)
-
-
 def test_documents_are_split_by_their_text_alone() -> None:
     documents = [Document(f"{number}.py", b"%010d" % number) for number in range(400)]
 
@@ -103,14 +98,6 @@ def test_what_a_node_holds_out_no_node_trains_on_whatever_folder_it_names(tmp_pa
     assert len(whole.held_out) > 0
     assert np.array_equal(array_of(whole.held_out), array_of(part.held_out))
     assert np.array_equal(array_of(whole.training), array_of(part.training))
-
-
-@given(st.binary(max_size=30), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_a_larger_share_holds_out_what_a_smaller_does(text: bytes, first: float, second: float) -> None:
-    less, more = sorted((first, second))
-
-    assert not is_held_out(text, 0.0)
-    assert is_held_out(text, more) or not is_held_out(text, less)
 
 
 def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

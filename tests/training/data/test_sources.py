@@ -145,20 +145,6 @@ def test_a_data_set_is_the_same_in_every_format(tmp_path: Path) -> None:
     assert documents(tmp_path / "folder") == jsonl
 
 
-def test_the_text_may_have_another_name(tmp_path: Path) -> None:
-    rows: list[object] = [{"content": text, "text": 7} for text in TEXTS]
-    assert texts(write_jsonl(tmp_path / "a.ndjson", rows), field="content") == TEXTS
-    assert texts(write_parquet(tmp_path / "a.parquet", content=list(TEXTS), text=[1, 2, 3]), field="content") == TEXTS
-
-
-def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": ""}\n{"text": null}\n  \n{"text": "b", "more": [{}]}')
-    assert texts(path) == ["a", "b"]
-    assert texts(write_parquet(tmp_path / "a.parquet", text=["a", "", None, "b"])) == ["a", "b"]
-    assert texts(write_jsonl(tmp_path / "none.jsonl", [])) == []
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -202,20 +188,6 @@ def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.
         documents(tmp_path / "a.jsonl")
 
 
-def test_a_large_file_is_not_read_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    line = json.dumps({"text": "x" * 1_000}).encode() + b"\n"
-    path.write_bytes(line * 20_000)  # 20 MB
-    reader = Reader(sources_of([path]), "text")
-    tracemalloc.start()
-    positions = [reader.position for _ in reader]
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 4_000_000
-    assert positions == sorted(positions)
-    assert positions[-1] == reader.size == path.stat().st_size
-
-
 def test_broken_tables_are_named(tmp_path: Path) -> None:
     good = write_parquet(tmp_path / "good.parquet", text=list(TEXTS))
     raw = good.read_bytes()
@@ -237,16 +209,3 @@ def test_broken_tables_are_named(tmp_path: Path) -> None:
 def _torn(raw: bytes) -> bytes:
     """Zeros where the first page was."""
     return raw[:4] + bytes(60) + raw[64:]
-
-
-def test_broken_data_sets_are_named(tmp_path: Path) -> None:
-    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match="no column 'content'"):
-        documents(tmp_path / "saved", field="content")
-    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "../../elsewhere.arrow"}]}')
-    with pytest.raises(DataError, match=r"cannot be read .* Save it again, or leave it out"):
-        documents(tmp_path / "saved")
-    DatasetDict({"test": Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(DataError, match="no split called train, but test: name one's folder"):
-        documents(tmp_path / "splits")
-    assert texts(tmp_path / "splits" / "test") == TEXTS

@@ -16,7 +16,7 @@ from farandole.protocol.run.manifest import DataConfig
 from farandole.training.base.durable import WholeFile
 from farandole.training.base.errors import DataError
 from farandole.training.data import token_cache
-from farandole.training.data.dataset import Bring, Sampler, Text, load_text
+from farandole.training.data.dataset import Bring, Text, load_text
 from farandole.training.data.tokenizer import ByteTokenizer
 
 from ...token_arrays import array_of
@@ -186,42 +186,3 @@ def test_progress_is_told(bring: Bring, tmp_path: Path) -> None:
     assert len(told) >= 4
     assert told == sorted(told)
     assert all(position <= whole == size for position, whole in told)
-
-
-def test_no_text_is_no_crash(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    text = load_text(DATA, ByteTokenizer(), Bring((tmp_path / "empty.txt",), cache=tmp_path / "tokens"))
-    with pytest.raises(DataError, match="too little text to train on: 0 tokens in 0 documents"):
-        Sampler(text, run_id=b"", author=b"", batch_size=1, context=8)
-
-
-@pytest.fixture
-def copies(bring: Bring, tmp_path: Path) -> tuple[Sampler, Sampler]:
-    """Two nodes' samplers: one has the text as a file, the other in another place, cached."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "renamed.jsonl").write_bytes(bring.paths[0].read_bytes())
-    there = Bring((tmp_path / "elsewhere",), cache=tmp_path / "other" / "tokens")
-    loaded = (load_text(DATA, ByteTokenizer(), replace(bring, cache=None)), load_text(DATA, ByteTokenizer(), there))
-    alice, bob = (
-        Sampler(text, run_id=b"run", author=author, batch_size=4, context=16)
-        for text, author in zip(loaded, (b"alice", b"bob"), strict=True)
-    )
-    return alice, bob
-
-
-def test_nodes_with_one_text_have_one_corpus_one_held_out_part_and_one_epoch(copies: tuple[Sampler, Sampler]) -> None:
-    alice, bob = copies
-    assert alice.slices().corpus == bob.slices().corpus
-    assert alice.slices().num_slices == bob.slices().num_slices
-    for index in range(3):
-        assert np.array_equal(alice.held_out_batch(index), bob.held_out_batch(index))
-        assert np.array_equal(alice.slice_batch(1, index), bob.slice_batch(1, index))
-
-
-def test_slices_are_disjoint_and_draws_are_each_nodes_own(copies: tuple[Sampler, Sampler]) -> None:
-    alice, bob = copies
-    num_slices = alice.slices().num_slices - 1  # the last one is filled up with windows of the first
-    batches = [alice.slice_batch(0, index).tobytes() for index in range(num_slices)]
-    assert num_slices > 20
-    assert len(set(batches)) == num_slices
-    assert not np.array_equal(alice.batch(0), bob.batch(0))

@@ -11,7 +11,7 @@ import pytest
 from farandole.protocol.run.manifest import DataConfig
 from farandole.training.base.errors import DataError
 from farandole.training.data import token_files
-from farandole.training.data.dataset import Bring, Sampler, Text, load_text
+from farandole.training.data.dataset import Bring, Text, load_text
 from farandole.training.data.tokenizer import ByteTokenizer, Tokenizer
 
 DATA = DataConfig(source="text", held_out=0.3)
@@ -97,13 +97,6 @@ def test_tokens_stay_in_their_file_and_their_index_is_kept(tmp_path: Path, monke
     assert tokens_of(load(path, cache=tmp_path / "tokens")) == tokens_of(first)
 
 
-def test_nothing_is_held_out_if_the_run_holds_nothing_out(tmp_path: Path) -> None:
-    text = load(write_nanogpt(tmp_path / "a.bin", DOCUMENTS), held_out=0)
-
-    assert len(text.held_out) == 0
-    assert documents_in(tokens_of(text)[0]) == sorted(DOCUMENTS)
-
-
 def test_a_long_document_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_files, "DOCUMENT_TOKENS", 16)
     monkeypatch.setattr(token_files, "_BLOCK_TOKENS", 10)  # a document may cross blocks
@@ -117,19 +110,6 @@ def test_a_long_document_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pieces = {tuple(long[at : at + 16]) for at in range(0, 500, 16)}
     ends = [held_out[at : at + 16] for at in range(0, len(held_out), 16)]
     assert all(tuple(end) in pieces for end in ends)
-
-
-def test_batches_and_slices_come_out_of_the_files(tmp_path: Path) -> None:
-    text = load(write_nanogpt(tmp_path / "a.bin", DOCUMENTS), write_llmc(tmp_path / "b.bin", DOCUMENTS[::-1]))
-    sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=4, context=16, vocabulary=501)
-    training = np.array(tokens_of(text)[0])
-    copied = Sampler(
-        Text(training, training, text.found), run_id=b"run", author=b"alice", batch_size=4, context=16, vocabulary=501
-    )
-
-    assert np.array_equal(sampler.batch(3), copied.batch(3))
-    assert np.array_equal(sampler.slice_batch(0, 1), copied.slice_batch(0, 1))
-    assert sampler.held_out_batch(0).shape == (4, 17)
 
 
 def test_tokens_and_text_go_together(tmp_path: Path) -> None:
@@ -168,13 +148,6 @@ def test_damaged_files_are_refused(write: Callable[[Path], object], problem: str
 
     with pytest.raises(DataError, match=problem):
         load(tmp_path / "a.bin")
-
-
-def test_a_packed_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.bin.gz").write_bytes(b"packed")
-
-    with pytest.raises(DataError, match=r"gunzip"):
-        load(tmp_path / "a.bin.gz")
 
 
 def test_of_a_folder_the_training_split_is_taken(tmp_path: Path) -> None:

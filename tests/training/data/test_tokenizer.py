@@ -1,5 +1,4 @@
 import hashlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,15 +49,6 @@ def test_another_file_than_the_runs_is_refused(tokenizer_file: tuple[Path, Token
         load_tokenizer(config, path)
 
 
-def test_a_missing_file_is_named(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
-    path, config = tokenizer_file
-
-    with pytest.raises(DataError, match="--tokenizer"):
-        load_tokenizer(config)
-    with pytest.raises(DataError, match="cannot read"):
-        load_tokenizer(config, path.with_name("missing.json"))
-
-
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
@@ -66,16 +56,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"no tokenizer file: .* with --tokenizer"):
         load_tokenizer(TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(b"\xff{}").hexdigest()), path)
-
-
-def test_a_missing_package_names_the_extra(
-    tokenizer_file: tuple[Path, TokenizerConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, config = tokenizer_file
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-
-    with pytest.raises(DataError, match=r"pip install '?tokenizers"):
-        load_tokenizer(config, path)
 
 
 def test_a_byte_token_is_a_byte_and_a_separator_counts_as_one() -> None:
@@ -123,10 +103,6 @@ def test_pieces_together_are_the_text_of_all_tokens(data: bytes) -> None:
     pieces = streamed(ByteTokenizer(), list(data))
     assert "".join(pieces) == data.decode(errors="replace")
     assert "".join(streamed(ByteTokenizer(), list(data), list(b"before"))) == data.decode(errors="replace")
-
-
-def test_a_character_comes_with_its_last_byte() -> None:
-    assert streamed(ByteTokenizer(), list("a\u20acb".encode())) == ["a", "", "", "\u20ac", "b", ""]
 
 
 def test_words_of_a_file_keep_their_blanks(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:

@@ -52,14 +52,6 @@ def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, te
     assert parts.evaluate(2) == pytest.approx(whole.evaluate(2), rel=1e-6)
 
 
-@pytest.mark.parametrize("microbatch_size", [0, BATCH, 100])
-def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microbatch_size: int) -> None:
-    whole, same = learner(model, text, BATCH), learner(model, text, microbatch_size)
-    for _ in range(3):
-        assert torch.equal(same.learn(), whole.learn())
-    assert torch.equal(same.round_end.weights.flat, whole.round_end.weights.flat)
-
-
 def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
     """One's own module may have dropout, which is off while the loss is measured."""
     without = learner(model, replace(text, held_out=array_of(text.held_out)[:1]), 0)

@@ -12,14 +12,12 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
-from farandole.protocol.run.models import preset
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.outer_rules import Codec, Momentum, NoLoCoConfig
 from farandole.protocol.run.screening_rules import GuardConfig
-from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import DivergedError, ScreeningError
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate, ramp
 from farandole.training.model.model import build_model, language_loss
 from farandole.training.outer import codec, outer_state
@@ -142,22 +140,6 @@ def plain_averages(name: str) -> dict[str, object]:
     return {"alpha": 0.0, "beta": 1.0, "gamma": 1.0, "codec": name}
 
 
-@pytest.mark.parametrize("tokens", [(0, 0), (7, 7), (300, 100)])
-def test_without_momentum_partners_meet_in_the_mean_bit_for_bit(
-    make_replica: MakeReplica, tokens: tuple[int, int]
-) -> None:
-    alice, bob = make_replica(ALICE, **plain_averages("fp32")), make_replica(BOB, **plain_averages("fp32"))
-    train(alice)
-    train(bob)
-    first, second = alice.round_end.fast_weights(), bob.round_end.fast_weights()
-
-    exchange(alice, bob, *tokens)
-
-    share = tokens[0] / sum(tokens) if sum(tokens) else 0.5
-    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
-    assert torch.equal(alice.round_end.slow_weights(), first * share + second * (1 - share))
-
-
 @pytest.mark.parametrize("name", [name for name in codec.CODECS if name != "fp32"])
 def test_with_a_lossy_codec_partners_keep_their_sum_and_differ_by_its_errors(
     make_replica: MakeReplica, name: str
@@ -268,20 +250,6 @@ def test_a_gradient_that_is_not_finite_costs_a_step_and_nothing_else(
     train(node, 3)
     assert node.num_skipped == 2
     assert not torch.equal(node.round_end.fast_weights(), before[0])
-
-
-def test_training_together_learns(make_replica: MakeReplica) -> None:
-    alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")
-    first = alice.evaluate()
-
-    for _ in range(15):
-        train(alice, 2)
-        train(bob, 2)
-        exchange(alice, bob, alice.round_end.tokens_this_round, bob.round_end.tokens_this_round)
-
-    assert first == pytest.approx(math.log(64), abs=0.2)
-    assert alice.evaluate() < first - 0.3
-    assert alice.evaluate() == alice.evaluate()
 
 
 def test_a_newcomer_claims_nothing_until_it_has_met_a_member_and_little_while_its_rate_is_ramped_up(
@@ -418,70 +386,6 @@ def test_what_averages_on_the_host_comes_to_the_same_bits(
     assert apart.learn().equal(plain.learn())
 
 
-def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeReplica) -> None:
-    """Three fragments in turn: each meets in the mean of what both had, bit for bit, and the rest trains on."""
-    settings = {"alpha": 0.0, "beta": 1.0, "gamma": 1.0, "fragments": 3}
-    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
-    for number in range(6):
-        train(alice, 2)
-        train(bob, 2)
-        part = alice.checkpoint.layout.fragment(number % 3, 3)
-        fast, slow, other = alice.round_end.fast_weights(), alice.round_end.slow_weights(), bob.round_end.fast_weights()
-        buffers = {node: bytearray(node.round_end.contribution_bytes) for node in (alice, bob)}
-        for node, buffer in buffers.items():
-            size, _ = node.round_end.contribute(buffer, number % 3)
-            assert size == 4 * (part.stop - part.start)
-            del buffer[size:]
-
-        alice.round_end.apply(buffers[bob], Encounter(b"", 1, 1), own_first=True)
-        bob.round_end.apply(buffers[alice], Encounter(b"", 1, 1), own_first=False)
-
-        fast[part] = slow[part] = fast[part] * 0.5 + other[part] * 0.5
-        assert torch.equal(alice.round_end.fast_weights(), fast)
-        assert torch.equal(alice.round_end.slow_weights(), slow)
-        assert torch.equal(bob.round_end.slow_weights(), slow)
-
-
-def test_fragments_cover_every_parameter_once(make_replica: MakeReplica) -> None:
-    layout = make_replica().checkpoint.layout
-    for count in (1, 2, 7):
-        parts = [layout.fragment(index, count) for index in range(count)]
-        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-        assert parts[-1].stop == layout.num_elements
-
-
-def test_late_corrections_add_up(make_replica: MakeReplica) -> None:
-    """Several rounds with every outer step late: the fast weights are the inner steps plus all corrections."""
-    alice, bob = make_replica(ALICE), make_replica(BOB)
-    train(alice, 2)
-    train(bob, 2)
-    for _ in range(3):
-        contributions = {node: sent(node) for node in (alice, bob)}
-        snapshots = {node: node.round_end.fast_weights() for node in (alice, bob)}
-        train(alice, 2)
-        train(bob, 1)
-        progress = {node: node.round_end.fast_weights() - snapshots[node] for node in (alice, bob)}
-
-        alice.round_end.apply(contributions[bob], Encounter(b"", 1, 1), own_first=True)
-        bob.round_end.apply(contributions[alice], Encounter(b"", 1, 1), own_first=False)
-
-        for node in (alice, bob):
-            torch.testing.assert_close(node.round_end.fast_weights(), node.round_end.slow_weights() + progress[node])
-
-
-def test_the_outer_steps_slices_do_not_show(make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> list[Tensor]:
-        node = make_replica(momentum="nesterov")
-        train(node)
-        node.round_end.apply(None)
-        return state(node)
-
-    whole = run()
-    monkeypatch.setattr(codec, "_SLICE", 256)
-
-    assert same(whole, run())
-
-
 def corrupt(raw: bytes, value: float) -> bytes:
     values = np.frombuffer(raw, np.float32).copy()
     values[len(values) // 2] = value
@@ -545,23 +449,6 @@ def test_a_replica_that_has_exchanged_needs_no_garbage_collector(make_replica: M
         assert memory() is None
     finally:
         gc.enable()
-
-
-def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None:
-    assert make_replica(ALICE).checkpoint.layout.hash == make_replica(BOB).checkpoint.layout.hash
-    assert make_replica(codec="int8").checkpoint.layout.hash != make_replica(codec="fp32").checkpoint.layout.hash
-    assert len(make_replica().checkpoint.layout.hash) == 32
-
-
-def test_a_replica_is_built_from_a_runs_settings() -> None:
-    manifest = Manifest(
-        "a run", preset("tiny"), seed=1, inner=InnerConfig(batch_size=2), outer=NoLoCoConfig(codec="int8")
-    )
-    node = build_learner(manifest, run_id=RUN_ID, author=ALICE, settings=TrainerSettings(device="cpu"))
-
-    assert node.evaluate(1) == pytest.approx(math.log(256), abs=0.15)
-    assert node.round_end.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)
-    train(node, 1)
 
 
 @pytest.mark.parametrize("norm", [1e6, math.inf])

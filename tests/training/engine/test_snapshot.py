@@ -29,9 +29,3 @@ def test_something_is_left_to_everything_else(monkeypatch: pytest.MonkeyPatch) -
     memory_for(100_000)
     with pytest.raises(MemoryError):
         memory_for(100_001)
-
-
-def test_without_figures_memory_is_taken() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "available_bytes", lambda: None)
-        memory_for(100_000)

@@ -181,20 +181,6 @@ def test_held_out_text_has_the_loss_that_the_whole_model_has_and_teaches_nothing
         workers[0].evaluate(2)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_microbatches_add_up_to_the_batch(deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int) -> None:
-    workers = workers_of(deep, no_clip, text, num_stages, microbatch_size=1)
-    learner = whole(deep, no_clip, text)
-
-    for _ in range(STEPS):
-        assert learn(workers, no_clip.batch_size) == pytest.approx(float(learner.learn()), rel=1e-5)
-
-    expected = learner.checkpoint.layout.views(learner.round_end.fast_weights())
-    for name, weights in by_name(workers).items():
-        error = torch.linalg.vector_norm(weights - expected[name]) / torch.linalg.vector_norm(expected[name])
-        assert error < 1e-5, name
-
-
 def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
     def gradients(lost_at: int | None) -> list[torch.Tensor]:
         """After one microbatch that all keep and one that is lost on its way back, before stage ``lost_at``."""
@@ -221,17 +207,6 @@ def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_c
     for lost_at in range(4):
         for gradient, without in zip(gradients(lost_at), expected, strict=True):
             torch.testing.assert_close(gradient, without, rtol=0, atol=1e-6 * float(without.abs().max()))
-
-
-def test_what_did_not_come_back_counts_nowhere(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
-    (first, last) = workers_of(deep, no_clip, text, 2)
-    here, there = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
-    first.draw(0, here)
-    last.forward(0, here, there)
-    for worker in (first, last):
-        worker.settle(0, is_kept=True)  # whatever is said: there is no gradient
-        assert not worker.step()
-        assert worker.totals.steps == 0
 
 
 def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
@@ -308,12 +283,6 @@ def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_
         assert not worker.step()
 
 
-def test_only_where_steps_overlap_is_anything_begun_early(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
-    (first, _) = workers_of(deep, no_clip, text, 2)
-    with pytest.raises(TrainingError, match="overlap"):
-        first.draw(0, bytearray(first.activation_bytes), is_following=True)
-
-
 def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
     first, last = workers_of(deep, no_clip, text, 2)
     good, bad = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
@@ -356,15 +325,6 @@ def test_after_a_restart_no_batch_is_drawn_twice(
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_lossy_activations_still_learn(deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str) -> None:
-    workers = workers_of(deep, no_clip, text, 4, codec=codec)
-    exact = workers_of(deep, no_clip, text, 4)
-    losses = [(learn(workers), learn(exact)) for _ in range(STEPS)]
-    assert losses[-1][0] == pytest.approx(losses[-1][1], rel=0.02)
-    assert losses[-1][0] < losses[0][0]
-
-
 def test_of_its_slices_the_first_stage_draws_a_lost_part_again(
     deep: ModelConfig, no_clip: InnerConfig, text: Text
 ) -> None:
@@ -387,13 +347,3 @@ def test_of_its_slices_the_first_stage_draws_a_lost_part_again(
 
     assert slices.take_trained() == [(3, 1)]
     assert not slices.has_more
-
-
-def test_a_learner_of_slices_sees_what_stages_of_them_see(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
-    workers, learner = workers_of(deep, no_clip, text, 2), whole(deep, no_clip, text)
-    workers[0].slices, learner.slices = (sampler_of(text, no_clip, deep).slices() for _ in range(2))
-    for slices in (workers[0].slices, learner.slices):
-        slices.assign(1, [(5, 2)])
-    for _ in range(2):
-        assert learn(workers) == float(learner.learn())
-    assert learner.slices.take_trained() == workers[0].slices.take_trained() == [(5, 2)]

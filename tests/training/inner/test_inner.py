@@ -83,11 +83,6 @@ def test_a_stable_rate_falls_linearly_in_the_last_share_of_the_steps() -> None:
     assert rates[110:] == pytest.approx([1e-3] * 90)
 
 
-def test_no_warmup_and_no_decay_are_possible() -> None:
-    assert learning_rate(0, InnerConfig(learning_rate=1.0, warmup_steps=0, total_steps=1)) == 1.0
-    assert learning_rate(5, InnerConfig(learning_rate=1.0, warmup_steps=9, total_steps=1)) == pytest.approx(6 / 9)
-
-
 def test_means_that_begin_anew_are_given_twice_their_memory() -> None:
     shares = [ramp(step, InnerConfig(beta2=0.95)) for step in range(60)]
     assert shares[:40] == pytest.approx([(step + 1) / 40 for step in range(40)])

@@ -67,18 +67,6 @@ def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> Non
     assert torch.equal(again.view(torch.int16), exact.view(torch.int16))
 
 
-def test_random_bits_follow_from_run_author_and_step() -> None:
-    def bits(run_id: bytes, author: bytes, step: int) -> list[float]:
-        rounding, target = Rounding(run_id, author, CPU), torch.empty(64, dtype=torch.bfloat16)
-        rounding.begin(step)
-        rounding.write_(target, torch.full((64,), 1 + 2**-9))
-        return target.tolist()
-
-    assert bits(RUN_ID, ALICE, 3) == bits(RUN_ID, ALICE, 3)
-    others = [bits(RUN_ID, BOB, 3), bits(RUN_ID, ALICE, 4), bits(bytes(32), ALICE, 3)]
-    assert all(other != bits(RUN_ID, ALICE, 3) for other in others)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_lean_step_is_a_plain_one_but_for_rounding(
     make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName
@@ -192,18 +180,6 @@ def test_checkpoints_are_fp32_and_training_goes_on_from_them(
         train(each, 5)
         assert each.num_skipped == 0
         assert each.evaluate() < before + 0.1
-
-
-def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeReplica) -> None:
-    node = make_replica(is_lean=True)
-    train(node, 3)
-    before = [vector.clone() for vector in (trained(node), *node.checkpoint.vectors().values())]
-    loss_of = node.loss
-    node.loss = lambda module, batch: loss_of(module, batch) * math.nan
-    node.learn()
-    assert node.num_skipped == 1
-    after = (trained(node), *node.checkpoint.vectors().values())
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeReplica) -> None:

@@ -8,11 +8,11 @@ from torch import nn
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.inner.muon import matrices_of, orthogonalised
+from farandole.training.inner.muon import matrices_of
 from farandole.training.inner.optimizer import learning_rate
 from farandole.training.model.model import build_model, language_loss
 
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica
+from ..conftest import ALICE, RUN_ID, MakeReplica
 
 MUON = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, optimizer="muon")
 
@@ -102,14 +102,6 @@ def test_a_node_alone_is_torchs_optimizers_bit_for_bit(
     assert torch.equal(node.round_end.fast_weights(), weights)
 
 
-def test_steps_are_nearly_orthogonal() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((8, 32), (32, 8), (16, 16)):
-        singular = torch.linalg.svdvals(orthogonalised(torch.randn(shape, generator=generator)))
-        assert float(singular.min()) > 0.5
-        assert float(singular.max()) < 1.3
-
-
 def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica: MakeReplica, tmp_path: Path) -> None:
     node, again = (make_replica(inner_settings=MUON) for _ in range(2))
     for _ in range(4):
@@ -128,23 +120,6 @@ def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica:
     for _ in range(3):
         assert float(again.learn()) == float(node.learn())
     assert torch.equal(again.round_end.fast_weights(), node.round_end.fast_weights())
-
-
-def test_partners_learn_together(make_replica: MakeReplica) -> None:
-    alice, bob = make_replica(ALICE, inner_settings=MUON), make_replica(BOB, inner_settings=MUON)
-    first = alice.evaluate()
-    for _ in range(12):
-        for node in (alice, bob):
-            for _ in range(4):
-                node.learn()
-        contributions = [bytearray(node.round_end.contribution_bytes) for node in (alice, bob)]
-        for node, contribution in zip((alice, bob), contributions, strict=True):
-            node.round_end.contribute(contribution)
-        alice.round_end.apply(contributions[1], own_first=True)
-        bob.round_end.apply(contributions[0], own_first=False)
-
-    assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
-    assert alice.evaluate() < first - 0.3
 
 
 def test_another_optimizers_vectors_are_not_continued(make_replica: MakeReplica, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from farandole.protocol.run.families import hf_config_from_dict
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.training.data.dataset import Text
 from farandole.training.model import model as model_file
-from farandole.training.model.model import LanguageModel, language_loss
-from farandole.training.model.own_model import OwnStage
+from farandole.training.model.model import language_loss
 from farandole.training.model.stages import build_module
 
 from ..engine.test_learner import learner
@@ -142,11 +141,3 @@ def test_compiled_inner_steps_compute_the_loss_in_chunks(
 
     torch.testing.assert_close(compiled.learn(), expected)
     torch.testing.assert_close(compiled.round_end.weights.flat, plain.round_end.weights.flat, rtol=1e-3, atol=1e-5)
-
-
-def test_an_own_head_sees_all_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_file, "MAX_LOGITS", 1)
-
-    assert not issubclass(OwnStage, LanguageModel)
-    module = nn.Sequential(nn.Embedding(V, 8), nn.Linear(8, V))
-    assert language_loss(module, TOKENS).isfinite()

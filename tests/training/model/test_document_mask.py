@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
@@ -40,7 +37,6 @@ MASKED = DataConfig(mask_documents=True)
 # The last two documents of a window, which begin with their separators; the first is the rest of a longer one.
 DOCUMENTS = [[7, 3, 9, 9, 2], [SEPARATOR, 4, 4, 1], [SEPARATOR, 8, 3, 5, 6, 2, 1]]
 WINDOW = torch.tensor([[token for document in DOCUMENTS for token in document]])
-STARTS = [0, 5, 9, 16]
 
 
 def sharp(model: ModelConfig, separator: int | None = SEPARATOR) -> Transformer:
@@ -97,21 +93,6 @@ def test_logits_of_a_window_are_those_of_each_document_alone(model: ModelConfig)
     assert min(gap([unmasked[number]], [alone[number]]) for number in (1, 2)) > 1e-2
 
 
-def test_gradients_of_a_window_are_those_of_its_documents(model: ModelConfig) -> None:
-    """Each target counts, a separator as the end of the document before it."""
-    tokens = torch.cat([WINDOW, torch.tensor([[SEPARATOR]])], dim=1)  # (1, T + 1)
-    module, plain = sharp(model), sharp(model, separator=None)
-
-    loss = language_loss(module, tokens)
-    parts = [tokens[:, first : last + 1] for first, last in itertools.pairwise(STARTS)]
-    of_parts = sum((language_loss(plain, part) * (part.size(1) - 1) for part in parts), torch.zeros(())) / 16
-
-    torch.testing.assert_close(loss, of_parts)
-    expected = gradients(plain, of_parts)
-    assert gap(gradients(module, loss), expected) < 1e-4
-    assert gap(gradients(plain, language_loss(plain, tokens)), expected) > 1e-2
-
-
 def test_the_mask_is_causal_and_each_row_has_its_own() -> None:
     tokens = torch.tensor([[5, 0, 6], [5, 6, 7]])
 
@@ -123,20 +104,6 @@ def test_the_mask_is_causal_and_each_row_has_its_own() -> None:
         [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]],
     ]
     assert bool(((mask == 0) | mask.isneginf()).all())
-
-
-def test_without_the_setting_a_step_is_as_before(model: ModelConfig, inner: InnerConfig, text: Text) -> None:
-    masked, plain = learner(model, inner, text), learner(model, inner, text, data=DataConfig())
-    oracle = build_model(model, 7)
-
-    loss = plain.learn()
-
-    tokens = torch.from_numpy(plain.sampler.batch(0))
-    hidden = oracle.embed(tokens[:, :-1])
-    for layer in oracle.layers.values():
-        hidden = layer(hidden, oracle.cos, oracle.sin)
-    assert torch.equal(loss, nn.functional.cross_entropy(oracle.logits(hidden).flatten(0, 1), tokens[:, 1:].flatten()))
-    assert not torch.equal(loss, masked.learn())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -184,19 +151,6 @@ def test_a_compiled_model_has_the_mask(
 
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[1] != pytest.approx(losses[2], rel=1e-6)
-
-
-def test_rows_of_a_stack_have_masks_of_their_own(model: ModelConfig) -> None:
-    """`farandole.testnet.methods.stacked` calls the model so."""
-    module = sharp(model)
-    rows = torch.stack([WINDOW, WINDOW.flip(1), WINDOW.roll(3, 1)])  # (N, 1, T)
-    parameters = {name: value.detach() for name, value in module.named_parameters()}
-
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        at_once = vmap(lambda tokens: functional_call(module, parameters, (tokens,)))(rows)
-        one_by_one = torch.stack([module(row) for row in rows])
-
-    torch.testing.assert_close(at_once, one_by_one, rtol=1e-4, atol=1e-4)
 
 
 def test_a_prompt_is_one_document(model: ModelConfig) -> None:

@@ -40,12 +40,6 @@ def test_greedy_takes_the_argmax_of_the_window_that_the_model_can_see(model: Mod
     assert tokens_of(module, model, Sampling(1.0, 1, seed=1)) == tokens[len(PROMPT) :]
 
 
-def test_of_a_prompt_longer_than_the_window_the_model_sees_the_end(model: ModelConfig) -> None:
-    module, end = build_model(model, 7), list(range(model.context))
-    greedy = Sampling(GREEDY, 0, 0)
-    assert tokens_of(module, model, greedy, prompt=[9] * 50 + end) == tokens_of(module, model, greedy, prompt=end)
-
-
 def test_a_seed_decides_and_what_was_drawn_before_does_not(model: ModelConfig) -> None:
     module = build_model(model, 7)
     first = tokens_of(module, model, Sampling(1.0, 0, seed=1))

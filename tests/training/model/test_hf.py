@@ -10,22 +10,20 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.run.families import hf_config_from_dict
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, TokenizerConfig
-from farandole.protocol.run.models import layers_of, num_parameters, parts_of, stage_parameters, transformer_costs
-from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.models import num_parameters, parts_of, stage_parameters
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.data.dataset import Text
-from farandole.training.engine.learner import Learner, build_learner
-from farandole.training.engine.measure import measure
+from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
 from farandole.training.engine.stage_worker import StageWorker
 from farandole.training.model.model import cross_entropy
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
-from ..conftest import ALICE, RUN_ID
+from ..conftest import RUN_ID
 from ..engine.test_stage_worker import by_name, learn, sampler_of, workers_of
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -93,13 +91,6 @@ def hf_model(name: str, num_stages: int = 1) -> ModelConfig:
     )
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_its_parts_are_measured(name: str) -> None:
-    seconds = measure(hf_model(name), PipelineConfig(microbatch_size=2), choose_device("cpu"))
-    assert len(seconds.layers) == 3
-    assert min(*seconds.layers, seconds.ends) > 0
-
-
 def stages_of(name: str, num_stages: int) -> list[torch.nn.Module]:
     return [build_stage(hf_model(name, num_stages), 7, stage) for stage in range(num_stages)]
 
@@ -148,16 +139,6 @@ def test_stages_compute_what_transformers_computes(name: str, num_stages: int) -
         assert torch.equal(gradient, expected_gradients[parameter]), parameter
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_initial_weights_do_not_depend_on_the_cut(name: str) -> None:
-    whole = build_module(hf_model(name), 7)
-    parts = [pair for stage in stages_of(name, 3) for pair in stage.named_parameters()]
-    assert sorted(part for part, _ in parts) == sorted(part for part, _ in whole.named_parameters())
-    assert all(torch.equal(parameter, whole.get_parameter(part)) for part, parameter in parts)
-    other = dict(build_module(hf_model(name), 8).named_parameters())
-    assert not any(torch.equal(weights, other[part]) for part, weights in parts if weights.ndim > 1)
-
-
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gpt2-untied"])
 def test_initial_weights_are_drawn_as_in_transformers(name: str) -> None:
     torch.manual_seed(0)
@@ -180,18 +161,6 @@ def test_parameters_are_counted_without_building(name: str) -> None:
     assert (parts_of(model).ends, parts_of(model).layer) == (ends, layer)
     for stage, module in enumerate(stages_of(name, 3)):
         assert sum(p.numel() for p in module.parameters()) == stage_parameters(hf_model(name, 3), stage)
-
-
-def test_a_head_of_its_own_counts_where_the_model_is_cut() -> None:
-    tied, untied = (
-        replace(
-            hf_model("llama", 3), hf=hf_config_from_dict({**LLAMA, "vocab_size": 200, "tie_word_embeddings": is_tied})
-        )
-        for is_tied in (True, False)
-    )
-    assert transformer_costs(untied).ends - transformer_costs(tied).ends == 200 * 32
-    assert layers_of(tied) == (range(0, 1), range(1, 2), range(2, 3))
-    assert layers_of(untied) == (range(0, 0), range(0, 1), range(1, 3))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -251,15 +220,6 @@ def test_stages_learn_in_bf16(no_clip: InnerConfig, text: Text) -> None:
 def bf16(worker: StageWorker) -> StageWorker:
     worker.device = dataclasses.replace(worker.device, autocast_dtype=torch.bfloat16)
     return worker
-
-
-def test_a_learner_of_the_whole_is_built_from_settings() -> None:
-    model = replace(hf_model("gpt2"), vocabulary=256, hf=hf_config_from_dict({**GPT2, "vocab_size": 256}))
-    manifest = Manifest("a run", model, seed=7, inner=InnerConfig(batch_size=2))
-    learner = build_learner(manifest, run_id=RUN_ID, author=ALICE, settings=TrainerSettings(device="cpu"))
-    # Tied embeddings predict the last token again, which is right in runs of one character: so over many sequences.
-    assert learner.evaluate(8) == pytest.approx(math.log(256), rel=0.05)
-    assert math.isfinite(float(learner.learn()))
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

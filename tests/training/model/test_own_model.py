@@ -18,7 +18,6 @@ from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
-from farandole.training.model.model import language_loss
 from farandole.training.model.own_model import Tried, try_own_model
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
@@ -166,18 +165,6 @@ def test_stages_together_are_the_whole() -> None:
         assert sum(parameter.numel() for parameter in stage.parameters()) == stage_parameters(model, index)
 
 
-def test_a_whole_model_learns() -> None:
-    module = build_module(model_of(WHOLE), 0, allowed_models=[WHOLE])
-    tokens = torch.arange(13).repeat(4, 1)
-    optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
-    first = language_loss(module, tokens).item()
-    for _ in range(30):
-        optimizer.zero_grad()
-        language_loss(module, tokens).backward()
-        optimizer.step()
-    assert language_loss(module, tokens).item() < first / 2
-
-
 @pytest.mark.usefixtures("faulty")
 @pytest.mark.parametrize(
     ("function", "message"),
@@ -199,12 +186,6 @@ def test_a_whole_model_learns() -> None:
 def test_what_cannot_be_trained_is_said_when_a_run_is_made(function: str, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         tried(f"faulty_models:{function}")
-
-
-@pytest.mark.usefixtures("faulty")
-def test_a_module_without_sections_may_call_its_parameters_anything() -> None:
-    model = model_of("faulty_models:whole")
-    assert names_of_stage(model, 0) == {"layers.7.weight", "out.weight", "out.bias"}
 
 
 @pytest.mark.usefixtures("faulty")

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import PRESETS, num_parameters, preset
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.model.model import Transformer
@@ -22,20 +21,6 @@ def test_a_preset_is_as_large_as_its_name_says(name: str) -> None:
     assert num_parameters(preset(name)) == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.05)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_heads_divide_the_width_evenly(name: str) -> None:
-    model = preset(name)
-
-    assert model.width % (2 * model.num_heads) == 0
-
-
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ManifestError, match="there are tiny, "):
         preset("7B")
-
-
-def test_a_larger_vocabulary_adds_its_embedding() -> None:
-    small = ModelConfig(num_layers=1, width=8, num_heads=1, hidden=8, context=8, vocabulary=256)
-    large = ModelConfig(num_layers=1, width=8, num_heads=1, hidden=8, context=8, vocabulary=300)
-
-    assert num_parameters(large) - num_parameters(small) == 44 * 8

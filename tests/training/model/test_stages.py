@@ -2,7 +2,6 @@
 
 import itertools
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -15,14 +14,12 @@ from farandole.protocol.run.models import (
     Costs,
     cut,
     cut_by_time,
-    layers_of,
     parameter_costs,
     preset,
     stage_parameters,
     transformer_costs,
 )
 from farandole.protocol.wire.errors import ManifestError
-from farandole.training.base.errors import TrainingError
 from farandole.training.model.model import build_model
 from farandole.training.model.stages import as_stage, build_stage
 
@@ -77,20 +74,10 @@ def test_a_model_is_cut_by_time_while_no_stage_has_many_more_parameters() -> Non
     assert len(stages[1]) > 1
 
 
-def test_ends_too_large_for_the_limit_are_a_stage_of_their_own() -> None:
-    model = ModelConfig(num_layers=4, width=16, num_heads=2, hidden=24, context=16, vocabulary=9_000, num_stages=3)
-    assert cut_by_time(model, Costs((1.0,) * 4, 0.1)) == (range(0), range(2), range(2, 4))
-
-
 @pytest.mark.parametrize("num_stages", [0, 4])
 def test_too_many_stages_are_refused(num_stages: int) -> None:
     with pytest.raises(ManifestError, match="cannot be cut"):
         cut(Costs((1.0, 1.0), 1.0), num_stages)
-
-
-def test_settings_may_say_where_to_cut() -> None:
-    cut_by_hand = msgspec.structs.replace(PRESETS["tiny"], num_stages=3, stage_layers=(0, 1, 1))
-    assert layers_of(cut_by_hand) == (range(0, 0), range(0, 1), range(1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].num_layers >= 4])
@@ -117,15 +104,6 @@ def test_all_stages_together_are_the_whole_model(model: ModelConfig, num_stages:
     for stage in stages:
         x = as_stage(stage).advance(x)
     assert torch.equal(as_stage(stages[0]).logits(x), whole(tokens))
-
-
-def test_a_stage_that_is_not_there_cannot_be_built(model: ModelConfig) -> None:
-    with pytest.raises(TrainingError, match="stages 0 to 1"):
-        build_stage(with_stages(model, 2), 7, 2)
-
-
-def test_every_node_cuts_alike(model: ModelConfig) -> None:
-    assert layers_of(with_stages(model, 3)) == (range(0, 0), range(0, 1), range(1, 2))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

@@ -142,11 +142,6 @@ def test_another_length_is_refused(name: str) -> None:
         encode(name, torch.ones(10), bytearray(size - 1))
 
 
-def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(CodecError, match="fp32, bf16, fp16, int8, int4"):
-        encoded_size("zip", 1)
-
-
 @codecs
 @given(data=st.binary(max_size=600), num_elements=st.integers(0, 300))
 def test_any_bytes_decode_to_finite_numbers_or_are_refused(name: str, data: bytes, num_elements: int) -> None:

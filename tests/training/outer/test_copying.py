@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec, round_end
-from farandole.training.outer.copying import Copier, DeviceCopier, Wait, copier_for
+from farandole.training.outer.copying import Copier, DeviceCopier, Wait
 from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
@@ -99,9 +99,3 @@ def test_inner_steps_may_change_the_weights_while_they_are_sent(
     moving.round_end.contribute(out := bytearray(len(expected)), progress=step)
 
     assert out == expected
-
-
-def test_a_cpu_moves_nothing() -> None:
-    copier, host = copier_for(torch.device("cpu")), torch.zeros(4, dtype=torch.uint8)
-
-    assert copier.to_fill(host) is copier.fetch(host) is host

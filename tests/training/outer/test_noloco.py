@@ -105,12 +105,6 @@ def test_one_vector_does_what_two_do(outer: NoLoCoConfig, first: int, second: in
     torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
-def test_with_equal_constants_the_contribution_is_the_fast_weights() -> None:
-    theta, phi, *_ = vectors(2)
-
-    assert contribution(theta, phi, NoLoCoConfig(beta=0.6, gamma=0.6)) is theta
-
-
 @given(token_counts, token_counts)
 def test_shares_are_a_mean_and_the_partners_mirror(first: int, second: int) -> None:
     share, other = shares_of(first, second)
@@ -120,16 +114,6 @@ def test_shares_are_a_mean_and_the_partners_mirror(first: int, second: int) -> N
     assert min(share, other) >= MIN_SHARE  # a peer that claims all the tokens in the world does not get all the mean
     if min(first, second) >= MIN_SHARE * (first + second) > 0:
         assert share == pytest.approx(first / (first + second), abs=2.0**-24)  # shares are whole numbers of steps
-
-
-@given(token_counts, token_counts, st.integers(0, 1_000))
-def test_both_partners_compute_the_same_mean(first: int, second: int, seed: int) -> None:
-    """Whoever is first, their contributions are in the same order."""
-    a, b, *_ = vectors(seed, torch.float32)
-    of_a, of_b = share_by_tokens(second, first), share_by_tokens(first, second)
-
-    assert torch.equal(weighted_mean([a, b], [1.0 - of_b, of_b]), weighted_mean([a, b], [of_a, 1.0 - of_a]))
-    assert torch.equal(weighted_mean([a, b], [of_a, of_b]), weighted_mean([b, a], [of_b, of_a]))
 
 
 @pytest.mark.parametrize("momentum", MOMENTA)

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -93,19 +92,6 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
     assert torch.equal(node.round_end.slow_weights(), twin.round_end.slow_weights())
 
 
-def test_less_than_before_means_another_contribution(make_replica: MakeReplica) -> None:
-    alice = trained(make_replica, ALICE)
-    sent(alice)
-    of_bob = sent(trained(make_replica, BOB))
-    incoming = bytearray(np.full(len(of_bob) // 4, math.nan, np.float32).tobytes())
-
-    alice.round_end.take_in(incoming, len(incoming))
-    incoming[:] = of_bob
-    alice.round_end.take_in(incoming, 10)
-
-    assert refusal(alice, incoming) == ""
-
-
 def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
     """An exchange that was screened may fail, and another partner's bytes come to the same place."""
     alice = trained(make_replica, ALICE)
@@ -130,17 +116,6 @@ def test_a_flaw_found_on_the_way_is_the_reason_of_the_refusal(make_replica: Make
         alice.round_end.take_in(flawed, available)
 
     assert "cannot be used" in refusal(alice, flawed)
-    assert refusal(alice, of_bob) == ""
-
-
-def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: MakeReplica) -> None:
-    alice = trained(make_replica, ALICE)
-    of_bob = sent(trained(make_replica, BOB))
-
-    alice.round_end.take_in(of_bob, len(of_bob))
-
-    assert "no contribution" in refusal(alice, of_bob)
-    sent(alice)
     assert refusal(alice, of_bob) == ""
 
 

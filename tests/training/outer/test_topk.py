@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import DEFAULT_TOPK
-from farandole.training.base.errors import CodecError, DivergedError
+from farandole.training.base.errors import CodecError
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec
 from farandole.training.outer.codec import MIN_SCALE, TopK
@@ -72,20 +71,6 @@ def test_those_that_moved_furthest_are_sent(num_elements: int, k: int, seed: int
         errors = (decoded - values)[part][is_sent].abs()
         assert float(errors.max()) <= step * (0.5 + 2.0**-15)
     assert torch.equal(decoded[~chosen], last[~chosen])
-
-
-def test_slices_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(5 * 256 + 7, generator=torch.Generator().manual_seed(0))
-    whole = bytearray(codec.encoded_size("topk", len(values)))
-    codec.encode("topk", values, whole)
-
-    monkeypatch.setattr(codec, "_SLICE", 256)
-    parts = bytearray(len(whole))
-    codec.encode("topk", values, parts)
-
-    assert parts == whole
-    decoded = codec.decode("topk", whole, len(values))
-    assert int((decoded != 0).sum()) == pytest.approx(5 * DEFAULT_TOPK + 7, abs=2)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
@@ -200,14 +185,6 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica:
         node.learn()
 
     assert sent(alice) == sent(resumed)
-
-
-def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
-    alice = make_replica(ALICE, **SETTINGS)
-    alice.round_end.weights.flat[3] = math.nan
-
-    with pytest.raises(DivergedError):
-        sent(alice)
 
 
 def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> None:

@@ -65,30 +65,6 @@ def test_only_what_has_returned_is_kept(step: Transit) -> None:
     assert alice.link.open == bob.link.open == {0: step}
 
 
-def test_no_gradient_before_the_activations_nor_twice_and_no_drop_after_it() -> None:
-    dropped = Dropped(0, "", is_untouched=False)
-    for step, message in (
-        (Transit.FORWARD, Gradient(0)),
-        (Transit.BACK, Gradient(0)),
-        (Transit.RETURNED, Gradient(0)),
-        (Transit.RETURNED, dropped),
-    ):
-        alice, bob = pair()
-        bring_to(alice, bob, step)
-        with pytest.raises(LocalProtocolError):
-            bob.link.send(message)
-        with pytest.raises(RemoteProtocolError):
-            alice.hear(lie(message))
-
-
-def test_whatever_its_step_a_microbatch_can_be_ended_by_its_upstream_node() -> None:
-    for step in Transit:
-        alice, bob = pair()
-        bring_to(alice, bob, step)
-        assert bob.hear(alice.say(Settled(0, is_kept=False))) == [Settled(0, is_kept=False)]
-        assert alice.link.open == bob.link.open == {}
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("run_id", b"R" * 32), ("stage", 4), ("shape", b"S" * 32), ("version", 2)]
 )
