@@ -60,17 +60,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """Draw the values in at most ``width`` characters, from their least (low) to their largest (high)."""
     if not values:
         return ""
-    points = _averaged(values, width)
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    points = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(points), max(points)
     span = (high - low) or 1.0
     return "".join(_BARS[min(int((point - low) / span * len(_BARS)), len(_BARS) - 1)] for point in points)
-
-
-def _averaged(values: Sequence[float], width: int) -> list[float]:
-    """Reduce the values to at most ``width`` means of neighbours."""
-    width = min(width, len(values))
-    edges = [round(i * len(values) / width) for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
 def mbit(rate: float) -> str:

@@ -12,9 +12,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-from farandole.protocol.planning.best_known import reason_for
 from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
-from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, remedy
+from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, reason_for, remedy
 from farandole.protocol.rounds.pairing import MEETING_SHARE
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import FarandoleError
@@ -74,7 +73,14 @@ def unusual_needs(manifest: Manifest) -> list[str]:
             f"{exchange_line(needs, manifest, USUAL_RATE)}. {words} {settings_line(changes(manifest, better))}"
         )
     if needs.on_cpu.host > USUAL_MEMORY:
-        found.append(f"each member needs {memory_line(needs)}. {_memory_remedy(manifest)}")
+        gpu, cut = needs.on_gpu, plan(manifest, _USUAL)
+        settings = {name: value for name, value in changes(manifest, cut.manifest).items() if name in STAGES}
+        smaller = f", or, for {size(USUAL_MEMORY)} each, set {settings_line(settings)}"
+        found.append(
+            f"each member needs {size(needs.on_cpu.host)} of memory, or {size(gpu.device)} on a GPU and "
+            f"{size(gpu.host)} of host memory, for one sequence at a time. Have members with as much"
+            + (", or train a smaller model" if cut.lacks_memory or not settings else smaller)
+        )
     return found
 
 
@@ -110,23 +116,6 @@ def unused_inputs(manifest: Manifest, settings: NodeSettings) -> list[str]:
     if settings.allow_model and not manifest.model.own:
         found.append(("--allow-model", "this run's model needs no code of others"))
     return [f"{flag} has no effect: {reason}" for flag, reason in found]
-
-
-def memory_line(needs: Needs) -> str:
-    """Describe the memory that a trainer takes on the CPU and on a GPU."""
-    gpu = needs.on_gpu
-    return (
-        f"{size(needs.on_cpu.host)} of memory, or {size(gpu.device)} on a GPU and {size(gpu.host)} of host memory, "
-        "for one sequence at a time"
-    )
-
-
-def _memory_remedy(manifest: Manifest) -> str:
-    cut = plan(manifest, _USUAL)
-    settings = {name: value for name, value in changes(manifest, cut.manifest).items() if name in STAGES}
-    if cut.lacks_memory or not settings:
-        return "Have members with as much, or train a smaller model"
-    return f"Have members with as much, or, for {size(USUAL_MEMORY)} each, set {settings_line(settings)}"
 
 
 def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
@@ -167,18 +156,14 @@ def line_shortfall(manifest: Manifest, upload_mbit: float, download_mbit: float)
         return ""
     rate = min(low.values()) * BYTES_PER_MBIT
     told = " and ".join(f"{flag} {cap:g}" for flag, cap in low.items())
+    chances = "only exchanges whose partner is ready early are over in time"
+    if rate < needs.least_rate:
+        chances = "no exchange can be over in time"
     return (
         f"this run needs {mbit(needs.rate)} up and down, more than {told}: "
-        f"{exchange_line(needs, manifest, rate)}; {chances(needs, rate)}. Raise {' and '.join(low)} to "
+        f"{exchange_line(needs, manifest, rate)}; {chances}. Raise {' and '.join(low)} to "
         f"{math.ceil(needs.rate / BYTES_PER_MBIT)} or more, or leave out the cap"
     )
-
-
-def chances(needs: Needs, rate: float) -> str:
-    """Describe which exchanges can succeed at a rate that is too low."""
-    if rate < needs.least_rate:
-        return "no exchange can be over in time"
-    return "only exchanges whose partner is ready early are over in time"
 
 
 def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[str]:
@@ -211,7 +196,7 @@ def _doubtful_times(manifest: Manifest, given: Collection[str]) -> Iterator[str]
     rounds, inner = manifest.rounds, manifest.inner
     if 0 < rounds.round_seconds < rounds.exchange_seconds:
         is_chosen = "rounds.round_seconds" in given and "rounds.exchange_seconds" not in given
-        remedy = (
+        advice = (
             "or leave it out, and it is chosen; or send less a round, with more outer.fragments"
             if is_chosen
             else "or a shorter exchange_seconds"
@@ -219,7 +204,7 @@ def _doubtful_times(manifest: Manifest, given: Collection[str]) -> Iterator[str]
         yield (
             f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
             f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
-            f"round_seconds, {remedy}"
+            f"round_seconds, {advice}"
         )
     if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
         yield (

@@ -22,7 +22,7 @@ from ..exchange.exchange import DATA_UNTIL
 from ..rounds.pairing import WAIT_SHARE
 from ..run.manifest import Manifest, ModelConfig, RoundConfig
 from ..run.models import layers_of, parts_of, stage_parameters
-from ..run.outer_rules import OPTIMIZER_VECTORS, OuterConfig, encoded_bytes, required_bytes, required_vectors
+from ..run.outer_rules import OPTIMIZER_VECTORS, encoded_bytes, required_bytes, required_vectors
 from ..wire.safetensors import FP32_BYTES
 
 # Share of exchange_seconds that is always left for both contributions.
@@ -124,22 +124,37 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     """Compute the requirements on a member that holds ``stage``; ``recomputes``: with `--recompute`."""
     outer, rounds = manifest.outer, manifest.rounds
     num_parameters = stage_parameters(manifest.model, stage)
-    contribution = encoded_bytes(outer.codec, -(-num_parameters // outer.fragments), outer.topk)
-    num_saved = _num_saved(outer)
-    spared = FP32_BYTES * _num_without_squares(manifest, stage, num_parameters)
+    num_fragment = -(-num_parameters // outer.fragments)
+    contribution = encoded_bytes(outer.codec, num_fragment, outer.topk)
+    corrects_drift, is_cut = outer.drift > 0.0, manifest.model.num_stages > 1
+    # Vectors of a checkpoint; of outer steps; of a fragment: before, as sent if the codec changes it, as received, and
+    # the codec's memory.
+    num_saved = len(required_vectors(outer)) + len(OPTIMIZER_VECTORS) + (outer.fragments > 1)
+    num_saved += outer.remembers_sent + corrects_drift
+    num_outer = _NUM_OUTER + len(outer.vectors) + outer.remembers_sent + corrects_drift
+    num_outer += rounds.partners > 1  # the last movement
+    num_exchanged = 2 + (outer.codec != "fp32") + outer.remembers_sent
+    # With Muon the layers have no mean of squares. Their norms and biases do, and are not worth counting.
+    spared = 0
+    if manifest.inner.optimizer == "muon":
+        spared = FP32_BYTES * (num_parameters - (parts_of(manifest.model).ends if stage == 0 else 0))
     own, joining = FP32_BYTES * num_saved * num_parameters - spared, required_bytes(outer, num_parameters)
     num_own = _NUM_OWN + (_NUM_AUDITED if manifest.audits else 0)
-    inner = FP32_BYTES * _num_inner(manifest) * num_parameters - spared
-    num_outer = _num_outer(outer) + (rounds.partners > 1)  # the last movement
-    averaging = FP32_BYTES * (num_outer * num_parameters + _num_exchanged(outer, num_parameters))
+    num_inner = _NUM_INNER
+    if is_cut:
+        # Versions of the weights (`farandole.training.engine.stage_worker`), and the following inner step's sum of
+        # gradients.
+        overlaps = manifest.pipeline.overlap + rounds.overlap
+        num_inner += (1 + overlaps if overlaps else 0) + manifest.pipeline.overlap
+    inner = FP32_BYTES * num_inner * num_parameters - spared
+    averaging = FP32_BYTES * (num_outer * num_parameters + num_exchanged * num_fragment)
     kept = activation_bytes(manifest, stage, recomputes=recomputes)
     snapshots = own * (2 if manifest.audits else 1)
     beside = 2 * contribution + snapshots + TRAINER_BYTES + MESH_BYTES
-    verdict = FP32_BYTES * _VERDICT_VECTORS * -(-num_parameters // outer.fragments)
+    verdict = FP32_BYTES * _VERDICT_VECTORS * num_fragment
     copied = FP32_BYTES * _NUM_COPIED * num_parameters
     learning = kept + _AUTOCAST_BYTES * num_parameters
-    is_cut = manifest.model.num_stages > 1
-    drift = FP32_BYTES * _corrects_drift(outer) * num_parameters  # inner steps read a copy of it
+    drift = FP32_BYTES * corrects_drift * num_parameters  # inner steps read a copy of it
     all_on_gpu = Memory(beside, inner + averaging + max(verdict, learning))
     on_gpu = all_on_gpu if is_cut else Memory(beside + averaging + copied + verdict, inner + drift + learning)
     means = FP32_BYTES * len(OPTIMIZER_VECTORS) * num_parameters - spared
@@ -204,44 +219,3 @@ def activation_bytes(manifest: Manifest, stage: int, *, recomputes: bool = False
     if pipeline.recompute:
         return FP32_BYTES * (pipeline.in_flight * num_tokens * model.width + each)
     return FP32_BYTES * pipeline.in_flight * each
-
-
-def _num_without_squares(manifest: Manifest, stage: int, num_parameters: int) -> int:
-    """Number of parameters for which the inner optimizer keeps no mean of squares: with Muon, the layers'.
-
-    Their norms and biases have one, and are not worth counting.
-    """
-    if manifest.inner.optimizer != "muon":
-        return 0
-    return num_parameters - (parts_of(manifest.model).ends if stage == 0 else 0)
-
-
-def _num_inner(manifest: Manifest) -> int:
-    """Number of flat vectors that inner steps need."""
-    if manifest.model.num_stages == 1:
-        return _NUM_INNER
-    # Versions of the weights (`farandole.training.engine.stage_worker`), and the following inner step's sum of
-    # gradients.
-    overlaps = manifest.pipeline.overlap + manifest.rounds.overlap
-    return _NUM_INNER + (1 + overlaps if overlaps else 0) + manifest.pipeline.overlap
-
-
-def _num_outer(outer: OuterConfig) -> int:
-    """Number of flat vectors that outer steps need."""
-    return _NUM_OUTER + len(outer.vectors) + outer.remembers_sent + _corrects_drift(outer)
-
-
-def _num_exchanged(outer: OuterConfig, num_parameters: int) -> int:
-    """Numbers of a fragment: before, as sent if the codec changes it, as received, and the codec's memory."""
-    num_vectors = 2 + (outer.codec != "fp32") + outer.remembers_sent
-    return num_vectors * -(-num_parameters // outer.fragments)
-
-
-def _num_saved(outer: OuterConfig) -> int:
-    """Number of vectors in a checkpoint."""
-    num_vectors = len(required_vectors(outer)) + len(OPTIMIZER_VECTORS)
-    return num_vectors + (outer.fragments > 1) + outer.remembers_sent + _corrects_drift(outer)
-
-
-def _corrects_drift(outer: OuterConfig) -> bool:
-    return outer.drift > 0.0

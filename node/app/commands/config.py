@@ -54,7 +54,8 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """
-    sources = {setting.name: _source_of(context, setting.name) for setting in SETTINGS}
+    given = {setting.name: context.get_parameter_source(setting.name) for setting in SETTINGS}
+    sources = {name: "default" if how is None else _SOURCES.get(how.name, "default") for name, how in given.items()}
     values = {setting.name: getattr(settings, setting.name) for setting in SETTINGS}
     if as_json:
         shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
@@ -83,11 +84,6 @@ def check_config(
     """
     path = path or home / CONFIG_NAME
     typer.echo(f"{path} is well-formed; it sets: {', '.join(read_config(path)) or 'nothing'}")
-
-
-def _source_of(context: typer.Context, name: str) -> str:
-    source = context.get_parameter_source(name)
-    return "default" if source is None else _SOURCES.get(source.name, "default")
 
 
 def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:

@@ -1,8 +1,9 @@
-"""``farandole doctor``."""
+"""``farandole doctor``, and its report: failures first, then warnings, then what passed, and a verdict."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,11 @@ from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, takes_settings
 from .output import print_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..doctor.causes import Diagnosis, Finding
 
 
 @takes_settings(
@@ -37,7 +43,6 @@ def doctor(
     from rich.console import Console
 
     from ..doctor.examination import Examination
-    from ..doctor.view import diagnosis_screen
 
     diagnosis = trio.run(Examination(settings).run)
     if as_json:
@@ -45,3 +50,54 @@ def doctor(
     else:
         Console().print(diagnosis_screen(diagnosis, is_verbose=verbose))
     raise typer.Exit(Exit.OK if diagnosis.is_well else Exit.NOT_WELL)
+
+
+def diagnosis_screen(diagnosis: Diagnosis, *, is_verbose: bool = False) -> RenderableType:
+    """Return a line for each failure and warning with its remedy, one line for all checks that passed, and the verdict.
+
+    ``is_verbose``: a line for each finding.
+    """
+    from rich.console import Group
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from ..doctor.causes import Level
+
+    styles = {Level.FAILED: "bold red", Level.WARNING: "yellow", Level.OK: "green", Level.SKIPPED: "dim"}
+    by_level = {level: [each for each in diagnosis.findings if each.level is level] for level in styles}
+    table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+    for level in styles if is_verbose else (Level.FAILED, Level.WARNING):
+        for finding in by_level[level]:
+            what = Text(finding.found)
+            if finding.remedy and level is not Level.OK:
+                what.append(f"\n-> {finding.remedy}", "italic")
+            table.add_row(finding.check, Text(level, styles[level]), what)
+    others = _checks(each for each in diagnosis.findings if each.level is not Level.OK)
+    passed = [check for check in _checks(by_level[Level.OK]) if check not in others]
+    parts: list[RenderableType] = [table] if table.row_count else []
+    if passed and not is_verbose:
+        parts.append(Text(f"{_number(passed)} passed: {', '.join(passed)}"))
+    if failed := _checks(by_level[Level.FAILED]):
+        verdict = Text(f"{_number(failed)} failed: {', '.join(failed)}", styles[Level.FAILED])
+    elif by_level[Level.WARNING] or by_level[Level.SKIPPED]:
+        verdict = Text("no check failed", styles[Level.OK])
+    else:
+        verdict = Text("all checks passed", styles[Level.OK])
+    reasons: dict[str, list[Finding]] = {}
+    for finding in by_level[Level.SKIPPED]:
+        reasons.setdefault(finding.found, []).append(finding)
+    skipped = []
+    for why, findings in reasons.items():
+        remedy = next((f": {finding.remedy}" for finding in findings if finding.remedy), "")
+        skipped.append(f"{', '.join(_checks(findings))} ({why}{remedy})")
+    if skipped:
+        verdict.append(f"; not examined: {'; '.join(skipped)}", "not bold default")
+    return Group(*parts, verdict)
+
+
+def _checks(findings: Iterable[Finding]) -> list[str]:
+    return list(dict.fromkeys(finding.check for finding in findings))
+
+
+def _number(checks: Sequence[str]) -> str:
+    return "1 check" if len(checks) == 1 else f"{len(checks)} checks"

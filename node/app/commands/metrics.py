@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
-    from ...ui.metrics.trackers import ReportedRun
 
 _COLUMNS: Final = ("at", "round", "loss", "held out", "bits/byte", "tokens", "seconds", "outer step with")
 # Left out, in this order, where the terminal is too narrow for all.
@@ -103,11 +102,21 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
     """Send the rounds to a tracker. Raises `FarandoleError`."""
     from random import Random
 
-    from ...base.interrupts import gently_interruptible
-    from ...ui.metrics.report import ReportPatience, report_rounds
-    from ...ui.metrics.trackers import open_tracker
+    from farandole.protocol.run.manifest import decode_manifest
+    from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
-    run = _reported_run(settings)
+    from ...base.identity import load_or_create_key
+    from ...base.interrupts import gently_interruptible
+    from ...state.store import MANIFEST_FACT, read_fact
+    from ...ui.metrics.report import ReportPatience, report_rounds
+    from ...ui.metrics.trackers import open_tracker, reported_run
+
+    raw = read_fact(settings.store, MANIFEST_FACT)
+    if raw is None or not settings.key.exists():
+        raise FarandoleError(f"{settings.home} knows no run: join one first, or name another folder with --home")
+    manifest, signed = decode_manifest(raw)
+    author = public_bytes(load_or_create_key(settings.key))
+    run = reported_run(manifest, signed.run_id.hex(), peer_id_of(author))
     tracker = open_tracker(target)
     try:
         with gently_interruptible() as interruption:
@@ -117,22 +126,6 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
         raise FarandoleError(f"cannot report: {error}") from error
     again = "" if is_once else "; the same command goes on from there"
     typer.echo(f"{num_sent} round{'' if num_sent == 1 else 's'} sent{again}")
-
-
-def _reported_run(settings: NodeSettings) -> ReportedRun:
-    """Return what a tracker learns of this node's run. Raises `FarandoleError` if it has none."""
-    from farandole.protocol.run.manifest import decode_manifest
-    from farandole.protocol.wire.identity import peer_id_of, public_bytes
-
-    from ...base.identity import load_or_create_key
-    from ...state.store import MANIFEST_FACT, read_fact
-    from ...ui.metrics.trackers import reported_run
-
-    raw = read_fact(settings.store, MANIFEST_FACT)
-    if raw is None or not settings.key.exists():
-        raise FarandoleError(f"{settings.home} knows no run: join one first, or name another folder with --home")
-    manifest, signed = decode_manifest(raw)
-    return reported_run(manifest, signed.run_id.hex(), peer_id_of(public_bytes(load_or_create_key(settings.key))))
 
 
 def _print_table(records: Sequence[RoundRecord], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_type_hints
@@ -214,12 +214,9 @@ def stray_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a line for each variable with the settings' prefix that is not a setting, and so has no effect."""
     known = {HOME_VARIABLE, CONFIG_VARIABLE, *(setting.variable for setting in settings_of(NodeSettings))}
     stray = sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
-    return [f"{name} is no setting{_near_variable(name, known)}" for name in stray]
-
-
-def _near_variable(name: str, known: Collection[str]) -> str:
-    positive = name.replace(f"{VARIABLE_PREFIX}NO_", VARIABLE_PREFIX)
-    if positive != name and positive in known:
-        return f"; did you mean {positive}=false?"
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    lines = []
+    for name in stray:
+        positive = name.replace(f"{VARIABLE_PREFIX}NO_", VARIABLE_PREFIX)
+        near = [f"{positive}=false"] if positive in known else difflib.get_close_matches(name, known, n=1)
+        lines.append(f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
+    return lines

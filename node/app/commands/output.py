@@ -153,9 +153,6 @@ def open_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, Fetc
 
 def table(header: str, rows: Iterable[Sequence[str]]) -> str:
     """Return rows of cells as a Markdown table, below the line ``header``."""
-    lines = ("".join(f"| {_cell(cell)} " for cell in row) + "|" for row in rows)
+    cells = ((cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows)
+    lines = ("".join(f"| {cell} " for cell in row) + "|" for row in cells)
     return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")

@@ -96,8 +96,9 @@ def plan_run(
     [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
-    from farandole.protocol.planning.best_known import best_known
-    from farandole.protocol.planning.planning import Machine, plan
+    from rich.console import Console
+
+    from farandole.protocol.planning.planning import Machine, alternatives, best_known, plan
 
     planned = _read(model, settings.allow_model)
     machine = Machine(
@@ -109,7 +110,11 @@ def plan_run(
     )
     best = plan(best_known(planned.manifest, planned.given), machine, planned.given, members)
     try:
-        _show(best, planned, machine, as_json=as_json)
+        if as_json:
+            print_json(_as_json(best, planned, machine))
+        else:
+            typer.echo("\n".join(_lines(best, planned, machine)))
+            Console().print(_table(alternatives(best.manifest, machine, planned.given), machine))
     finally:  # also where a pipe's reader ends early
         if out is not None and best.fits:
             _write(out, planned, best, force=force)
@@ -132,19 +137,6 @@ def _read(model: str, allowed_models: Sequence[str]) -> _Model:
     is_folder = model.startswith("hf:")
     table = {"hf": str(Path(model.removeprefix("hf:")).absolute())} if is_folder else {"preset": model}
     return _Model(manifest_of({"name": name, "model": table}, Path(), time.time()), frozenset(), table)
-
-
-def _show(best: Plan, planned: _Model, machine: Machine, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from farandole.protocol.planning.planning import alternatives
-
-    if as_json:
-        print_json(_as_json(best, planned, machine))
-        return
-    for line in _lines(best, planned, machine):
-        typer.echo(line)
-    Console().print(_table(alternatives(best.manifest, machine, planned.given), machine))
 
 
 def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
@@ -233,8 +225,7 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
     """Return the plan for scripts: rates in bytes a second, times in seconds, sizes in bytes."""
     from dataclasses import asdict
 
-    from farandole.protocol.planning.best_known import reason_for
-    from farandole.protocol.planning.planning import choices
+    from farandole.protocol.planning.planning import choices, reason_for
 
     settings = choices(planned.manifest, best.manifest, planned.given)
     return {
@@ -253,8 +244,7 @@ def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:
 
 def _write(path: Path, planned: _Model, best: Plan, *, force: bool) -> None:
     """Write a run file that says the plan. Asks before it replaces one."""
-    from farandole.protocol.planning.best_known import reason_for
-    from farandole.protocol.planning.planning import changes
+    from farandole.protocol.planning.planning import changes, reason_for
 
     if planned.table is None:
         raise ManifestError("there is a run file already: write the settings above into it, and leave out --out")

@@ -78,7 +78,18 @@ A run file or a node that uses both is refused, with the reason.
 
 def reference(context: Any) -> str:
     """Return the page about all commands and settings as Markdown; ``context``: of the application."""
-    settings = (_SETTINGS, _settings(), "", run_settings(), _EXCLUSIONS, _exclusions(), "")
+    excluded = (
+        (f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS
+    )
+    settings = (
+        _SETTINGS,
+        _settings(),
+        "",
+        run_settings(),
+        _EXCLUSIONS,
+        table("| setting | excludes | because |", excluded),
+        "",
+    )
     return "\n".join(itertools.chain([_HEAD], _commands(context.command, context), settings))
 
 
@@ -137,11 +148,6 @@ def _settings() -> str:
     return table("| key | flag | variable | value | default | meaning |", rows)
 
 
-def _exclusions() -> str:
-    rows = ((f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS)
-    return table("| setting | excludes | because |", rows)
-
-
 def _markdown(text: str) -> str:
     """Return Rich's markup as Markdown."""
     return re.sub(r"\[cyan\](.*?)\[/cyan\]", r"`\1`", text)
@@ -192,7 +198,7 @@ _RUN_FILE: Final = {
 _REPLACED: Final = frozenset({"model.hf", "model.own", "model.external", "tokenizer.kind", "tokenizer.sha256"})
 # Bounds that only models made elsewhere may fall below.
 _LEAST: Final = {"model.width": 8, "model.hidden": 8, "model.context": 8, "model.vocabulary": 2, "model.num_heads": 1}
-# Left open, these are chosen (`farandole.protocol.planning.best_known` and `farandole.protocol.planning.planning`).
+# Left open, these are chosen (`farandole.protocol.planning.planning` and `farandole.protocol.planning.planning`).
 _CHOSEN: Final = frozenset(
     {
         *("inner.optimizer", "inner.learning_rate", "inner.warmup_steps"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +30,6 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from farandole.protocol.run.invite import Invite
     from farandole.protocol.run.manifest import Manifest, SignedManifest
 
     from ...loop.measuring import MeasuredCut
@@ -155,7 +153,13 @@ def show_run(
 
     invite, path = split_source(source)
     if invite is not None:
-        _show_invite(decode_invite(invite), as_json)
+        decoded = decode_invite(invite)
+        run_id, admission = decoded.run_id.hex(), decoded.admission.hex()
+        lines = [f"invite to run {run_id}", *(f"  dials {address}" for address in decoded.addresses)]
+        if admission:
+            lines.append("  with an admission")
+        value = {"run_id": run_id, "addresses": list(decoded.addresses), "admission": admission}
+        print_answer(as_json, value, "\n".join(lines))
     elif path is not None:
         _show_manifest(*read_manifest(path), as_json)
 
@@ -341,15 +345,6 @@ def parse_duration(text: str) -> float:
     return int(match[1]) * {"m": 60.0, "h": 3_600.0, "d": 86_400.0}[match[2]]
 
 
-def _show_invite(invite: Invite, as_json: bool) -> None:
-    run_id, admission = invite.run_id.hex(), invite.admission.hex()
-    lines = [f"invite to run {run_id}", *(f"  dials {address}" for address in invite.addresses)]
-    if admission:
-        lines.append("  with an admission")
-    value = {"run_id": run_id, "addresses": list(invite.addresses), "admission": admission}
-    print_answer(as_json, value, "\n".join(lines))
-
-
 def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) -> None:
     import msgspec
 
@@ -360,15 +355,11 @@ def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) ->
         for each_members_own in ("tokenizer", "data", "inner", "pipeline", "audits"):
             del settings[each_members_own]
     run_id, creator = signed.run_id.hex(), peer_id_of(signed.creator)
-    lines = [f"run {run_id}", f"by  {creator}", *_setting_lines(settings)]
-    print_answer(as_json, {"run_id": run_id, "creator": creator, "manifest": settings}, "\n".join(lines))
-
-
-def _setting_lines(settings: dict[str, Any]) -> Iterator[str]:
-    """Yield the settings as lines of a run file: plain values first, then the sections."""
+    lines = [f"run {run_id}", f"by  {creator}"]
+    # As in a run file: plain values first, then the sections.
     for name, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
         if isinstance(value, dict):
-            yield f"[{name}]"
-            yield from (f"  {key} = {json.dumps(entry)}" for key, entry in value.items())
+            lines += [f"[{name}]", *(f"  {key} = {json.dumps(entry)}" for key, entry in value.items())]
         else:
-            yield f"{name} = {json.dumps(value)}"
+            lines.append(f"{name} = {json.dumps(value)}")
+    print_answer(as_json, {"run_id": run_id, "creator": creator, "manifest": settings}, "\n".join(lines))

@@ -165,7 +165,11 @@ def homes_in(home: Path) -> list[Path]:
     A folder without a node's store or key is none, whatever its name.
     """
     inner = sorted((home / "runs").iterdir()) if (home / "runs").is_dir() else []
-    return [each for each in (*inner, home) if not each.is_symlink() and _is_nodes(each)]
+    return [
+        each
+        for each in (*inner, home)
+        if not each.is_symlink() and any((each / name).is_file() for name in ("store.sqlite", "key"))
+    ]
 
 
 def belongings_of(home: Path) -> Belongings:
@@ -181,10 +185,6 @@ def belongings_of(home: Path) -> Belongings:
         if path not in made and path.name not in (*_FOLDERS, "runs")
     ]
     return Belongings(home, {what: paths for what, paths in files.items() if paths}, others)
-
-
-def _is_nodes(home: Path) -> bool:
-    return any((home / name).is_file() for name in ("store.sqlite", "key"))
 
 
 def _found(home: Path, patterns: Sequence[str]) -> Iterator[Path]:

@@ -134,30 +134,30 @@ async def knock_at_all(host: Host, doors: Sequence[Door]) -> None:
     async def try_door(door: Door) -> None:
         for ip in door.ips:
             door.knock = await knock(ip, door.port)
-            if door.knock is Knock.OPEN:
-                await _prove(host, door, ip)
-                return
+            if door.knock is not Knock.OPEN:
+                continue
+            try:
+                with trio.fail_after(PROVE_TIMEOUT):
+                    if door.is_relayed:
+                        await host.connect(door.peer, [door.address], PROVE_TIMEOUT)
+                    else:
+                        await host.upgrader.prove(door.peer, (ip, door.port))
+                door.is_proved = True
+            except Exception as error:  # whatever the handshake raises, the peer was not reached
+                door.error = error
+            return
 
     async with trio.open_nursery() as nursery:
         for door in doors:
             nursery.start_soon(try_door, door)
 
 
-async def _prove(host: Host, door: Door, ip: str) -> None:
-    try:
-        with trio.fail_after(PROVE_TIMEOUT):
-            if door.is_relayed:
-                await host.connect(door.peer, [door.address], PROVE_TIMEOUT)
-            else:
-                await host.upgrader.prove(door.peer, (ip, door.port))
-        door.is_proved = True
-    except Exception as error:  # whatever the handshake raises, the peer was not reached
-        door.error = error
-
-
 async def examine_egress(doors: Sequence[Door]) -> Finding:
     """Find which outgoing TCP ports this network allows, by the doors and the machines behind silent ones."""
-    said = {(ip, door.port): door.knock for door in doors for ip in door.ips[:1] if door.knock is not None}
+    said: dict[tuple[str, int], Knock] = {}
+    for door in doors:
+        if door.knock is not None and door.ips:
+            said[door.ips[0], door.port] = door.knock
     silent = list(dict.fromkeys(ip for (ip, _), knocked in said.items() if knocked is Knock.SILENT))
 
     async def try_port(ip: str, port: int) -> None:
@@ -168,13 +168,9 @@ async def examine_egress(doors: Sequence[Door]) -> Finding:
             for port in OTHER_PORTS:
                 if (ip, port) not in said:
                     nursery.start_soon(try_port, ip, port)
-    return judge_egress({place: knocked for place, knocked in said.items() if knocked is not None})
-
-
-def judge_egress(said: dict[tuple[str, int], Knock]) -> Finding:
-    """Judge outgoing ports by the answers of IP addresses' ports. A port that refuses has been reached, too."""
     if not said:
         return found("egress-untold")
+    # A port that refuses has been reached, too.
     answered = {place for place, knocked in said.items() if knocked in (Knock.OPEN, Knock.REFUSED)}
     # One machine that answers on one port and drops the others may have a firewall of its own; not all of them.
     is_one_half_silent = any(
@@ -196,17 +192,21 @@ def judge_doors(doors: Sequence[Door], egress: Finding) -> list[Finding]:
     """
     if not doors:
         return [found("bootstrap-none")]
-    findings = [_judge_door(door, egress) for door in doors]
+    findings = [
+        found(
+            _cause_of(door, egress),
+            address=door.address,
+            port=door.port,
+            seconds=KNOCK_TIMEOUT,
+            why=str(door.error) or repr(door.error),
+        )
+        for door in doors
+    ]
     if any(door.is_proved for door in doors):
         return [lessen(finding) for finding in findings]
     if all(distance_class(door.address) >= PRIVATE for door in doors):
         findings.append(found("invite-private", hosts=", ".join(dict.fromkeys(door.name for door in doors))))
     return findings
-
-
-def _judge_door(door: Door, egress: Finding) -> Finding:
-    why = str(door.error) or repr(door.error)
-    return found(_cause_of(door, egress), address=door.address, port=door.port, seconds=KNOCK_TIMEOUT, why=why)
 
 
 def _cause_of(door: Door, egress: Finding) -> str:

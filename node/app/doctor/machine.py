@@ -149,14 +149,14 @@ async def check_ports(listen: Sequence[str], kept: Mapping[str, int], *, is_runn
     ``kept``: multiaddr with port 0 -> the port on which the node listened there before. ``is_running``: this folder's
     node may already listen.
     """
-    return [await _check_kept_port(address, kept.get(address), is_running=is_running) for address in listen]
-
-
-async def _check_kept_port(address: str, kept: int | None, *, is_running: bool) -> Finding:
-    if kept is None:
-        return await _check_port(address, is_running=is_running)
-    finding = await _check_port(f"{address.removesuffix('0')}{kept}", is_running=is_running)
-    return found("port-kept-taken", port=kept) if finding.cause == "port-taken" else finding
+    findings = []
+    for address in listen:
+        port = kept.get(address)
+        place = address if port is None else f"{address.removesuffix('0')}{port}"
+        finding = await _check_port(place, is_running=is_running)
+        is_lost = port is not None and finding.cause == "port-taken"
+        findings.append(found("port-kept-taken", port=port) if is_lost else finding)
+    return findings
 
 
 async def _check_port(address: str, *, is_running: bool) -> Finding:
@@ -238,25 +238,20 @@ def _check_stream(name: str) -> Finding:
     return found("data-stream", name=name)
 
 
-def _check_tokenizer(path: Path | None, sha256: str) -> Iterator[Finding]:
-    if path is None:
-        yield found("run-needs-tokenizer", sha256=sha256)
-        return
-    try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        yield found("run-tokenizer-unreadable", path=path, why=error.strerror)
-        return
-    if digest != sha256:
-        yield found("run-tokenizer-other", path=path, digest=digest, sha256=sha256)
-
-
 def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:
     """Yield a finding for each input that the run requires of every node and the settings lack."""
     if manifest.data.source == "text" and not (settings.data or settings.stream):
         yield found("run-needs-text")
     if manifest.tokenizer.kind == "tokenizers":
-        yield from _check_tokenizer(settings.tokenizer, manifest.tokenizer.sha256)
+        path, sha256 = settings.tokenizer, manifest.tokenizer.sha256
+        if path is None:
+            yield found("run-needs-tokenizer", sha256=sha256)
+        else:
+            try:
+                if (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
+                    yield found("run-tokenizer-other", path=path, digest=digest, sha256=sha256)
+            except OSError as error:
+                yield found("run-tokenizer-unreadable", path=path, why=error.strerror)
     own = manifest.model.own
     if own is not None and own.function not in settings.allow_model:
         yield found("run-needs-model", function=own.function, package=own.package or "no package that it names")

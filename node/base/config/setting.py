@@ -166,7 +166,13 @@ def settings_of(owner: type) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in order, without its other fields."""
     annotations = get_type_hints(owner)
     return tuple(
-        Setting(field.name, _kind(annotations[field.name]), annotations[field.name], _default(field), about)
+        Setting(
+            name=field.name,
+            kind=_kind(annotations[field.name]),
+            annotation=annotations[field.name],
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            about=about,
+        )
         for field in dataclasses.fields(owner)
         if (about := field.metadata.get(_ABOUT)) is not None
     )
@@ -177,10 +183,6 @@ def _kind(annotation: Any) -> Any:
         return annotation
     (kind,) = (part for part in get_args(annotation) if part is not type(None))
     return kind
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _path(kind: type, value: object) -> object:

@@ -45,34 +45,23 @@ def open_shared_memory(name: str, folder: Path, *, is_inherited: bool = True) ->
 
     ``folder``: private folder for the file if it must have a name; made if needed. Raises `OSError`.
     """
-    if not is_inherited and sys.platform == "linux" and HAS_MEMFD:
-        with open_shared_memory(name, folder) as shared:
-            yield SharedFile(shared.descriptor, f"/proc/{os.getpid()}/fd/{shared.descriptor}")
-        return
-    if not is_inherited:
-        with _named(folder / f"{name}-{secrets.token_hex(8)}{_SUFFIX}") as shared:
-            yield shared
-        return
+    path = None
     if sys.platform == "linux" and HAS_MEMFD:
         descriptor = os.memfd_create(f"{_MEMFD_NAME}{name}")
-    else:
+        place: int | str = descriptor if is_inherited else f"/proc/{os.getpid()}/fd/{descriptor}"
+    elif is_inherited:
         with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+            descriptor = place = os.dup(file.fileno())
+    else:
+        path = folder / f"{name}-{secrets.token_hex(8)}{_SUFFIX}"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, place = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), str(path)
     try:
-        yield SharedFile(descriptor, descriptor)
+        yield SharedFile(descriptor, place)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[SharedFile]:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        yield SharedFile(descriptor, str(path))
-    finally:
-        os.close(descriptor)
-        path.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -8,7 +8,9 @@ import os
 import socket
 import struct
 import sys
-from typing import Final, Protocol
+from typing import Final
+
+import trio
 
 LOOPBACK: Final = "127.0.0.1"
 # The errors of listening on :: where a system has no IPv6, or has it turned off.
@@ -16,12 +18,7 @@ NO_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 # What setsockopt(2) takes for SO_LINGER: "on", and for 0 seconds.
 _LINGER_NOT: Final = struct.pack("ii", 1, 0)
 
-
-class _Socket(Protocol):
-    """A socket of the standard library or of trio."""
-
-    def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
-        """See `socket.socket.setsockopt`."""
+_Socket = socket.socket | trio.socket.SocketType | trio.SocketStream
 
 
 def listen_alone(listener: _Socket) -> None:

@@ -26,8 +26,8 @@ def without_controls(text: str) -> str:
 
     For text from strangers: escape sequences move the cursor, set a window's title, and write to the clipboard.
     """
-    return "".join(letter if letter in _KEPT or _is_shown(letter) else "\ufffd" for letter in text)
-
-
-def _is_shown(letter: str) -> bool:
-    return unicodedata.category(letter) not in _REPLACED and unicodedata.bidirectional(letter) not in _TURNING
+    shown = []
+    for letter in text:
+        is_obeyed = unicodedata.category(letter) in _REPLACED or unicodedata.bidirectional(letter) in _TURNING
+        shown.append("\ufffd" if is_obeyed and letter not in _KEPT else letter)
+    return "".join(shown)

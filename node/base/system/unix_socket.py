@@ -41,10 +41,16 @@ def bound_socket(path: Path) -> Iterator[trio.socket.SocketType]:
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     real = socket_path(path)
-    _make_private(real.parent)
+    real.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if real.parent.stat().st_uid != os.getuid():  # in the temporary folder another user may have prepared it
+        raise FarandoleError(f"{real.parent} belongs to another user: give the node a shorter --home")
     real.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        _bind_privately(listener, real)
+        previous = os.umask(0o177)  # with mode 0600 from the start
+        try:
+            listener.bind(os.fspath(real))
+        finally:
+            os.umask(previous)
         if real != path.absolute():
             _record_of(path).write_text(str(real), encoding="utf-8")
         try:
@@ -88,22 +94,6 @@ def socket_path(path: Path) -> Path:
 def _record_of(path: Path) -> Path:
     """Return the file next to ``path`` that names the socket if it is elsewhere (TMPDIR differs between shells)."""
     return path.with_suffix(".path")
-
-
-def _make_private(folder: Path) -> None:
-    """Make the folder of a socket if needed, and refuse one in the temporary folder that another user prepared."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise FarandoleError(f"{folder} belongs to another user: give the node a shorter --home")
-
-
-def _bind_privately(listener: socket.socket, path: Path) -> None:
-    """Bind with mode 0600 from the start."""
-    previous = os.umask(0o177)
-    try:
-        listener.bind(os.fspath(path))
-    finally:
-        os.umask(previous)
 
 
 async def serve_door(

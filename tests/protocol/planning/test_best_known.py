@@ -3,9 +3,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.planning.best_known import RATES, best_known, learning_rate_for, reason_for
 from farandole.protocol.planning.needs import USUAL_RATE
-from farandole.protocol.planning.planning import Machine, changes, complete, plan
+from farandole.protocol.planning.planning import (
+    RATES,
+    Machine,
+    best_known,
+    changes,
+    complete,
+    learning_rate_for,
+    plan,
+    reason_for,
+)
 from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
 from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig

@@ -18,6 +18,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
+from farandole.node.app.commands.doctor import diagnosis_screen
 from farandole.node.app.doctor.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, conclude, found
 from farandole.node.app.doctor.dial_probe import judge_doors, make_doors
 from farandole.node.app.doctor.examination import Examination
@@ -33,7 +34,6 @@ from farandole.node.app.doctor.machine import (
     judge_torch,
 )
 from farandole.node.app.doctor.mesh import find_skew, judge_nat
-from farandole.node.app.doctor.view import diagnosis_screen
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
