@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +100,7 @@ def run_testnet(
     from .play.launch import Testnet, write_report
     from .play.live import open_view
     from .play.scenario import load_scenario
+    from .play.verdict import plot_losses
 
     scenario = scenario or ("stages" if stages else "demo")
     console = Console(stderr=as_json)
@@ -122,7 +121,10 @@ def run_testnet(
     if clean_report is not None:
         report = judged(report, clean_report, played)
         write_report(report, folder)
-    _draw(report, folder)
+    try:
+        plot_losses(report, folder / "loss.png")
+    except ImportError:
+        typer.echo(f"no loss.png: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
     _print_verdict(report, folder, console)
     if as_json:
         import msgspec
@@ -151,22 +153,6 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
     if as_json:
         print_json(msgspec.to_builtins(made))
     raise typer.Exit(Exit.VERDICT_FAILED if made.reasons else Exit.OK)
-
-
-@contextlib.contextmanager
-def _drawing(name: str) -> Iterator[None]:
-    """Say that there is no plot of this name where matplotlib is missing."""
-    try:
-        yield
-    except ImportError:
-        typer.echo(f"no {name}: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
-
-
-def _draw(report: PlayReport, folder: Path) -> None:
-    with _drawing("loss.png"):
-        from .play.verdict import plot_losses
-
-        plot_losses(report, folder / "loss.png")
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
@@ -259,12 +245,7 @@ def compare(
         is_mixed=is_mixed,
         device=device,
     )
-    results = run_compare(comparison, out / "compare.json" if out else None)
-    if out:
-        with _drawing("compare.png"):
-            from .methods.compare import plot_comparison
-
-            plot_comparison(results, out / "compare.png")
+    run_compare(comparison, out / "compare.json" if out else None)
 
 
 def factors(text: str) -> list[float]:
@@ -285,11 +266,12 @@ def traffic(
     ] = None,
 ) -> None:
     """Print what exchanges send, by the model's size and codec, and what members need, as Markdown."""
-    from .report.section import Section
-    from .report.traffic import needs_table, traffic_table
+    from .report.traffic import needs_table, traffic_table, with_section
 
     tables = {"traffic": traffic_table(), "needs": needs_table()}
     if write:
+        text = write.read_text()
         for name, table in tables.items():
-            Section(write, name).write(table)
+            text = with_section(text, name, table)
+        write.write_text(text)
     typer.echo("\n".join(tables.values()), nl=False)

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -218,7 +218,7 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
         else:
             for _, group in groupby(missing, attrgetter("method")):
                 keys = list(group)
-                for result in measure_all(comparison, [missing[key] for key in keys], texts, say):
+                for result in measure_at_once(comparison, [missing[key] for key in keys], texts, say):
                     keep(Play(result.method, result.seed, result.rate), result)
         return [results[key] for key in asked]
 
@@ -300,28 +300,6 @@ def measure(comparison: MethodComparison, method: Method, seed: int, texts: Mapp
     seconds = time.perf_counter() - started
     loss, spread, merged_loss = _evaluate(ensemble, samplers)
     return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds, tuple(curve))
-
-
-def measure_all(
-    comparison: MethodComparison,
-    plays: Sequence[tuple[Method, int]],
-    texts: Mapping[str, Text],
-    say: Callable[[str], None],
-) -> Iterator[Result]:
-    """Yield what `measure_at_once` returns, with halves of the plays one after the other if memory is short."""
-    try:
-        results = measure_at_once(comparison, plays, texts, say)
-    except torch.cuda.OutOfMemoryError:
-        if len(plays) == 1:
-            raise
-    else:
-        yield from results
-        return
-    torch.cuda.empty_cache()
-    say(f"{len(plays)} trials do not fit into the device's memory: half of them at a time")
-    middle = (len(plays) + 1) // 2
-    for half in (plays[:middle], plays[middle:]):
-        yield from measure_all(comparison, half, texts, say)
 
 
 def measure_at_once(
@@ -413,22 +391,3 @@ def interval_of(differences: Sequence[float]) -> str:
     quantile = T_QUANTILES[min(len(differences) - 1, len(T_QUANTILES)) - 1]
     half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
     return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
-
-
-def plot_comparison(results: Sequence[Result], path: Path) -> None:
-    """Plot the methods' loss curves on held-out text: means over the seeds, without the first tenth of the steps.
-
-    Raises `ImportError` without matplotlib.
-    """
-    from ..report.plot import plot
-
-    by_method: dict[str, list[Result]] = defaultdict(list)
-    for result in results:
-        by_method[result.method].append(result)
-    curves = {}
-    for name, group in by_method.items():
-        steps = [step for step, _ in group[0].curve]
-        means = [statistics.mean(losses) for losses in zip(*(dict(each.curve).values() for each in group), strict=True)]
-        shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if 10 * step > steps[-1]]
-        curves[f"{name}: {means[-1]:.3f}"] = shown
-    plot(path, curves, {}, "inner steps")

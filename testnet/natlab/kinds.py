@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import Final, Literal
+from typing import Final
 
 from farandole.protocol.wire.errors import FarandoleError
 
-Protocol = Literal["tcp", "udp"]
 HTTPS_PORT: Final = 443
 
 
@@ -83,16 +82,9 @@ class HomeKind:
         """Return the filtering of all routers together, which is the strictest of them."""
         return max(nat.filtering for nat in self.nats)
 
-    def lets_out(self, protocol: Protocol, port: int) -> bool:
-        """Return whether a packet to this port of another host leaves the home."""
-        egress = max(nat.egress for nat in self.nats)
-        match egress:
-            case Egress.ANY:
-                return True
-            case Egress.NO_UDP:
-                return protocol == "tcp"
-            case Egress.ONLY_HTTPS:
-                return protocol == "tcp" and port == HTTPS_PORT
+    def lets_out(self, port: int) -> bool:
+        """Return whether a TCP packet to this port of another host leaves the home."""
+        return port == HTTPS_PORT or Egress.ONLY_HTTPS not in [nat.egress for nat in self.nats]
 
 
 class KindError(FarandoleError):
@@ -162,34 +154,25 @@ _ANY_PORT: Final = 50_000
 
 def can_connect(near: HomeKind, far: HomeKind, port: int = _ANY_PORT) -> bool:
     """Return whether a TCP connection from near reaches a far host at the far host's observed address and port."""
-    return near.lets_out("tcp", port) and far.filtering <= Filtering.ENDPOINT_INDEPENDENT
+    return near.lets_out(port) and far.filtering <= Filtering.ENDPOINT_INDEPENDENT
 
 
 def can_punch_tcp(near: HomeKind, far: HomeKind) -> bool:
     """Return whether TCP connects when both dial at once, from the ports that a third host has observed of each."""
-    return _can_punch(near, far, "tcp")
+    return _gets_in(near, far) or _gets_in(far, near)
 
 
-def can_punch_udp(near: HomeKind, far: HomeKind) -> bool:
-    """Return whether `can_punch_tcp` holds for datagrams."""
-    return _can_punch(near, far, "udp")
-
-
-def _can_punch(near: HomeKind, far: HomeKind, protocol: Protocol) -> bool:
-    return _gets_in(near, far, protocol) or _gets_in(far, near, protocol)
-
-
-def _gets_in(near: HomeKind, far: HomeKind, protocol: Protocol) -> bool:
+def _gets_in(near: HomeKind, far: HomeKind) -> bool:
     """Return whether near's first packet passes far's filter, when far has sent to the address observed of near.
 
     Answers to it pass any filter.
     """
-    if not near.lets_out(protocol, _ANY_PORT) or far.mapping is Mapping.ADDRESS_AND_PORT_DEPENDENT:
+    if not near.lets_out(_ANY_PORT) or far.mapping is Mapping.ADDRESS_AND_PORT_DEPENDENT:
         return False  # it does not leave; or it goes to a port at which far receives packets from the third alone
     match far.filtering:
         case Filtering.NONE | Filtering.ENDPOINT_INDEPENDENT:
             return True
         case Filtering.ADDRESS_DEPENDENT:
-            return far.lets_out(protocol, _ANY_PORT)
+            return far.lets_out(_ANY_PORT)
         case Filtering.ADDRESS_AND_PORT_DEPENDENT:
-            return far.lets_out(protocol, _ANY_PORT) and near.mapping is not Mapping.ADDRESS_AND_PORT_DEPENDENT
+            return far.lets_out(_ANY_PORT) and near.mapping is not Mapping.ADDRESS_AND_PORT_DEPENDENT

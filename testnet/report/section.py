@@ -1,78 +1,17 @@
-"""Sections of a document that commands write: the text between two comments, each on a line of its own.
-
-    <!-- begin traffic -->
-    <!-- end traffic -->
-
-Text outside the sections is never changed.
-"""
+"""Tables of words, and the setting of a measurement."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import itertools
 import os
 import platform
-import re
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.table import Table
-
-from farandole.protocol.wire.errors import FarandoleError
-
-_MARKER = re.compile(r"^<!-- (begin|end) (\S+) -->(?=\r?$)", re.MULTILINE)
-
-
-class SectionError(FarandoleError):
-    """A document cannot be read or written, or has no such section; the message says what it needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One section of a document in UTF-8."""
-
-    document: Path
-    name: str
-
-    def write(self, content: str) -> None:
-        """Replace the section's content, atomically, in the document's present version. Raises `SectionError`."""
-        head, tail = self._parts()
-        document = self.document.resolve()
-        partial = document.with_name(document.name + ".part")
-        try:
-            partial.write_bytes("\n\n".join([head, content.strip("\n"), tail]).encode())
-            shutil.copymode(document, partial)
-            partial.replace(document)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise SectionError(f"cannot write {self.document}: {error}") from error
-
-    def _parts(self) -> tuple[str, str]:
-        """Return the document up to the section's begin, and from its end on, both with their comments."""
-        try:
-            text = self.document.read_bytes().decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SectionError(f"cannot read {self.document}: {error}") from error
-        markers = list(_MARKER.finditer(text))
-        wanted = [("begin", self.name), ("end", self.name)]
-        found = [pair for pair in itertools.pairwise(markers) if [marker.groups() for marker in pair] == wanted]
-        if len(found) != 1 or sum(marker[2] == self.name for marker in markers) != 2:
-            raise SectionError(
-                f"{self.document} has no section {self.name!r}: it needs the lines <!-- begin {self.name} --> and "
-                f"<!-- end {self.name} -->, in this order, once, and no other section's between them"
-            )
-        begin, end = found[0]
-        return text[: begin.end()], text[end.start() :]
-
-
-# A table of words.
 
 # In narrower columns, names break in the middle of a word on a terminal of 80 columns.
 LEFT_WIDTH = 18

@@ -54,6 +54,14 @@ def needs_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_section(document: str, name: str, content: str) -> str:
+    """Return the document with other content between its comments ``begin NAME`` and ``end NAME``."""
+    begin, end = (f"<!-- {edge} {name} -->" for edge in ("begin", "end"))
+    head, rest = document.split(begin)
+    _, tail = rest.split(end)
+    return "\n\n".join([head + begin, content.strip("\n"), end + tail])
+
+
 def _size(num_bytes: int) -> str:
     """Format a size with three digits and a unit."""
     power = next(power for power in (1, 2, 3) if power == 3 or num_bytes < 999.5 * 1_000**power)

@@ -1,16 +1,13 @@
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from farandole.node.base.exits import Exit
 from farandole.testnet import cli
-from farandole.testnet.methods import compare
 from farandole.testnet.methods.baselines import Method, methods
 from farandole.testnet.methods.compare import (
     TUNING_SEED,
@@ -20,16 +17,13 @@ from farandole.testnet.methods.compare import (
     choose_methods,
     interval_of,
     measure,
-    measure_all,
     measure_at_once,
     mixed,
-    plot_comparison,
     result_grid,
     run_compare,
     texts_by_kind,
 )
 from farandole.training.base.errors import DataError
-from farandole.training.data.dataset import Text
 
 from ...token_arrays import array_of
 
@@ -85,41 +79,6 @@ def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
     assert "4 trials: step 20 of 20" in said[-1]
 
 
-def test_trainings_that_do_not_fit_into_memory_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison = MethodComparison(nodes=2, steps=2, interval=2)
-    texts, said, sizes = texts_by_kind(2), list[str](), list[int]()
-    plays = [(Method("pairs", "pairs", 2), seed) for seed in range(3)]
-
-    def at_most(limit: int) -> None:
-        def measure(
-            comparison: MethodComparison,
-            plays: Sequence[tuple[Method, int]],
-            texts: Mapping[str, Text],
-            say: Callable[[str], None],
-        ) -> list[Result]:
-            sizes.append(len(plays))
-            if len(plays) > limit:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-            return measure_at_once(comparison, plays, texts, say)
-
-        monkeypatch.setattr(compare, "measure_at_once", measure)
-
-    at_most(1)
-    assert [result.seed for result in measure_all(comparison, plays, texts, said.append)] == [0, 1, 2]
-    assert sizes == [3, 2, 1, 1, 1]
-    assert said[0] == "3 trials do not fit into the device's memory: half of them at a time"
-    at_most(0)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        list(measure_all(comparison, plays, texts, said.append))
-
-
-def test_one_rate_is_used_without_tuning() -> None:
-    comparison = MethodComparison(nodes=2, steps=2, seeds=1, interval=2, words=["nobody"])
-    result, faster = run_compare(comparison) + run_compare(replace(comparison, rates=(4.0,)))
-    assert (result.rate, faster.rate) == (1.0, 4.0)
-    assert faster.loss < result.loss
-
-
 @pytest.mark.parametrize(
     ("content", "says"), [("{}", "no file of a comparison"), (None, "other steps: name another folder with --out")]
 )
@@ -164,15 +123,6 @@ def test_each_method_gets_the_rate_that_is_best_for_it() -> None:
     ]
 
     assert [(method.name, method.rate) for method in best_of(tried, results)] == [("a", 1.0), ("b", 2.0)]
-
-
-def test_a_comparison_draws_its_curves(tmp_path: Path) -> None:
-    curve = tuple((step, 5.0 / step) for step in range(1, 21))
-    results = [replace(result(name, seed, 2.0), curve=curve) for name in ("a", "b") for seed in range(2)]
-
-    plot_comparison(results, tmp_path / "compare.png")
-
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_losses_are_compared_seed_by_seed() -> None:
@@ -222,11 +172,6 @@ def test_a_comparison_on_mixed_text_is_another_one(tmp_path: Path) -> None:
         run_compare(replace(settings, is_mixed=True), out)
     (together,) = run_compare(replace(settings, is_mixed=True))
     assert together.loss != apart.loss
-
-
-def test_more_nodes_than_kinds_are_refused() -> None:
-    with pytest.raises(DataError, match="too few for 500 nodes"):
-        texts_by_kind(500)
 
 
 def test_kinds_of_text_are_a_folders_subfolders(tmp_path: Path) -> None:

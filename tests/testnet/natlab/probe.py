@@ -6,7 +6,7 @@ then tries to open a path between that port and another host's observed address,
 ``connect`` opens a plain connection to an address, and the host that observes there answers it. ``serve`` is the third
 host's part.
 
-A TCP path counts once both ends have read from it the token that both were given, however it was opened: an accepted
+A path counts once both ends have read from it the token that both were given, however it was opened: an accepted
 connection, an outgoing one, and a simultaneous open (RFC 9293, section 3.5) look alike.
 """
 
@@ -23,16 +23,11 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.testnet.natlab.kinds import Protocol
-
 TOKEN_BYTES: Final = 16
 # Between two attempts: a home's router may have dropped the earlier one, if it came before the other side's.
 _REPEAT_INTERVAL: Final = 0.1
-# After a datagram path is known here, datagrams are sent for this long, so that the other side detects it too.
-_LINGER: Final = 3 * _REPEAT_INTERVAL
 _MAX_LINE: Final = 4_096
 _BACKLOG: Final = 16
-_HEARD, _CALLING = b"!", b"?"
 
 Address = tuple[str, int]
 
@@ -44,7 +39,6 @@ class ProbeRequest(msgspec.Struct):
     do: str
     port: int = 0
     """Local port."""
-    protocol: Protocol = "tcp"
     target: Address = ("", 0)
     """Address of the third host, or the observed one of the other host."""
     token: str = ""
@@ -52,48 +46,36 @@ class ProbeRequest(msgspec.Struct):
 
 
 @dataclass
-class _Port:
-    """A local port in use, with the connections that arrived at it."""
-
-    sock: trio.socket.SocketType
-    arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType] | None = None
-
-
-@dataclass
 class Probe:
     """``nursery`` outlives the requests: sockets that they opened stay open, as an application's do."""
 
     nursery: trio.Nursery
-    ports: dict[tuple[Protocol, int], _Port] = field(default_factory=dict)
+    sockets: list[trio.socket.SocketType] = field(default_factory=list)
+    """Kept, so that the ports stay in use."""
+    arrivals: dict[int, trio.MemoryReceiveChannel[trio.socket.SocketType]] = field(default_factory=dict)
+    """Local port -> the connections that arrived at it."""
 
     async def serve(self, request: ProbeRequest) -> bool:
         """Tell each caller which address it has outside."""
-        listener = await _bound("tcp", request.port)
+        listener = await _bound(request.port)
         listener.listen(_BACKLOG)
         self.nursery.start_soon(_tell_callers, listener, self.nursery)
-        self.nursery.start_soon(_tell_senders, await _bound("udp", request.port))
         return True
 
     async def observe(self, request: ProbeRequest) -> Address | None:
         """Return the local port's address as the third host sees it, or None if that host cannot be reached."""
-        sock = await _bound(request.protocol, request.port)
-        port = self.ports[request.protocol, request.port] = _Port(sock)
-        if request.protocol == "tcp":
-            listener = await _bound("tcp", request.port)
-            listener.listen(_BACKLOG)
-            arrive, port.arrivals = trio.open_memory_channel[trio.socket.SocketType](_BACKLOG)
-            self.nursery.start_soon(_accept, listener, arrive)
+        sock, listener = await _bound(request.port), await _bound(request.port)
+        listener.listen(_BACKLOG)
+        arrive, self.arrivals[request.port] = trio.open_memory_channel[trio.socket.SocketType](_BACKLOG)
+        self.nursery.start_soon(_accept, listener, arrive)
         answer = None
         with trio.move_on_after(request.seconds), suppress(OSError):
             await sock.connect(request.target)
-            while answer is None:
-                await sock.send(b"?")
-                with trio.move_on_after(_REPEAT_INTERVAL):
-                    answer = await sock.recv(_MAX_LINE)
+            await sock.send(b"?")
+            answer = await sock.recv(_MAX_LINE)
         if not answer:
             return None
-        if request.protocol == "udp":  # from now on it receives from other hosts
-            port.sock = await _replaced(sock, request.port)
+        self.sockets.append(sock)
         seen: Address = msgspec.json.decode(answer.partition(b"\n")[0], type=Address)
         return seen
 
@@ -107,34 +89,26 @@ class Probe:
 
     async def answer(self, request: ProbeRequest) -> bool:
         """Wait for a call to the observed port."""
-        arrivals = self.ports["tcp", request.port].arrivals
-        assert arrivals is not None
         with trio.move_on_after(request.seconds):
-            async for sock in arrivals:
+            async for sock in self.arrivals[request.port]:
                 if await _is_peer(sock, request.token.encode()):
                     return True
         return False
 
     async def punch(self, request: ProbeRequest) -> bool:
         """Return whether a path between the observed ports opens."""
-        tries = _punch_tcp if request.protocol == "tcp" else _punch_udp
         with trio.move_on_after(request.seconds):
-            await tries(self.ports[request.protocol, request.port], request)
+            await _punch(self.arrivals[request.port], request)
             return True
         return False
 
 
-async def _bound(protocol: Protocol, port: int) -> trio.socket.SocketType:
-    sock = trio.socket.socket(type=socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM)
+async def _bound(port: int) -> trio.socket.SocketType:
+    sock = trio.socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     await sock.bind(("0.0.0.0", port))
     return sock
-
-
-async def _replaced(sock: trio.socket.SocketType, port: int) -> trio.socket.SocketType:
-    sock.close()
-    return await _bound("udp", port)
 
 
 async def _tell_callers(listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
@@ -147,12 +121,6 @@ async def _tell_caller(sock: trio.socket.SocketType, address: Address) -> None:
     with suppress(OSError), sock:
         while await sock.recv(1):
             await sock.send(msgspec.json.encode(address) + b"\n")
-
-
-async def _tell_senders(sock: trio.socket.SocketType) -> None:
-    while True:
-        _, address = await sock.recvfrom(1)
-        await sock.sendto(msgspec.json.encode(address) + b"\n", address)
 
 
 async def _accept(listener: trio.socket.SocketType, arrive: trio.MemorySendChannel[trio.socket.SocketType]) -> None:
@@ -174,9 +142,8 @@ async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
     return received == token
 
 
-async def _punch_tcp(port: _Port, request: ProbeRequest) -> None:
+async def _punch(arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType], request: ProbeRequest) -> None:
     """Return once there is a connection."""
-    assert port.arrivals is not None
     done = trio.Event()
     token = request.token.encode()
 
@@ -186,7 +153,7 @@ async def _punch_tcp(port: _Port, request: ProbeRequest) -> None:
 
     async def call() -> None:
         while True:
-            sock = await _bound("tcp", request.port)
+            sock = await _bound(request.port)
             with suppress(OSError):
                 await sock.connect(request.target)
                 await check(sock)
@@ -196,42 +163,12 @@ async def _punch_tcp(port: _Port, request: ProbeRequest) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)
 
-        async def answer(arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType]) -> None:
+        async def answer() -> None:
             async for sock in arrivals:
                 nursery.start_soon(check, sock)
 
-        nursery.start_soon(answer, port.arrivals)
+        nursery.start_soon(answer)
         await done.wait()
-        nursery.cancel_scope.cancel()
-
-
-async def _punch_udp(port: _Port, request: ProbeRequest) -> None:
-    """Return once datagrams have arrived in both directions."""
-    token = request.token.encode()
-    targets: dict[Address, bytes] = {request.target: _CALLING}
-    done = trio.Event()
-
-    async def send() -> None:
-        while True:
-            for target, word in list(targets.items()):
-                with suppress(OSError):
-                    await port.sock.sendto(token + word, target)
-            await trio.sleep(_REPEAT_INTERVAL)
-
-    async def receive() -> None:
-        while True:
-            with suppress(OSError):
-                data, address = await port.sock.recvfrom(_MAX_LINE)
-                if data[:TOKEN_BYTES] == token:
-                    targets[address] = _HEARD
-                    if data[TOKEN_BYTES:] == _HEARD:
-                        done.set()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(send)
-        nursery.start_soon(receive)
-        await done.wait()
-        await trio.sleep(_LINGER)
         nursery.cancel_scope.cancel()
 
 

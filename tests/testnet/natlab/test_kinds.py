@@ -8,7 +8,6 @@ from farandole.testnet.natlab.kinds import (
     KindError,
     can_connect,
     can_punch_tcp,
-    can_punch_udp,
     kind_named,
 )
 
@@ -32,8 +31,6 @@ PUNCHABLE = {
 def test_who_punches_through_to_whom(name: str) -> None:
     near = kind_named(name)
     assert {far for far in KINDS if can_punch_tcp(near, kind_named(far))} == set(PUNCHABLE[name])
-    over_udp = set() if name == "udp-blocked" else set(PUNCHABLE[name]) - {"udp-blocked"}
-    assert {far for far in KINDS if can_punch_udp(near, kind_named(far))} == over_udp
 
 
 def test_who_can_simply_be_called() -> None:

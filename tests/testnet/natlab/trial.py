@@ -17,7 +17,7 @@ import trio
 
 from farandole.testnet.natlab import kinds
 from farandole.testnet.natlab.groups import Leash
-from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind, Protocol
+from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind
 from farandole.testnet.natlab.namespace import Location
 
 from .probe import TOKEN_BYTES, Address
@@ -39,18 +39,12 @@ class Reach:
 
     connect: bool
     connect_back: bool
-    punch_tcp: bool
-    punch_udp: bool
+    punch: bool
 
 
 def expected(near: HomeKind, far: HomeKind) -> Reach:
     """Return what theory predicts."""
-    return Reach(
-        kinds.can_connect(near, far),
-        kinds.can_connect(far, near),
-        kinds.can_punch_tcp(near, far),
-        kinds.can_punch_udp(near, far),
-    )
+    return Reach(kinds.can_connect(near, far), kinds.can_connect(far, near), kinds.can_punch_tcp(near, far))
 
 
 @dataclass
@@ -79,10 +73,10 @@ class ProbeProcess:
         await event.wait()
         return result[0]
 
-    async def observe(self, protocol: Protocol, third: str, port: int, seconds: float = PATIENCE) -> Address | None:
+    async def observe(self, third: str, port: int, seconds: float = PATIENCE) -> Address | None:
         """Return the local port's address as the third host sees it; None if that host cannot be reached."""
         target = third, HTTPS_PORT
-        answer = await self.ask("observe", protocol=protocol, port=port, target=target, seconds=seconds)
+        answer = await self.ask("observe", port=port, target=target, seconds=seconds)
         return answer and tuple(answer)
 
     async def end(self) -> None:
@@ -134,9 +128,8 @@ async def open_probes(places: Mapping[Name, Location], leash: Leash) -> AsyncIte
 
 async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str, theory: Reach) -> Reach:
     """Try all ways at once; the third host serves at port 443 of that address."""
-    connect, connect_back, punch_tcp, punch_udp = (
-        PATIENCE if is_path else PATHLESS_SECONDS
-        for is_path in (theory.connect, theory.connect_back, theory.punch_tcp, theory.punch_udp)
+    connect, connect_back, punch = (
+        PATIENCE if is_path else PATHLESS_SECONDS for is_path in (theory.connect, theory.connect_back, theory.punch)
     )
     results: dict[str, bool] = {}
 
@@ -146,15 +139,14 @@ async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str, theory: Re
     async with trio.open_nursery() as nursery:
         nursery.start_soon(note, "connect", partial(_connects, near, far, third, connect))
         nursery.start_soon(note, "connect_back", partial(_connects, far, near, third, connect_back))
-        nursery.start_soon(note, "punch_tcp", partial(_punches, near, far, "tcp", third, punch_tcp))
-        nursery.start_soon(note, "punch_udp", partial(_punches, near, far, "udp", third, punch_udp))
+        nursery.start_soon(note, "punch", partial(_punches, near, far, third, punch))
     return Reach(**results)
 
 
 async def _connects(near: ProbeProcess, far: ProbeProcess, third: str, seconds: float) -> bool:
     """Return whether ``near`` can call the address that the third host has observed of ``far``."""
     port = far.take_port()
-    target = await far.observe("tcp", third, port)
+    target = await far.observe(third, port)
     assert target is not None, "the third cannot be reached"
     given = {"token": _new_token(), "seconds": seconds}
     return await _both(
@@ -163,14 +155,14 @@ async def _connects(near: ProbeProcess, far: ProbeProcess, third: str, seconds: 
     )
 
 
-async def _punches(near: ProbeProcess, far: ProbeProcess, protocol: Protocol, third: str, seconds: float) -> bool:
+async def _punches(near: ProbeProcess, far: ProbeProcess, third: str, seconds: float) -> bool:
     """Return whether both find a path, each with the address that the third host has observed of the other."""
     near_port, far_port = near.take_port(), far.take_port()
-    near_seen = await near.observe(protocol, third, near_port, seconds)
-    far_seen = await far.observe(protocol, third, far_port, seconds)
+    near_seen = await near.observe(third, near_port, seconds)
+    far_seen = await far.observe(third, far_port, seconds)
     if near_seen is None or far_seen is None:
         return False
-    given = {"protocol": protocol, "token": _new_token(), "seconds": seconds}
+    given = {"token": _new_token(), "seconds": seconds}
     return await _both(
         partial(near.ask, "punch", port=near_port, target=far_seen, **given),
         partial(far.ask, "punch", port=far_port, target=near_seen, **given),

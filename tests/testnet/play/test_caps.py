@@ -52,8 +52,9 @@ def count(place: Location, column: int) -> int:
     return int(line.partition(":")[2].split()[column])
 
 
-def measure(places: list[Location], tmp_path: Path, seconds: float, *, caps_upload: bool) -> tuple[float, float]:
-    """Return the least and the greatest possible rate of the capped node's device, Mbit/s."""
+@pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
+def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: Path, caps_upload: bool) -> None:
+    """A busy machine may make the transfer slower; nothing may make it faster."""
     near, far = places
     up, down = (MBIT, 0.0) if caps_upload else (0.0, MBIT)
     capped, column = (near, _SENT) if caps_upload else (far, _RECEIVED)
@@ -63,30 +64,7 @@ def measure(places: list[Location], tmp_path: Path, seconds: float, *, caps_uplo
     ):
         assert said == "taking"
         time.sleep(SETTLE_SECONDS)
-        times = [time.monotonic()]
-        before = count(capped, column)
-        times.append(time.monotonic())
-        time.sleep(seconds)
-        times.append(time.monotonic())
-        after = count(capped, column)
-        times.append(time.monotonic())
-    mbit = (after - before) * 8 / 1e6
-    return mbit / (times[3] - times[0]), mbit / (times[2] - times[1])
-
-
-@pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
-def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: Path, caps_upload: bool) -> None:
-    """A busy machine may make the transfer slower; nothing may make it faster."""
-    at_least, _ = measure(places, tmp_path, 4.0, caps_upload=caps_upload)
-    assert 0 < at_least <= 1.1 * MBIT
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
-def test_a_cap_holds_within_a_tenth_over_half_a_minute(
-    places: list[Location], tmp_path: Path, caps_upload: bool
-) -> None:
-    at_least, at_most = measure(places, tmp_path, 27.0, caps_upload=caps_upload)
-    print(f"capped at {MBIT:g} Mbit/s: {at_least:.2f} to {at_most:.2f} Mbit/s at the device")
-    assert at_most >= 0.9 * MBIT
-    assert at_least <= 1.1 * MBIT
+        began_at, before = time.monotonic(), count(capped, column)
+        time.sleep(4.0)
+        mbit = (count(capped, column) - before) * 8 / 1e6
+        assert 0 < mbit / (time.monotonic() - began_at) <= 1.1 * MBIT

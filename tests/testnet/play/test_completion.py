@@ -41,18 +41,3 @@ def test_bash_completes(line: str, completed: list[str], tmp_path: Path) -> None
         check=True,
     )
     assert (result.stdout.split(), result.stderr) == (completed, "")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-@pytest.mark.skipif(not PROGRAM.exists(), reason="needs farandole installed")
-def test_each_shell_has_its_script(shell: str) -> None:
-    result = subprocess.run(
-        [PROGRAM],
-        env={**os.environ, "_FARANDOLE_COMPLETE": f"source_{shell}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "_FARANDOLE_COMPLETE" in result.stdout
-    assert f"complete_{shell}" in result.stdout

@@ -48,10 +48,7 @@ async def test_a_scenario_without_faults_passes(tmp_path: Path) -> None:
     for node in report.nodes:
         with pytest.raises(NoNodeError):
             call(tmp_path / "nodes" / f"{node.index:02d}", "status")
-
-
-async def test_the_first_node_gets_the_manifest_and_the_others_an_invite(tmp_path: Path) -> None:
-    report = await testnet(scenario(), tmp_path).play()
+    # The first node gets the manifest, and the others an invite.
     first, second = ((tmp_path / "nodes" / name / "sources").read_text().split() for name in ("00", "01"))
     assert first == [str(tmp_path / "run.manifest")]
     assert decode_invite(second[0]).run_id.hex() == report.run_id
@@ -98,15 +95,12 @@ async def test_a_node_that_stands_still_is_wedged(tmp_path: Path) -> None:
     assert any("node 2 was wedged" in reason for reason in report.reasons)
 
 
-async def test_a_training_that_takes_too_long_fails(tmp_path: Path) -> None:
-    report = await testnet(scenario(timeout=1.0), tmp_path, "--stall", "2").play()
+async def test_a_training_that_takes_too_long_fails_and_so_do_nodes_that_do_not_agree(tmp_path: Path) -> None:
+    settings = scenario(timeout=1.0, settle_timeout=0.3)
+    report = await testnet(settings, tmp_path, "--stall", "2", "--stray", "1").play()
     assert report.reasons[0] == "the training was not over after 1 s"
-
-
-async def test_nodes_that_do_not_agree_on_the_run_state(tmp_path: Path) -> None:
-    report = await testnet(scenario(settle_timeout=0.3), tmp_path, "--stray", "1").play()
     assert not report.state_equal
-    assert report.reasons == ["the run state is not equal on all live nodes"]
+    assert "the run state is not equal on all live nodes" in report.reasons
 
 
 async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> None:
@@ -181,20 +175,19 @@ async def test_nothing_befalls_a_node_before_it_has_been_started(tmp_path: Path)
     assert not is_up(tmp_path / "nodes" / "02")
 
 
-async def test_a_node_that_flaps_is_left_alone_in_the_end(tmp_path: Path) -> None:
-    flap = {"kind": "flap", "nodes": [1], "at_round": 5, "duration": 2.0, "interval": 0.4}
-    report = await testnet(scenario(rounds=60, fault=[flap]), tmp_path).play()
+async def test_a_node_that_flaps_is_left_alone_in_the_end_and_a_full_disk_takes_nothing_for_a_while(
+    tmp_path: Path,
+) -> None:
+    faults = [
+        {"kind": "flap", "nodes": [1], "at_round": 5, "duration": 2.0, "interval": 0.4},
+        {"kind": "fill_disk", "nodes": [2], "after_start": 0.1, "duration": 1.0},
+    ]
+    report = await testnet(scenario(rounds=100, fault=faults), tmp_path, "--write", "2").play()
     assert report.reasons == []
     assert any("node 1 was killed" in event for event in report.events)
     assert report.nodes[1].condition_seconds["absent"] > 0.0
-    assert report.nodes[1].rounds == 60
-
-
-async def test_a_full_disk_takes_nothing_and_then_again(tmp_path: Path) -> None:
-    full = {"kind": "fill_disk", "nodes": [1], "after_start": 0.1, "duration": 1.0}
-    report = await testnet(scenario(rounds=100, fault=[full]), tmp_path, "--write", "1").play()
-    assert report.reasons == []
-    said = (tmp_path / "nodes" / "01" / "written").read_text().split()
+    assert report.nodes[1].rounds == 100
+    said = (tmp_path / "nodes" / "02" / "written").read_text().split()
     assert "File" in said
     assert said[-1] == "ok"
 
