@@ -1,7 +1,7 @@
 """The benchmark of a hostile internet: the harm that strangers can do to a node.
 
 A node, its attackers and an honest dialer are a process each. During an attack, newcomers dial all the time, each with
-a key of its own, and wait for an answer; the node's memory, descriptors, tasks, CPU and log are read between dials. The
+a key of its own, and wait for an answer; the node's memory, descriptors, tasks and log are read between dials. The
 attackers target the port that the benchmark has opened on loopback, and nothing else
 (`farandole.testnet.bench.worker.hostile_attacks`).
 """
@@ -57,7 +57,6 @@ class FloodResult:
     name: str
     number: int
     seconds: float
-    cpu_share: float
     over_mb: float
     """Peak memory above that before."""
     descriptors: tuple[int, int, int]
@@ -105,12 +104,11 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchR
             f"+{max(0.0, row.over_mb):.0f} MB",
             " / ".join(map(str, row.descriptors)),
             " / ".join(map(str, row.tasks)),
-            f"{row.cpu_share:.0%}",
             f"{row.lines_per_minute:.1f}",
         ]
         for row in rows
     ]
-    limits = ["limit", "", f"max {MAX_DIAL_SECONDS:g} s", "0", f"+{MAX_OVER_MB:.0f} MB", "flat", "flat", "", ""]
+    limits = ["limit", "", f"max {MAX_DIAL_SECONDS:g} s", "0", f"+{MAX_OVER_MB:.0f} MB", "flat", "flat", ""]
     header = [
         "strangers",
         "connections",
@@ -119,13 +117,11 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchR
         "memory",
         "descriptors before / most / after",
         "tasks",
-        "CPU",
         "log lines a minute",
     ]
     grid = Grid("A node among strangers, and honest newcomers that dial it meanwhile", header, [limits, *cells])
     data = {
         "rows": [asdict(row) for row in rows],
-        "limits": {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER},
     }
     slowest = max((row.dial_max for row in rows if row.dial_max is not None), default=0.0)
     failed = sum(len(row.failures) for row in rows)
@@ -138,73 +134,6 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchR
     return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()], claims=claims)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """The three processes."""
-
-    node: BenchWorker
-    attackers: BenchWorker
-    dialler: BenchWorker
-    address: str
-
-    def play(self, flood: Flood, say: Say) -> FloodResult:
-        """Play one flood."""
-        looks = [self.node.ask("figures")]
-        dials: list[float] = []
-        failures: list[str] = []
-        _, _, _, _, port, _, peer = self.address.split("/")
-        flooding = asdict(flood)
-        del flooding["name"]
-        self.attackers.put("flood", port=int(port), peer=peer, **flooding)
-        while not self.attackers.has_answered(0.0):
-            answer = self.dialler.ask("dial", address=self.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
-            dials += answer["times"]
-            failures += answer["failures"]
-            looks.append(self.node.ask("figures"))
-            say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
-        flooded = self.attackers.get()
-        row = self._row(flood.name, flooded["number"], flooded["seconds"], looks)
-        row.dials, row.failures = len(dials), failures
-        if dials:
-            row.dial_p50, row.dial_max = statistics.median(dials), max(dials)
-        return row
-
-    def cycle(self, number: int, say: Say) -> FloodResult:
-        """Open and close connections of one peer, from one address."""
-        say(f"{number} connections come and go")
-        self.dialler.ask("cycle", address=self.address, number=WARM_UP_CYCLES)
-        time.sleep(SETTLE_SECONDS)
-        looks = [self.node.ask("figures")]
-        num_done, seconds = 0, 0.0
-        while num_done < number:
-            batch = min(WARM_UP_CYCLES, number - num_done)
-            seconds += self.dialler.ask("cycle", address=self.address, number=batch)["seconds"]
-            num_done += batch
-            looks.append(self.node.ask("figures"))
-            say(f"{num_done} of {number} connections have come and gone")
-        return self._row("one peer comes and goes", number, seconds, looks)
-
-    def _row(self, name: str, number: int, seconds: float, looks: list[dict[str, Any]]) -> FloodResult:
-        time.sleep(SETTLE_SECONDS)
-        looks.append(self.node.ask("figures"))
-        first, last = looks[0], looks[-1]
-        elapsed = last["at"] - first["at"]
-
-        def course(what: str) -> tuple[int, int, int]:
-            return first[what], max(look[what] for look in looks), last[what]
-
-        return FloodResult(
-            name=name,
-            number=number,
-            seconds=seconds,
-            cpu_share=(last["cpu_seconds"] - first["cpu_seconds"]) / elapsed,
-            over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
-            descriptors=course("descriptors"),
-            tasks=course("tasks"),
-            lines_per_minute=60 * (last["log_lines"] - first["log_lines"]) / elapsed,
-        )
-
-
 def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[FloodResult]:
     """Measure each part against a fresh node, since the remains of one part would hide the cost of the next."""
     rows = []
@@ -212,11 +141,67 @@ def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[Fl
         with contextlib.ExitStack() as stack:
             parts = ("attacked node", "attackers", "honest dialler")
             workers = [stack.enter_context(open_worker(part, worker_command(part), log)) for part in parts]
-            node, attackers, dialler = workers
-            stage = _Stage(node, attackers, dialler, node.ask("address")["address"])
-            stage.dialler.ask("dial", address=stage.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
-            rows.append(stage.cycle(cycles, say) if plan is None else stage.play(plan, say))
+            address = workers[0].ask("address")["address"]
+            workers[2].ask("dial", address=address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
+            rows.append(_cycle(workers, address, cycles, say) if plan is None else _flood(workers, address, plan, say))
     return rows
+
+
+def _flood(workers: Sequence[BenchWorker], address: str, flood: Flood, say: Say) -> FloodResult:
+    """Play one flood, and dial meanwhile."""
+    node, attackers, dialler = workers
+    looks = [node.ask("figures")]
+    dials: list[float] = []
+    failures: list[str] = []
+    _, _, _, _, port, _, peer = address.split("/")
+    flooding = asdict(flood)
+    del flooding["name"]
+    attackers.put("flood", port=int(port), peer=peer, **flooding)
+    while not attackers.has_answered(0.0):
+        answer = dialler.ask("dial", address=address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
+        dials += answer["times"]
+        failures += answer["failures"]
+        looks.append(node.ask("figures"))
+        say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
+    flooded = attackers.get()
+    row = _row(node, flood.name, flooded["number"], flooded["seconds"], looks)
+    row.dials, row.failures = len(dials), failures
+    if dials:
+        row.dial_p50, row.dial_max = statistics.median(dials), max(dials)
+    return row
+
+
+def _cycle(workers: Sequence[BenchWorker], address: str, number: int, say: Say) -> FloodResult:
+    """Open and close connections of one peer, from one address."""
+    node, _, dialler = workers
+    dialler.ask("cycle", address=address, number=WARM_UP_CYCLES)
+    time.sleep(SETTLE_SECONDS)
+    looks = [node.ask("figures")]
+    seconds = 0.0
+    for num_done in range(0, number, WARM_UP_CYCLES):
+        say(f"{num_done} of {number} connections have come and gone")
+        batch = min(WARM_UP_CYCLES, number - num_done)
+        seconds += dialler.ask("cycle", address=address, number=batch)["seconds"]
+        looks.append(node.ask("figures"))
+    return _row(node, "one peer comes and goes", number, seconds, looks)
+
+
+def _row(node: BenchWorker, name: str, number: int, seconds: float, looks: list[dict[str, Any]]) -> FloodResult:
+    time.sleep(SETTLE_SECONDS)
+    looks.append(node.ask("figures"))
+    first, last = looks[0], looks[-1]
+    descriptors, tasks = (
+        (first[what], max(look[what] for look in looks), last[what]) for what in ("descriptors", "tasks")
+    )
+    return FloodResult(
+        name=name,
+        number=number,
+        seconds=seconds,
+        over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
+        descriptors=descriptors,
+        tasks=tasks,
+        lines_per_minute=60 * (last["log_lines"] - first["log_lines"]) / (last["at"] - first["at"]),
+    )
 
 
 def run(

@@ -145,40 +145,41 @@ def check_fetched(path: Path, source: Path) -> None:
         raise BenchError("what was fetched is not what was asked for")
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """A newcomer and two donors."""
-
-    newcomer: BenchWorker
-    donors: list[BenchWorker]
-    addresses: list[str]
-    pids: list[int]
-    source: Path
-    target: Path
-
-    def fetch(self, num_donors: int, **options: Any) -> dict[str, Any]:
-        """Fetch from the first ``num_donors`` donors."""
-        self.target.unlink(missing_ok=True)
-        answer = self.newcomer.ask(
-            "fetch", path=str(self.source), target=str(self.target), donors=self.addresses[:num_donors], **options
-        )
-        check_fetched(self.target, self.source)
-        return answer
-
-
 @contextlib.contextmanager
 def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[Nodes]:
     """Open the nodes; the newcomer is in the first place."""
     command, names = worker_command("joining node"), ("newcomer", "donor 1", "donor 2")
     with contextlib.ExitStack() as stack:
-        commands = [(name, [*place.enter, *command]) for name, place in zip(names, places, strict=True)]
-        workers = [stack.enter_context(open_worker(name, entered, log)) for name, entered in commands]
+        workers = [
+            stack.enter_context(open_worker(name, [*place.enter, *command], log))
+            for name, place in zip(names, places, strict=True)
+        ]
         opened = ask_all(workers, "open", [{"ip": place.ip} for place in places])
         addresses = [answer["address"] for answer in opened]
         ask_all(workers, "meet", addresses=addresses)
         ask_all(workers[1:], "hold", path=str(source))
-        target = source.with_name("fetched.safetensors")
-        yield Nodes(workers[0], workers[1:], addresses[1:], [answer["pid"] for answer in opened[1:]], source, target)
+        yield Nodes(workers[0], workers[1:], addresses[1:], [answer["pid"] for answer in opened[1:]], source)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A newcomer and two donors; made by `open_nodes`."""
+
+    newcomer: BenchWorker
+    donors: list[BenchWorker]
+    addresses: list[str]
+    """The donors' addresses."""
+    pids: list[int]
+    source: Path
+
+    def fetch(self, num_donors: int, **options: Any) -> dict[str, Any]:
+        """Fetch from the first ``num_donors`` donors."""
+        target = self.source.with_name("fetched.safetensors")
+        target.unlink(missing_ok=True)
+        donors = self.addresses[:num_donors]
+        answer = self.newcomer.ask("fetch", path=str(self.source), target=str(target), donors=donors, **options)
+        check_fetched(target, self.source)
+        return answer
 
 
 def run(

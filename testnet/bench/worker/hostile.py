@@ -20,7 +20,7 @@ from farandole.protocol.wire.identity import public_key_of
 
 from .exchange import LOOPBACK, PROTOCOL
 from .hostile_attacks import AttackTarget, attack
-from .server import Server, cpu_seconds, memory_mb
+from .server import Server, memory_mb
 
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
 MAX_AT_ONCE: Final = 1_500
@@ -73,7 +73,6 @@ class AttackedNode(HostileProcess):
             "rss_mb": memory_mb("VmRSS"),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
-            "cpu_seconds": cpu_seconds(),
             "log_lines": self._log.num_lines,
             "at": time.monotonic(),
         }
