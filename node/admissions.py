@@ -10,7 +10,7 @@ import msgspec
 from farandole.protocol.wire.identity import peer_id_of
 
 from .base.control import ControlError, Handler
-from .loop.notices import NoticeError
+from .loop.rest_service import NoticeError
 from .member.run_member import RunMember
 from .state.credentials import CredentialsError
 from .state.store import StoreError

@@ -19,7 +19,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
-from farandole.protocol.epochs.epoch_progress import epoch_progress
+from farandole.protocol.epochs.lease_claims import epoch_progress
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.manifest import EpochsConfig
 from farandole.protocol.run.models import stage_parameters

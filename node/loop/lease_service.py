@@ -18,9 +18,8 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.protocol.epochs.epoch_progress import median_epoch
-from farandole.protocol.epochs.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked, news
-from farandole.protocol.epochs.leases import Leases
+from farandole.protocol.epochs.lease_claims import median_epoch
+from farandole.protocol.epochs.leases import Announce, EpochBegan, Event, Heard, Leases, Left, Output, Ticked, news
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.slices import parts
 from farandole.protocol.state.believing import Acquaintance, Partners

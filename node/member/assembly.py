@@ -32,8 +32,8 @@ from ..join.bootstrap import serve_manifest
 from ..loop.activation_links import ACTIVATIONS_PROTOCOL, Links
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
-from ..loop.notices import NoticeBoard
 from ..loop.pipeline_service import PipelineService
+from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService
 from ..loop.training import PAIRING_PROTOCOL, Surroundings, Training
 from ..mesh.host import Host

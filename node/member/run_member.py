@@ -17,8 +17,8 @@ from ..join.address_book import Reconnector
 from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
-from ..loop.notices import NoticeBoard
 from ..loop.pipeline_service import PipelineService
+from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService
 from ..loop.training import Training
 from ..mesh.host import Host

@@ -56,8 +56,7 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
         from farandole.training.base.determinism import make_deterministic
         from farandole.training.base.device import choose_device, limit_memory
 
-        from .engines import make_engine
-        from .process import TrainerProcess
+        from .process import TrainerProcess, make_engine
 
     # Threads within an operation, and operations at a time: one operation at a time has all threads.
     torch.set_num_threads(prepare.settings.threads)

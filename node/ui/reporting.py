@@ -23,9 +23,8 @@ from ..base.project import VERSION
 from ..base.system.processes import count_descriptors, resident_bytes
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
-from ..loop.notices import NoticeBoard
 from ..loop.pipeline_service import PipelineService
-from ..loop.rest_service import Rest
+from ..loop.rest_service import NoticeBoard, Rest
 from ..loop.traffic_service import TrafficService
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity

@@ -22,7 +22,7 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
   out, or one for which no peer is free, goes on at once. It waits for one partner until `MEETING_SHARE` after the time
   at which that one should be ready by its own word. Then it seeks another, which most often was left waiting too.
 - *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
-  that is met more often than by chance waits for its turn (`farandole.protocol.rounds.pairing_backoff`).
+  that is met more often than by chance waits for its turn (`farandole.protocol.rounds.pairing_order`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
   node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, at
   most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
@@ -53,12 +53,14 @@ from ..wire.timers import SetTimer, TimerFired
 from . import pairing_messages as messages
 from .pairing_events import (
     FOLLOWING,
+    Bond,
     ContributionReady,
     Event,
     ExchangeEnded,
     GoAlone,
     MessageReceived,
     Output,
+    PairingRound,
     PeerLost,
     PeersChanged,
     RoundStarted,
@@ -70,7 +72,6 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
-from .pairing_round import Bond, PairingRound
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
 # back. A newcomer gets weights that are at most this old.

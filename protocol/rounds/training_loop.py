@@ -11,7 +11,7 @@ contribution or alone. Pairing never waits beyond its deadline, so neither does 
   (`REST_TIMEOUT`).
 - *Leaving.* The exchange has a short time to end (`EXCHANGE_GRACE`), since its outcome is in the last checkpoint.
 - *Death.* The next trainer resumes from the last checkpoint: `farandole.protocol.trainer.supervisor` decides when, and
-  `farandole.protocol.trainer.watchdog` detects one that hangs.
+  `farandole.protocol.trainer.supervisor` detects one that hangs.
 - *Sleep.* A node that comes back many rounds behind the others takes newer weights: its own would pull its partners
   back.
 
@@ -34,8 +34,7 @@ from ..stages.pipeline_events import Measure, Measured, RoundBegan, RoundDrained
 from ..state.believing import MAX_LEAP
 from ..state.node_state import Phase, TrainingState
 from ..trainer import trainer_messages as messages
-from ..trainer.supervisor import End, Supervisor
-from ..trainer.watchdog import WATCH_INTERVAL, Watchdog
+from ..trainer.supervisor import WATCH_INTERVAL, End, Supervisor, Watchdog
 from ..wire.errors import LocalProtocolError
 from ..wire.identity import peer_id_of
 from ..wire.timers import SetTimer, TimerFired

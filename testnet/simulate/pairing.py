@@ -24,7 +24,7 @@ from functools import partial
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
 from farandole.protocol.rounds import pairing_events, pairing_messages, training_events
 from farandole.protocol.rounds.pairing import Pairing
-from farandole.protocol.rounds.pairing_backoff import MeetingLimit
+from farandole.protocol.rounds.pairing_order import MeetingLimit
 from farandole.protocol.rounds.training_loop import LoopConfig, TrainingLoop
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig

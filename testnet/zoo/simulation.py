@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.protocol.rounds.pairing_backoff import PartnerBackoff
+from farandole.protocol.rounds.pairing_order import PartnerBackoff
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS
 from farandole.protocol.state.believing import OwnSuspects, is_suspected

@@ -22,7 +22,7 @@ from farandole.node.transfers.donor import Conditions
 from farandole.node.transfers.fetch import Fetched
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.epochs.epoch_progress import EpochProgress
+from farandole.protocol.epochs.lease_claims import EpochProgress
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
 from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import public_bytes

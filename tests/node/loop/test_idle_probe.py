@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import pytest
 import trio
 
-from farandole.node.loop import idle_probe as probing
-from farandole.node.loop.idle_probe import (
+from farandole.node.loop import idle_service as probing
+from farandole.node.loop.idle_service import (
+    CALM_SECONDS,
     GPU_TIMEOUT,
+    LOOK_INTERVAL,
     GpuProbe,
+    IdleService,
+    IdleWatch,
     ProbeError,
     parse_gpu_processes,
 )
-from farandole.node.loop.idle_service import CALM_SECONDS, LOOK_INTERVAL, IdleService, IdleWatch
 from farandole.node.loop.rest_service import Rest
 
 

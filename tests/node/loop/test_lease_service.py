@@ -13,8 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseService
 from farandole.node.status.journal import Journal
-from farandole.protocol.epochs.lease_events import Announce
-from farandole.protocol.epochs.leases import SETTLE_SECONDS
+from farandole.protocol.epochs.leases import SETTLE_SECONDS, Announce
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.state.entries import Delta, Kind, Lease, LeasedSlices, Payload

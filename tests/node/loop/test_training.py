@@ -35,8 +35,7 @@ from farandole.protocol.rounds.training_loop import (
 )
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.trainer import trainer_messages as messages
-from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
-from farandole.protocol.trainer.watchdog import WATCH_INTERVAL
+from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, WATCH_INTERVAL, Supervisor
 
 SIZE = 12_000_000
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)

@@ -22,8 +22,7 @@ from farandole.node.base.system.memory import map_shared_memory, open_shared_mem
 from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, SAVING_NICENESS
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.engines import make_engine
-from farandole.node.trainer_process.process import TrainerProcess
+from farandole.node.trainer_process.process import TrainerProcess, make_engine
 from farandole.protocol.run.manifest import DataConfig, Manifest
 from farandole.protocol.run.screening_rules import ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import (

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from farandole.node.base.system.memory import open_shared_memory
 from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.engines import make_engine
-from farandole.node.trainer_process.process import TrainerProcess
+from farandole.node.trainer_process.process import TrainerProcess, make_engine
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import (
     KEPT_STARTS,

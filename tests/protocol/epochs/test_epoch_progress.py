@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from farandole.protocol.epochs.epoch_progress import EpochProgress, epoch_progress
+from farandole.protocol.epochs.lease_claims import EpochProgress, epoch_progress
 from farandole.protocol.run.slices import parts
 from farandole.protocol.state.entries import Delta, Kind, Lease
 from farandole.protocol.state.state import RunState

@@ -7,8 +7,18 @@ from collections.abc import Iterable
 import pytest
 
 from farandole.protocol.epochs.lease_claims import MAX_SHARE
-from farandole.protocol.epochs.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked
-from farandole.protocol.epochs.leases import ASLEEP_SECONDS, SETTLE_SECONDS, Leases
+from farandole.protocol.epochs.leases import (
+    ASLEEP_SECONDS,
+    SETTLE_SECONDS,
+    Announce,
+    EpochBegan,
+    Event,
+    Heard,
+    Leases,
+    Left,
+    Output,
+    Ticked,
+)
 from farandole.protocol.run.slices import parts
 from farandole.protocol.state.entries import Lease, LeasedSlices
 from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.trainer.watchdog import FIRST_SECONDS, HUNG_STEPS, MAX_TURN, WATCH_INTERVAL, Watchdog
+from farandole.protocol.trainer.supervisor import FIRST_SECONDS, HUNG_STEPS, MAX_TURN, WATCH_INTERVAL, Watchdog
 
 LEAST = 60.0
 

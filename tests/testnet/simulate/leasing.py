@@ -11,8 +11,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from farandole.protocol.epochs.lease_events import Announce, Event, Left, Ticked, news
-from farandole.protocol.epochs.leases import Leases
+from farandole.protocol.epochs.leases import Announce, Event, Leases, Left, Ticked, news
 from farandole.protocol.state.entries import Kind, Lease
 from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained
 from farandole.testnet.simulate.state import SimulatedNode, World

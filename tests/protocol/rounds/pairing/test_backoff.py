@@ -8,16 +8,6 @@ import random
 import pytest
 
 from farandole.protocol.rounds.pairing import PROPOSE_UNTIL, Pairing
-from farandole.protocol.rounds.pairing_backoff import (
-    FAIR_BURST,
-    FAIR_SHARE,
-    FIRST_ROUNDS,
-    FIRST_ROUNDS_AHEAD,
-    MAX_PEERS,
-    MAX_ROUNDS,
-    MeetingLimit,
-    PartnerBackoff,
-)
 from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -27,6 +17,16 @@ from farandole.protocol.rounds.pairing_events import (
     SendMessage,
 )
 from farandole.protocol.rounds.pairing_messages import Agree, Busy, Decline, Propose
+from farandole.protocol.rounds.pairing_order import (
+    FAIR_BURST,
+    FAIR_SHARE,
+    FIRST_ROUNDS,
+    FIRST_ROUNDS_AHEAD,
+    MAX_PEERS,
+    MAX_ROUNDS,
+    MeetingLimit,
+    PartnerBackoff,
+)
 from farandole.protocol.wire.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, MIDDLE, Node, matched, started

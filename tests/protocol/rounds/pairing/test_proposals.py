@@ -7,7 +7,6 @@ import random
 import pytest
 
 from farandole.protocol.rounds.pairing import MAX_PROPOSALS, PROPOSE_FROM, PROPOSE_UNTIL, SWAP_SHARE, Pairing
-from farandole.protocol.rounds.pairing_backoff import MeetingLimit
 from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     GoAlone,
@@ -29,6 +28,7 @@ from farandole.protocol.rounds.pairing_messages import (
     Withdraw,
     encode_message,
 )
+from farandole.protocol.rounds.pairing_order import MeetingLimit
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, Node, matched, only_proposal, started
