@@ -51,14 +51,6 @@ PeerRow = tuple[bytes, bytes, float]
 """A peer's public key, its multiaddrs in JSON, and when it was reached last, in Unix time."""
 
 
-def _span(line: bytes) -> tuple[int, int]:
-    """Parse a line of the mark's file; older files had one line with one number, up to which all may have been used."""
-    numbers = line.split()
-    if not 1 <= len(numbers) <= 2 or not all(number.isdigit() and len(number) <= _MARK_DIGITS for number in numbers):
-        return _NO_SPAN
-    return (int(numbers[0]) if len(numbers) == 2 else 0), int(numbers[-1])
-
-
 class StoreError(FarandoleError):
     """The disk did not take it (full, broken, read-only); nothing was changed, and a later try may succeed."""
 
@@ -128,7 +120,12 @@ class Store:
                 lines = self._mark_path.read_bytes().split(b"\n")[:MAX_SPANS]
             except FileNotFoundError:
                 return ()
-            return tuple(span for line in lines if (span := _span(line)) != _NO_SPAN)
+            spans = []
+            for numbers in map(bytes.split, lines):
+                is_sound = all(number.isdigit() and len(number) <= _MARK_DIGITS for number in numbers)
+                if is_sound and len(numbers) in (1, 2):  # one, in older files: up to it all may have been used
+                    spans.append((int(numbers[0]) if len(numbers) == 2 else 0, int(numbers[-1])))
+            return tuple(span for span in spans if span != _NO_SPAN)
 
         return await self._in_thread(work)
 

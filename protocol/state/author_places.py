@@ -65,8 +65,11 @@ class AuthorPlaces:
         """Return the author whose place a newcomer would take in a full table; None if no author gives way to it."""
         is_needed = introducer is None or self.is_needed(author)
         for crowded in sorted(self._groups, key=self._load, reverse=True):
-            if not is_needed and introducer is not None and not self._is_lighter(introducer, crowded):
-                return None
+            if not is_needed and introducer is not None:  # it must have fewer, even with one author more
+                same = introducer.network == crowded.network
+                own = len(self._groups.get(introducer, ())) if same else self._networks[introducer.network]
+                if own + 1 >= (len(self._groups[crowded]) if same else self._networks[crowded.network]):
+                    return None
             for other in reversed(self._groups[crowded]):
                 if not self.is_needed(other):
                     return other
@@ -105,9 +108,3 @@ class AuthorPlaces:
 
     def _load(self, introducer: Introducer) -> tuple[int, int]:
         return self._networks[introducer.network], len(self._groups[introducer])
-
-    def _is_lighter(self, introducer: Introducer, other: Introducer) -> bool:
-        """Return whether an introducer with one author more would still have fewer than another one."""
-        if introducer.network != other.network:
-            return self._networks[introducer.network] + 1 < self._networks[other.network]
-        return len(self._groups.get(introducer, ())) + 1 < len(self._groups[other])

@@ -126,18 +126,15 @@ class Writer:
 
     def marked(self, mark: Mark) -> None:
         """Confirm that the mark is on disk."""
-        outside = [span for span in self._spans if not any(first <= span.first <= last for first, last in mark)]
-        spans = [*outside, *(self._joined(first, last) for first, last in mark)]
-        self._spans = sorted(spans, key=lambda span: span.first)
-
-    def _joined(self, first: int, last: int) -> _Span:
-        """Join the spans within ``first`` to ``last`` into one."""
-        joined = _Span(first, last)
+        outside, marked = [], [_Span(first, last) for first, last in mark]
         for span in self._spans:
-            if first <= span.first <= last:
+            joined = next((each for each in marked if each.first <= span.first <= each.last), None)
+            if joined is None:
+                outside.append(span)
+            else:
                 joined.floor = max(joined.floor, span.floor)
                 joined.ticks |= span.ticks  # later ones, as spans are in order
-        return joined
+        self._spans = sorted([*outside, *marked], key=lambda span: span.first)
 
     def _span_of(self, second: int) -> _Span | None:
         return next((span for span in self._spans if span.is_marked and span.first <= second <= span.last), None)
