@@ -22,15 +22,14 @@ from farandole.protocol.state.antientropy import SyncHello, encode_frame
 from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS
-from farandole.protocol.state.push import HAVE_PROTOCOL, Batch
+from farandole.protocol.state.push import HAVE_PROTOCOL
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Mark, Writer
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
-from farandole.protocol.wire.messagepack import encode
 
-from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice, tick_at
+from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice
 from ..parties import Faults, MemoryStream
 
 HOUR = 3_600.0
@@ -212,26 +211,6 @@ async def test_eight_nodes_find_each_other_by_one(mock_clock: MockClock) -> None
         assert all(node.host.faults == [] for node in nodes)
         expected = [f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id_of(nodes[1].author)}"]
         assert nodes[7].host.addresses[nodes[1].author] == expected
-
-
-@pytest.mark.parametrize("is_older", [False, True])
-async def test_much_news_goes_over_few_links_and_over_the_others_as_ids(is_older: bool, mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        nodes = [GossipNode(wires, number) for number in range(1, 9)]
-        for node in nodes:
-            node.host.is_older = is_older
-            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
-        await trio.sleep(10.0)
-        for step in range(10):
-            tick = tick_at(Kind.MEMBER) - 20 + step
-            news = tuple(member(100 + number, tick) for number in range(20))  # of few authors: new ones are rationed
-            nodes[step % 8].host.receivers[PUSH_PROTOCOL](nodes[0].author, encode(Batch(False, Delta(news))))
-            await trio.sleep(1.0)
-        await trio.sleep(5.0)
-        assert len({node.state.root for node in nodes}) == 1
-        assert all(node.host.faults == [] for node in nodes)
-        num_sent = sum(node.host.sent[HAVE_PROTOCOL] for node in nodes)
-        assert num_sent == 0 if is_older else num_sent > 40
 
 
 async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock: MockClock) -> None:

@@ -127,38 +127,6 @@ async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tupl
 SECRETS = Secrets(b"n" * 32, b"f" * 32)
 
 
-@pytest.mark.parametrize(
-    ("answerers", "num_opened"),
-    [
-        (Secrets(SECRETS.opening, SECRETS.sealing), 2),
-        (SECRETS, 0),  # as for an end that receives its own data
-        (Secrets(SECRETS.opening, b"x" * 32), 0),  # the answerer cannot open any record, and sends none
-        (Secrets(b"x" * 32, SECRETS.sealing), 1),  # and here the asker cannot
-    ],
-)
-async def test_ends_with_different_keys_open_no_channel(answerers: Secrets, num_opened: int) -> None:
-    opened: list[BulkChannel] = []
-
-    async def open_one(connection: socket.socket, own: Secrets, is_asker: bool) -> None:
-        with contextlib.suppress(ChannelError):
-            channel = await open_channel(b"p" * 32, b"s" * 16, connection, own, is_asker, Shaping())
-            opened.append(channel)
-            if not is_asker:
-                channel.announce()
-
-    with trio.fail_after(PATIENCE):
-        dialled, accepted = tcp_pair()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(open_one, dialled, SECRETS, True)
-            nursery.start_soon(open_one, accepted, answerers, False)
-    assert len(opened) == num_opened
-    if num_opened < 2:
-        assert dialled.fileno() == -1
-    assert {channel.is_fit for channel in opened} <= {num_opened == 2}
-    for channel in opened:
-        channel.close()
-
-
 async def test_whose_first_record_says_something_else_is_refused() -> None:
     dialled, accepted = tcp_pair()
     with accepted, trio.fail_after(PATIENCE):
