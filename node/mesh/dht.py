@@ -101,7 +101,13 @@ class Dht:
         """Keep the routing table fresh and our keys announced. Raises nothing, never returns."""
         while True:
             self._news = trio.Event()
-            await self._refresh_if_due()
+            # Every newcomer matters to a small table, and none to one that is full around us.
+            is_small = len(self._table) < BUCKET_SIZE
+            if is_small or trio.current_time() - self._refreshed_at >= REFRESH_INTERVAL:
+                self._refreshed_at, own = trio.current_time(), self._dialler.author
+                question = Message(type=Message.FIND_NODE, key=peer_id_bytes(own))
+                with trio.move_on_after(REFRESH_INTERVAL / 2):
+                    await self._look_up(position_of_peer(own), question)
             self._records.forget_expired(trio.current_time())
             for key, at in list(self._announced_at.items()):
                 if at < 0 or trio.current_time() - at >= REANNOUNCE_INTERVAL:
@@ -111,15 +117,6 @@ class Dht:
                 await self._news.wait()
             # Several peers often come together.
             await trio.sleep(1.0)
-
-    async def _refresh_if_due(self) -> None:
-        # Every newcomer matters to a small table, and none to one that is full around us.
-        is_small = len(self._table) < BUCKET_SIZE
-        if is_small or trio.current_time() - self._refreshed_at >= REFRESH_INTERVAL:
-            self._refreshed_at = trio.current_time()
-            with trio.move_on_after(REFRESH_INTERVAL / 2):
-                own = self._dialler.author
-                await self._look_up(position_of_peer(own), Message(type=Message.FIND_NODE, key=peer_id_bytes(own)))
 
     # Announcing
 

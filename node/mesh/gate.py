@@ -161,21 +161,13 @@ class Gate:
         return is_admitted
 
     async def open_stream(self, conn: Connection, protocol: str) -> Libp2pStream:
-        """Open a stream on a connection, and introduce this node before if the protocol needs it.
+        """Open a stream on a connection; if the protocol needs it, exchange admissions with the peer before.
 
-        Raises as `introduce` and `Connection.open_stream`.
-        """
-        await self.introduce(conn, protocol)
-        return await conn.open_stream(protocol)
-
-    async def introduce(self, conn: Connection, protocol: str) -> None:
-        """Exchange admissions with the peer before a stream of this protocol is opened.
-
-        Raises `NotAdmittedError` if either side refuses, and `PeerUnreachableError` if the exchange fails.
+        Raises `NotAdmittedError` if either side refuses, `PeerUnreachableError` if the exchange or the stream fails.
         """
         shown = self.roster is not None or self.admission or self._secret or self._pass
         if protocol in PUBLIC_PROTOCOLS or not shown:
-            return
+            return await conn.open_stream(protocol)
         try:
             async with conn.introducing:
                 if not conn.is_introduced:
@@ -188,6 +180,7 @@ class Gate:
                 raise
         if not self.admits(conn.peer, protocol) and protocol not in HELPERS_PROTOCOLS:
             raise NotAdmittedError(f"{short_name(conn.peer)} is no member of this run")
+        return await conn.open_stream(protocol)
 
     async def _introduce(self, conn: Connection) -> None:
         """Try the admission or the pass, and then seat after seat of the invite."""

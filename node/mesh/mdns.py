@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import ifaddr
@@ -52,15 +51,6 @@ FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 300.0
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """A peer that answered; it is not authenticated."""
-
-    peer: bytes
-    addresses: list[str]
-    """Multiaddrs in this machine's networks."""
-
-
 def local_networks() -> list[Network]:
     """Return the networks of this machine's interfaces, without loopback and link-local ones."""
     found: list[Network] = []
@@ -75,8 +65,11 @@ def local_networks() -> list[Network]:
 
 def neighbour_of(
     peer: object, ips: Iterable[str], port: object, networks: Sequence[Network], own: bytes
-) -> Neighbour | None:
-    """Return the neighbour in an answer, if it is another peer with addresses in these networks."""
+) -> tuple[bytes, list[str]] | None:
+    """Return the peer in an answer and its multiaddrs in these networks, if it is another peer and has some.
+
+    It is not authenticated.
+    """
     if not isinstance(peer, bytes) or not isinstance(port, int) or port not in range(1, 65536):
         return None
     try:
@@ -86,7 +79,7 @@ def neighbour_of(
     parsed = {ip: unicast_ip(ip) for ip in ips}
     inside = (ip for ip, parsed_ip in parsed.items() if parsed_ip and any(parsed_ip in each for each in networks))
     near = [multiaddr_of(ip, port) for ip in inside][:MAX_ADDRESSES]
-    return Neighbour(author, near) if near and author != own else None
+    return (author, near) if near and author != own else None
 
 
 class Mdns:
@@ -107,7 +100,7 @@ class Mdns:
         """Announce and look for peers until cancelled; restart when the interfaces change."""
         while True:
             ips = self._ips()
-            if ips:
+            if any(":" not in ip for ip in ips):
                 try:
                     await self._run_at(ips)
                 except (OSError, ZeroconfError) as error:
@@ -120,8 +113,6 @@ class Mdns:
 
     async def _run_at(self, ips: list[str]) -> None:
         interfaces = [ip for ip in ips if ":" not in ip]
-        if not interfaces:
-            return
         responder = await trio.to_thread.run_sync(lambda: Zeroconf(interfaces, ip_version=IPVersion.V4Only))
         token = trio.lowlevel.current_trio_token()
 
@@ -194,12 +185,12 @@ class Mdns:
                 peer = info.properties.get(PEER_PROPERTY)
                 neighbour = neighbour_of(peer, info.parsed_addresses(), info.port, networks, self._host.author)
                 if neighbour is not None:
-                    self.take(neighbour)
+                    self.take(*neighbour)
 
-    def take(self, neighbour: Neighbour) -> None:
+    def take(self, peer: bytes, addresses: list[str]) -> None:
         """Remember a neighbour; it replaces the oldest."""
-        self.neighbours.pop(neighbour.peer, None)
-        self.neighbours[neighbour.peer] = neighbour.addresses
+        self.neighbours.pop(peer, None)
+        self.neighbours[peer] = addresses
         while len(self.neighbours) > MAX_PEERS:
             self.neighbours.popitem(last=False)
         self._arrival.set()
@@ -210,20 +201,18 @@ class Mdns:
             num_connected = sum(peer in self._host.connected for peer in self.neighbours)
             for peer, addresses in list(self.neighbours.items()):
                 is_due = self._backoff.is_due(peer, addresses, trio.current_time())
-                if num_connected < MAX_CONNECTED and is_due and peer not in self._host.connected:
-                    num_connected += await self._dial(peer, addresses)
+                if num_connected >= MAX_CONNECTED or not is_due or peer in self._host.connected:
+                    continue
+                try:
+                    await self._host.connect(peer, addresses, timeout=NEIGHBOUR_DIAL_TIMEOUT)
+                except PeerUnreachableError as error:
+                    logger.debug("a neighbour did not answer: %s", error)
+                    self._backoff.note_failure(peer, addresses, trio.current_time())
+                else:
+                    self._backoff.note_success(peer)
+                    num_connected += 1
             with trio.move_on_after(CHECK_INTERVAL):
                 await self._arrival.wait()
-
-    async def _dial(self, peer: bytes, addresses: list[str]) -> bool:
-        try:
-            await self._host.connect(peer, addresses, timeout=NEIGHBOUR_DIAL_TIMEOUT)
-        except PeerUnreachableError as error:
-            logger.debug("a neighbour did not answer: %s", error)
-            self._backoff.note_failure(peer, addresses, trio.current_time())
-            return False
-        self._backoff.note_success(peer)
-        return True
 
 
 @asynccontextmanager

@@ -37,12 +37,8 @@ _SMALL_ORDER_Y = (
 )
 
 
-def _encodings(y: int) -> tuple[bytes, bytes]:
-    """Encode both points with this y coordinate, each as 32 little-endian bytes."""
-    return y.to_bytes(32, "little"), (y | 1 << 255).to_bytes(32, "little")
-
-
-SMALL_ORDER_KEYS = frozenset(key for y in _SMALL_ORDER_Y for key in _encodings(y))
+# Both points with each y coordinate.
+SMALL_ORDER_KEYS = frozenset(point.to_bytes(32, "little") for y in _SMALL_ORDER_Y for point in (y, y | 1 << 255))
 
 
 @lru_cache(maxsize=MAX_NAMES_REMEMBERED)

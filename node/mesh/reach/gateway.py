@@ -52,6 +52,11 @@ _RESULTS: Final = {
 class MappingError(FarandoleError):
     """The router does not do what it was asked for, or there is none; the message says why."""
 
+    def __init__(self, message: str, code: int = 0) -> None:
+        """``code``: what UPnP calls the error, 0 if nothing."""
+        super().__init__(message)
+        self.code = code
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -194,16 +199,12 @@ class NatPmpRouter:
             raise MappingError(f"the router refuses by NAT-PMP: {_RESULTS.get(result, f'result {result}')}")
         if len(data) != form.size:
             raise RemoteProtocolError("an answer of another length")
-        fields = form.unpack(data)
-        self._note_epoch(fields[3])
-        return fields
-
-    def _note_epoch(self, epoch: int) -> None:
-        now = trio.current_time()
+        fields, now = form.unpack(data), trio.current_time()
         if self._epoch is not None:
             then, before = self._epoch
-            self._has_restarted |= epoch + _CLOCK_SLACK < before + _CLOCK_RATE * (now - then)
-        self._epoch = now, epoch
+            self._has_restarted |= fields[3] + _CLOCK_SLACK < before + _CLOCK_RATE * (now - then)
+        self._epoch = now, fields[3]
+        return fields
 
 
 async def find_natpmp_router(gateway: Gateway) -> NatPmpRouter:

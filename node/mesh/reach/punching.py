@@ -65,7 +65,14 @@ class Puncher:
     async def run(self) -> None:
         """Punch holes and retire relayed connections until cancelled."""
         async with trio.open_nursery() as nursery, trio.open_nursery() as watching:
-            watching.start_soon(self._watch, nursery)
+
+            async def watch() -> None:
+                with self._host.connections.events() as events:
+                    async for peer, is_connected in events:
+                        if is_connected and not self._host.connections.is_direct(peer):
+                            self._begin(peer, nursery)
+
+            watching.start_soon(watch)
             while True:
                 for peer in self._host.connected:
                     if self._host.connections.is_direct(peer):
@@ -74,16 +81,10 @@ class Puncher:
                         self._begin(peer, nursery)
                 await trio.sleep(CHECK_INTERVAL)
 
-    async def _watch(self, nursery: trio.Nursery) -> None:
-        with self._host.connections.events() as events:
-            async for peer, is_connected in events:
-                if is_connected and not self._host.connections.is_direct(peer):
-                    self._begin(peer, nursery)
-
     def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
         is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
         if self._host.connections.is_called_by(peer) and is_due and self._may_begin(peer):
-            nursery.start_soon(self._punch, peer)
+            nursery.start_soon(self._lead, peer)
 
     def _may_begin(self, peer: bytes) -> bool:
         return peer not in self._under_way and len(self._under_way) < MAX_PUNCHING and bool(self._host.own.listening)
@@ -91,17 +92,6 @@ class Puncher:
     def _path(self) -> list[str]:
         """Return what success depends on here: the addresses that others see."""
         return [f"{ip} {port}" for ip, port in self._reachability.verdict.addresses]
-
-    # The callee, which leads
-
-    async def _punch(self, peer: bytes) -> None:
-        if not self._may_begin(peer):
-            return
-        with self._attempt(peer):
-            try:
-                await self._lead(peer)
-            except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-                logger.debug("no hole to %s: %r", short_name(peer), error)
 
     @contextlib.contextmanager
     def _attempt(self, peer: bytes) -> Iterator[None]:
@@ -123,25 +113,29 @@ class Puncher:
         """Return whether attempts have shown that a peer is reachable only through relays."""
         return not self._host.connections.is_direct(peer) and self._backoff.has_failed(peer, self._path())
 
+    # The callee, which leads
+
     async def _lead(self, peer: bytes) -> None:
-        async with self._observed() as observed:
-            stream = await self._host.open_stream(peer, DCUTR_PROTOCOL)
-            try:
-                for _ in range(NUM_ATTEMPTS):
-                    asked_at = trio.current_time()
-                    with trio.fail_after(MESSAGE_TIMEOUT):
-                        await self._send_offer(stream, observed)
-                        offered = await receive_message(stream, HolePunch, MAX_MESSAGE_BYTES)
-                    chosen = self._choose(peer, offered, observed)
-                    with self._host.acceptor.expecting(peer, ()):
+        if not self._may_begin(peer):
+            return
+        try:
+            with self._attempt(peer):
+                async with self._observed() as observed, await self._host.open_stream(peer, DCUTR_PROTOCOL) as stream:
+                    for _ in range(NUM_ATTEMPTS):
+                        asked_at = trio.current_time()
                         with trio.fail_after(MESSAGE_TIMEOUT):
-                            await stream.send_all(encode_delimited(HolePunch(type=HolePunch.SYNC)))
-                        await trio.sleep((trio.current_time() - asked_at) / 2)
-                        await self._meet(peer, chosen, is_client=False)
-                    if self._host.connections.is_direct(peer):
-                        return
-            finally:
-                stream.reset()
+                            await self._send_offer(stream, observed)
+                            offered = await receive_message(stream, HolePunch, MAX_MESSAGE_BYTES)
+                        chosen = self._choose(peer, offered, observed)
+                        with self._host.acceptor.expecting(peer, ()):
+                            with trio.fail_after(MESSAGE_TIMEOUT):
+                                await stream.send_all(encode_delimited(HolePunch(type=HolePunch.SYNC)))
+                            await trio.sleep((trio.current_time() - asked_at) / 2)
+                            await self._meet(peer, chosen, is_client=False)
+                        if self._host.connections.is_direct(peer):
+                            return
+        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("no hole to %s: %r", short_name(peer), error)
 
     # The caller
 
@@ -188,20 +182,21 @@ class Puncher:
 
     async def _meet(self, peer: bytes, chosen: Sequence[Address], *, is_client: bool) -> None:
         """Dial all of them until there is a direct connection, or the time of the attempt is over."""
+
+        async def dial_on(target: Address) -> None:
+            while not self._host.connections.is_direct(peer):
+                try:
+                    await meet(self._host, peer, target, is_initiator=is_client)
+                except Exception as error:  # whatever the other end does on a connection that proves nothing yet
+                    logger.debug("not met at %s port %d: %r", *target, error)
+                    await trio.sleep(REDIAL_INTERVAL)
+
         with trio.move_on_after(ATTEMPT_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 for target in chosen:
-                    nursery.start_soon(self._dial_on, peer, target, is_client)
+                    nursery.start_soon(dial_on, target)
                 await self._host.connections.wait_direct(peer)
                 nursery.cancel_scope.cancel()
-
-    async def _dial_on(self, peer: bytes, target: Address, is_client: bool) -> None:
-        while not self._host.connections.is_direct(peer):
-            try:
-                await meet(self._host, peer, target, is_initiator=is_client)
-            except Exception as error:  # whatever the other end does on a connection that proves nothing yet
-                logger.debug("not met at %s port %d: %r", *target, error)
-                await trio.sleep(REDIAL_INTERVAL)
 
 
 async def meet(host: Host, peer: bytes, target: Address, *, is_initiator: bool) -> None:

@@ -147,7 +147,12 @@ class Examiner:
         if verdict.kind is ReachabilityKind.PUBLIC and self._may_be_through_hole(verdict):
             return True
         if verdict.kind is not ReachabilityKind.PUBLIC:
-            verdict = classify(dialled, await self._gather(witnesses, self._observe))
+
+            async def observe(peer: bytes) -> Witness:
+                async with self.dialback.observed_by(peer) as witness:
+                    return witness
+
+            verdict = classify(dialled, await self._gather(witnesses, observe))
         self._reachability.set(verdict)
         self._host.own.observed_ips = list(dict.fromkeys(ip for ip, _ in verdict.addresses))
         return verdict.kind is not ReachabilityKind.UNKNOWN
@@ -174,10 +179,6 @@ class Examiner:
         addresses = [address.split("/") for address in self._host.remote_addresses(peer)]
         return next((parts[2] for parts in addresses if parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts), "")
 
-    async def _observe(self, peer: bytes) -> Witness:
-        async with self.dialback.observed_by(peer) as witness:
-            return witness
-
     async def _gather(
         self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]], *, may_doubt: bool = False
     ) -> list[Witness]:
@@ -190,15 +191,15 @@ class Examiner:
             except PeerUnreachableError as error:
                 logger.debug("no witness: %s", error)
 
+        async def doubt_later() -> None:
+            await trio.sleep(DOUBT_AFTER)
+            self._reachability.doubt()
+
         async with trio.open_nursery() as nursery:
             if peers and may_doubt:
-                nursery.start_soon(self._doubt_later)
+                nursery.start_soon(doubt_later)
             async with trio.open_nursery() as asking:
                 for peer in peers:
                     asking.start_soon(add, peer)
             nursery.cancel_scope.cancel()
         return found
-
-    async def _doubt_later(self) -> None:
-        await trio.sleep(DOUBT_AFTER)
-        self._reachability.doubt()

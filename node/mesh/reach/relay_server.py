@@ -73,9 +73,6 @@ class RelayServer:
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
         host.connections.protect(self.table.has_reservation)
 
-    def _piece_bytes(self) -> int:
-        return min(PIECE_BYTES, self._shaping.down.quantum, self._shaping.up.quantum)
-
     async def run(self) -> None:
         """Relay until cancelled. Circuits under way then end with the host."""
         self._host.set_handler(HOP_PROTOCOL, self._serve)
@@ -198,13 +195,13 @@ class RelayServer:
 
         Both are reset at the end unless they ended by themselves.
         """
-        num_moved = 0
+        num_moved, down, up = 0, self._shaping.down, self._shaping.up
         first.is_bulk = second.is_bulk = True
 
         async def copy(source: Libp2pStream, target: Libp2pStream) -> None:
             nonlocal num_moved
             try:
-                while data := await source.receive_some(self._piece_bytes()):
+                while data := await source.receive_some(min(PIECE_BYTES, down.quantum, up.quantum)):
                     in_use.deadline = trio.current_time() + limits.idle_seconds
                     num_moved += len(data)
                     if num_moved > limits.circuit_bytes or not self._may_spend(2 * len(data)):

@@ -48,14 +48,6 @@ NUM_TRIES: Final = 4
 _FIRST_PORT, _LAST_PORT = 49_152, 65_535
 
 
-class UpnpError(MappingError):
-    """As its base; with what it calls the error, 0 if nothing."""
-
-    def __init__(self, message: str, code: int = 0) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True, slots=True)
 class UpnpRouter:
     """A router that opens ports. Every call ends within a few seconds, and raises `MappingError` on failure."""
@@ -80,7 +72,7 @@ class UpnpRouter:
         try:
             return str(ipaddress.IPv4Address(ip))
         except ValueError as error:
-            raise UpnpError("the router does not know its outer address") from error
+            raise MappingError("the router does not know its outer address") from error
 
     async def open_port(self, port: int, seconds: int) -> Opened:
         """Open a port or keep it open, at the same outer port or another free one; raises `MappingError`."""
@@ -88,14 +80,14 @@ class UpnpRouter:
         for _ in range(NUM_TRIES):
             try:
                 granted = await self._add(port, outer, seconds)
-            except UpnpError as error:
+            except MappingError as error:
                 if error.code != _CONFLICT:
                     raise
                 outer = random.randint(_FIRST_PORT, _LAST_PORT)
             else:
                 self.outer_ports[port] = outer
                 return Opened(port, (await self.external_ip(), outer), granted)
-        raise UpnpError("the router has given the port to another machine", _CONFLICT)
+        raise MappingError("the router has given the port to another machine", _CONFLICT)
 
     async def _add(self, port: int, outer: int, seconds: int) -> float:
         """Add the mapping; return the seconds of its lease."""
@@ -109,7 +101,7 @@ class UpnpRouter:
         }
         try:
             await self._ask("AddPortMapping", mapping)
-        except UpnpError as error:
+        except MappingError as error:
             if error.code != _ONLY_ENDLESS:
                 raise
             await self._ask("AddPortMapping", {**mapping, "NewLeaseDuration": "0"})
@@ -124,7 +116,7 @@ class UpnpRouter:
         """Ask the router; return whether it has dropped the mapping; raise `MappingError` on failure."""
         try:
             entry = await self._ask("GetSpecificPortMappingEntry", _name(opened.outer[1]))
-        except UpnpError as error:
+        except MappingError as error:
             if error.code != _NO_SUCH_MAPPING:
                 raise
             return True
@@ -143,7 +135,7 @@ class UpnpRouter:
         if status != 200:
             reason = "".join(filter(str.isprintable, answers.get("errorDescription", "")))[:MAX_REASON_CHARS]
             code = answers.get("errorCode", "").strip()
-            raise UpnpError(
+            raise MappingError(
                 reason or f"the router answers {action} with status {status}",
                 int(code) if re.fullmatch(r"[0-9]{3}", code) else 0,
             )
@@ -160,7 +152,7 @@ async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
     location = await _search(gateway)
     status, reply = await _request("GET", location, {}, b"")
     if status != 200:
-        raise UpnpError(f"the router does not describe itself (status {status})")
+        raise MappingError(f"the router does not describe itself (status {status})")
     services = {}
     for element in _parse(reply).iter():
         if _local_name(element) == "service":
@@ -171,12 +163,12 @@ async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
             try:
                 control = urljoin(location, services[service])
             except ValueError as error:
-                raise UpnpError("the router's URL is none") from error
+                raise MappingError("the router's URL is none") from error
             is_there = urlsplit(control).hostname == urlsplit(location).hostname
             if not is_there or not re.fullmatch(r"http://[!-~]{1,512}", control):
-                raise UpnpError("the router sends us to another machine")
+                raise MappingError("the router sends us to another machine")
             return UpnpRouter(control, service, gateway.local_ip)
-    raise UpnpError("the router opens no ports for others")
+    raise MappingError("the router opens no ports for others")
 
 
 async def _search(gateway: Gateway) -> str:
@@ -186,20 +178,16 @@ async def _search(gateway: Gateway) -> str:
             await sock.bind((gateway.local_ip, 0))
             for _ in range(NUM_SEARCHES):
                 for target in _TARGETS:
-                    await sock.sendto(_question(target), _GROUP)
+                    lines = ("M-SEARCH * HTTP/1.1", "HOST: 239.255.255.250:1900", 'MAN: "ssdp:discover"', "MX: 1")
+                    await sock.sendto("\r\n".join((*lines, f"ST: {target}", "", "")).encode(), _GROUP)
                 with trio.move_on_after(SEARCH_INTERVAL):
                     while True:
                         data, sender = await sock.recvfrom(MAX_DATAGRAM)
                         if sender[0] == gateway.ip and (location := _location(data, sender[0])) is not None:
                             return location
         except OSError as error:
-            raise UpnpError(f"no local network to ask: {error}") from error
-    raise UpnpError("no router answers")
-
-
-def _question(target: str) -> bytes:
-    lines = ("M-SEARCH * HTTP/1.1", "HOST: 239.255.255.250:1900", 'MAN: "ssdp:discover"', "MX: 1", f"ST: {target}")
-    return "\r\n".join((*lines, "", "")).encode()
+            raise MappingError(f"no local network to ask: {error}") from error
+    raise MappingError("no router answers")
 
 
 def _location(data: bytes, sender: str) -> str | None:
@@ -215,7 +203,7 @@ def _location(data: bytes, sender: str) -> str | None:
 
 
 async def _request(method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-    """Send one HTTP request; return status and body; raise `UpnpError` on failure."""
+    """Send one HTTP request; return status and body; raise `MappingError` on failure."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or 80
@@ -229,22 +217,22 @@ async def _request(method: str, url: str, headers: Mapping[str, str], body: byte
                 while len(reply) <= MAX_REPLY_BYTES and (data := await stream.receive_some(MAX_REPLY_BYTES)):
                     reply += data
     except (OSError, ValueError, trio.TooSlowError, trio.BrokenResourceError) as error:
-        raise UpnpError(f"the router does not answer, or too slowly: {error!r}") from error
+        raise MappingError(f"the router does not answer, or too slowly: {error!r}") from error
     head, _, content = bytes(reply).partition(b"\r\n\r\n")
     match = re.match(rb"HTTP/1\.[01] (\d{3})\b", head)
     if match is None or len(reply) > MAX_REPLY_BYTES:
-        raise UpnpError("the router does not speak HTTP, or says too much")
+        raise MappingError("the router does not speak HTTP, or says too much")
     return int(match[1]), content
 
 
 def _parse(content: bytes) -> ElementTree.Element:
     """Parse XML; refuse declarations, since entities may grow without bound, and UTF-16, which would hide them."""
     if b"\0" in content or b"<!" in re.sub(rb"(?s)<!--.*?-->", b"", content):
-        raise UpnpError("the router's XML declares something")
+        raise MappingError("the router's XML declares something")
     try:
         return ElementTree.fromstring(content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
-        raise UpnpError(f"the router's XML is none: {error}") from error
+        raise MappingError(f"the router's XML is none: {error}") from error
 
 
 def _local_name(element: ElementTree.Element) -> str:

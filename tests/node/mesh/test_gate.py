@@ -274,21 +274,6 @@ async def test_who_is_revoked_is_disconnected(run: Run) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_who_is_revoked_a_moment_after_its_first_stream_is_disconnected(run: Run) -> None:
-    async with member_and_visitor(run) as (member, visitor, _), trio.open_nursery() as nursery:
-        nursery.start_soon(member.gate.run)
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        visitor.gate.show(RUN_ID, b"", run.invite())
-        with trio.fail_after(PATIENCE), visitor.connections.events() as events:
-            assert await is_echoed(visitor, member.author)
-            assert member.gate.roster is not None
-            member.gate.roster.set_revoked(frozenset((visitor.author,)))
-            async for _, is_connected in events:
-                if not is_connected:
-                    break
-        nursery.cancel_scope.cancel()
-
-
 # Visitors
 
 
@@ -310,21 +295,6 @@ async def test_a_visitor_passes_with_its_members_word_and_takes_no_seat(run: Run
             newcomer.gate.show(RUN_ID, b"", invited)
             newcomer.dialler.add_addresses(member.author, member.addresses)
             assert await is_echoed(newcomer, member.author)
-
-
-async def test_a_visitor_without_a_members_word_takes_a_seat_if_it_has_an_invite(run: Run) -> None:
-    async with member_and_visitor(run) as (member, visitor, _):
-        show_pass(visitor, Ed25519PrivateKey.generate(), run.invite())
-        assert await is_echoed(visitor, member.author)
-
-
-async def test_a_strangers_visitor_learns_at_once_what_to_do(run: Run) -> None:
-    async with member_and_visitor(run) as (member, visitor, served):
-        show_pass(visitor, Ed25519PrivateKey.generate())
-        with pytest.raises(NotAdmittedError, match="--home of a member's node, or ask for an invite of your own"):
-            await visitor.open_stream(member.author, ECHO)
-        assert "--home" in visitor.gate.refusal
-        assert served == []
 
 
 async def test_a_visitor_speaks_to_anybody_where_the_run_is_open_or_the_peer_in_none() -> None:

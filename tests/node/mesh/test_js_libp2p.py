@@ -206,19 +206,6 @@ async def test_resets_are_errors_at_both_ends_and_cost_the_stream_alone(js_folde
         assert len(host.connections.of(js.peer)) == 1
 
 
-async def test_a_thousand_streams(js_folder: Path) -> None:
-    async with open_js(js_folder) as js, host_at_loopback() as host:
-        serve(host)
-        assert (await js.ask("streams", address=host.addresses[0], number=1_000, atOnce=50))["answered"] == 1_000
-        answered = 0
-        for _ in range(1_000):
-            async with await host.open_stream(js.peer, "/interop/echo") as stream:
-                await stream.send_all(bytes(100))
-                await stream.send_eof()
-                answered += await receive_all(stream) == 100
-        assert answered == 1_000
-
-
 async def test_providers_are_found_and_kept_either_way(js_folder: Path) -> None:
     async with open_js(js_folder, kad=KAD_PROTOCOL) as js, host_at_loopback() as host, host_at_loopback() as other:
         await js.ask("dial", address=host.addresses[0])
@@ -264,11 +251,3 @@ async def test_js_is_reached_and_reaches_us_through_our_relay(js_folder: Path) -
             await alice.connections.disconnect(js.peer)
             behind = await reserve(alice, relay.host)
             assert (await js.ask("streams", address=behind, number=3, atOnce=1))["answered"] == 3
-
-
-@pytest.mark.parametrize("key_type", ["secp256k1", "RSA"])
-async def test_js_with_another_kind_of_key_is_refused(js_folder: Path, key_type: str) -> None:
-    async with open_js(js_folder, keyType=key_type) as js, host_at_loopback() as host:
-        answer = await js.try_to("dial", address=host.addresses[0])
-        assert "error" in answer
-        assert not host.connected

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
@@ -24,9 +22,3 @@ def test_a_daemon_loads_no_http_or_dns_client_and_neither_tls_nor_yamux_of_libp2
         "libp2p.stream_muxer.yamux",
     }
     assert unwanted.isdisjoint(loaded)
-
-
-@pytest.mark.parametrize("first", ["libp2p", "farandole.node.daemon"])
-def test_all_of_libp2p_is_there_for_whoever_asks(first: str) -> None:
-    code = f"import {first}, farandole.node.daemon, libp2p; from libp2p.peer.id import ID; print(libp2p.new_host)"
-    assert "function new_host" in run(code)

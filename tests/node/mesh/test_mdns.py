@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, Neighbour, neighbour_of
+from farandole.node.mesh.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, neighbour_of
 from farandole.protocol.mesh.kademlia import local_name
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of
@@ -31,13 +31,13 @@ ALICE, OWN = b"a" * 32, b"o" * 32
 NETWORKS = [ipaddress.ip_network("192.168.7.0/24"), ipaddress.ip_network("fd00:7::/64")]
 
 
-def answer(*ips: str, peer: object = peer_id_of(ALICE).encode(), port: object = 4001) -> Neighbour | None:
+def answer(*ips: str, peer: object = peer_id_of(ALICE).encode(), port: object = 4001) -> tuple[bytes, list[str]] | None:
     return neighbour_of(peer, ips, port, NETWORKS, OWN)
 
 
 def test_an_answer_leads_only_into_our_own_networks() -> None:
     found = answer("192.168.7.9", "8.8.8.8", "127.0.0.1", "192.168.8.9", "fd00:7::9", "fd00:8::9", "nonsense", "")
-    assert found == Neighbour(ALICE, ["/ip4/192.168.7.9/tcp/4001", "/ip6/fd00:7::9/tcp/4001"])
+    assert found == (ALICE, ["/ip4/192.168.7.9/tcp/4001", "/ip6/fd00:7::9/tcp/4001"])
     assert answer("8.8.8.8") is None
     assert answer() is None
 
@@ -55,7 +55,7 @@ def test_an_answer_names_a_port(port: object) -> None:
 def test_an_answer_with_many_addresses_is_cut_short() -> None:
     found = answer(*(f"192.168.7.{number}" for number in range(1, 200)))
     assert found is not None
-    assert len(found.addresses) == MAX_ADDRESSES
+    assert len(found[1]) == MAX_ADDRESSES
 
 
 async def test_a_flood_of_answers_is_dropped() -> None:
@@ -64,7 +64,7 @@ async def test_a_flood_of_answers_is_dropped() -> None:
         for number in range(10 * MAX_NAMES):
             mdns.note(f"{local_name(RUN)}-{number}")
             mdns.note(f"{local_name(OWN)}-{number}")  # of another run
-            mdns.take(Neighbour(number.to_bytes(32, "big"), ["/ip4/192.168.7.9/tcp/1"]))
+            mdns.take(number.to_bytes(32, "big"), ["/ip4/192.168.7.9/tcp/1"])
         assert len(mdns.unresolved) == MAX_NAMES
         assert all(name.startswith(local_name(RUN)) for name in mdns.unresolved)
         assert len(mdns.neighbours) == MAX_PEERS

@@ -10,7 +10,6 @@ import trio
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.protocol.run.invite import NETWORK_KEY_BYTES, NONCE_BYTES
 
-from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback
 
 KEY, OTHER_KEY = b"k" * NETWORK_KEY_BYTES, b"o" * NETWORK_KEY_BYTES
@@ -19,40 +18,37 @@ LARGE = 4 * 1024 * 1024
 
 async def test_holders_of_the_key_connect_and_move_data() -> None:
     data = os.urandom(LARGE)
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback(network_key=KEY) as alice, host_at_loopback(network_key=KEY) as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, bob.addresses)
-            async with await alice.open_stream(bob.author, ECHO) as stream, trio.open_nursery() as nursery:
-                nursery.start_soon(stream.send_all, data)
-                received = bytearray()
-                while len(received) < LARGE:
-                    received += await stream.receive_some()
-            assert received == data
+    async with host_at_loopback(network_key=KEY) as alice, host_at_loopback(network_key=KEY) as bob:
+        bob.set_handler(ECHO, echo)
+        await alice.connect(bob.author, bob.addresses)
+        async with await alice.open_stream(bob.author, ECHO) as stream, trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send_all, data)
+            received = bytearray()
+            while len(received) < LARGE:
+                received += await stream.receive_some()
+        assert received == data
 
 
 @pytest.mark.parametrize("key", [b"", OTHER_KEY])
 async def test_without_the_key_nobody_connects_in_either_direction(key: bytes) -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback(network_key=KEY) as alice, host_at_loopback(network_key=key) as mallory:
-            for dialler, dialled in ((mallory, alice), (alice, mallory)):
-                with pytest.raises(PeerUnreachableError):
-                    await dialler.connect(dialled.author, dialled.addresses)
-            assert alice.connected == mallory.connected == frozenset()
+    async with host_at_loopback(network_key=KEY) as alice, host_at_loopback(network_key=key) as mallory:
+        for dialler, dialled in ((mallory, alice), (alice, mallory)):
+            with pytest.raises(PeerUnreachableError):
+                await dialler.connect(dialled.author, dialled.addresses)
+        assert alice.connected == mallory.connected == frozenset()
 
 
 async def test_a_stranger_that_reflects_what_it_gets_is_cut_off_after_the_nonce() -> None:
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback(network_key=KEY) as alice:
-            async with await trio.open_tcp_stream("127.0.0.1", alice.own.listening[0][1]) as stream:
-                num_received = 0
-                try:
-                    while data := await stream.receive_some():
-                        num_received += len(data)
-                        await stream.send_all(data)
-                except trio.BrokenResourceError:
-                    pass
-            assert num_received == NONCE_BYTES
+    async with host_at_loopback(network_key=KEY) as alice:
+        async with await trio.open_tcp_stream("127.0.0.1", alice.own.listening[0][1]) as stream:
+            num_received = 0
+            try:
+                while data := await stream.receive_some():
+                    num_received += len(data)
+                    await stream.send_all(data)
+            except trio.BrokenResourceError:
+                pass
+        assert num_received == NONCE_BYTES
 
 
 async def test_a_stranger_gets_random_bytes_and_no_word_of_a_protocol() -> None:
@@ -65,8 +61,7 @@ async def test_a_stranger_gets_random_bytes_and_no_word_of_a_protocol() -> None:
                 answer += data
             return answer
 
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback(network_key=KEY) as alice:
-            answers = {await answer_to(alice.own.listening[0][1]) for _ in range(3)}
-            assert len(answers) == 3
-            assert all(b"multistream" not in answer and len(answer) >= NONCE_BYTES for answer in answers)
+    async with host_at_loopback(network_key=KEY) as alice:
+        answers = {await answer_to(alice.own.listening[0][1]) for _ in range(3)}
+        assert len(answers) == 3
+        assert all(b"multistream" not in answer and len(answer) >= NONCE_BYTES for answer in answers)

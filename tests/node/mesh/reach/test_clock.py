@@ -19,10 +19,7 @@ NOON = 1_800_000_000.0
 @contextlib.asynccontextmanager
 async def open_pair() -> AsyncIterator[tuple[Host, Host]]:
     """Open the asker, and the witness, whose clock is at noon."""
-    async with (
-        host_at_loopback() as asker,
-        host_at_loopback() as witness,
-    ):
+    async with host_at_loopback() as asker, host_at_loopback() as witness:
         tell_time(witness, lambda: NOON)
         await asker.connect(witness.author, witness.addresses)
         with trio.fail_after(PATIENCE):

@@ -49,17 +49,14 @@ async def open_node(
 
 
 async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_node() as (alice, knows_alice), open_node() as (bob, knows_bob):
-            await alice.connect(bob.author, bob.addresses)
-            await until(
-                lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {ReachabilityKind.PUBLIC}
-            )
-            ((ip, port),) = knows_alice.reachability.verdict.addresses
-            assert f"/ip4/{ip}/tcp/{port}" == alice.addresses[0].partition("/p2p/")[0]
-            async with open_home() as carol:
-                await carol.connect(alice.author, alice.addresses)
-                await carol.relays.reserve(alice.author)
+    async with open_node() as (alice, knows_alice), open_node() as (bob, knows_bob):
+        await alice.connect(bob.author, bob.addresses)
+        await until(lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {ReachabilityKind.PUBLIC})
+        ((ip, port),) = knows_alice.reachability.verdict.addresses
+        assert f"/ip4/{ip}/tcp/{port}" == alice.addresses[0].partition("/p2p/")[0]
+        async with open_home() as carol:
+            await carol.connect(alice.author, alice.addresses)
+            await carol.relays.reserve(alice.author)
 
 
 def test_who_can_be_dialled_over_ipv6_alone_has_relays_for_those_without_it() -> None:
@@ -70,83 +67,79 @@ def test_who_can_be_dialled_over_ipv6_alone_has_relays_for_those_without_it() ->
 
 
 async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them() -> None:
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_node(verdict=PUBLIC) as (one, _),
-            open_node(verdict=PUBLIC) as (two, _),
-            open_node(verdict=PUBLIC) as (three, _),
-            open_node([]) as (home, connectivity),
-            open_public() as caller,
-        ):
-            for relay in (one, two, three):
-                await home.connect(relay.author, relay.addresses)
-            await until(lambda: len(home.addresses) == NUM_RELAYS)
-            assert connectivity.reachability.kind is ReachabilityKind.RELAY_ONLY
-            assert len(connectivity.keeper.held) == NUM_RELAYS
-            await caller.connect(home.author, home.addresses)
-            assert caller.connections.path(home.author) == "relayed"
+    async with (
+        open_node(verdict=PUBLIC) as (one, _),
+        open_node(verdict=PUBLIC) as (two, _),
+        open_node(verdict=PUBLIC) as (three, _),
+        open_node([]) as (home, connectivity),
+        open_public() as caller,
+    ):
+        for relay in (one, two, three):
+            await home.connect(relay.author, relay.addresses)
+        await until(lambda: len(home.addresses) == NUM_RELAYS)
+        assert connectivity.reachability.kind is ReachabilityKind.RELAY_ONLY
+        assert len(connectivity.keeper.held) == NUM_RELAYS
+        await caller.connect(home.author, home.addresses)
+        assert caller.connections.path(home.author) == "relayed"
 
 
 async def test_relays_are_kept_while_witnesses_still_try() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
+    async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
 
-            async def hesitate(stream: Libp2pStream) -> None:
-                await trio.sleep_forever()
+        async def hesitate(stream: Libp2pStream) -> None:
+            await trio.sleep_forever()
 
-            relay.set_handler(DIALBACK_PROTOCOL, hesitate)
-            await home.connect(relay.author, relay.addresses)
-            await until(lambda: len(connectivity.keeper.held) == 1)
-            assert not connectivity.reachability.is_examined
+        relay.set_handler(DIALBACK_PROTOCOL, hesitate)
+        await home.connect(relay.author, relay.addresses)
+        await until(lambda: len(connectivity.keeper.held) == 1)
+        assert not connectivity.reachability.is_examined
 
 
 async def test_nothing_makes_holes_while_a_witness_dials() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob, trio.open_nursery() as nursery:
-            begun, done = trio.Event(), trio.Event()
+    async with open_public() as alice, open_public() as bob, trio.open_nursery() as nursery:
+        begun, done = trio.Event(), trio.Event()
 
-            async def hesitate(stream: Libp2pStream) -> None:
-                begun.set()
-                await done.wait()
+        async def hesitate(stream: Libp2pStream) -> None:
+            begun.set()
+            await done.wait()
 
-            bob.set_handler(DIALBACK_PROTOCOL, hesitate)
-            await alice.connect(bob.author, bob.addresses)
-            dialback = Dialback(alice)
+        bob.set_handler(DIALBACK_PROTOCOL, hesitate)
+        await alice.connect(bob.author, bob.addresses)
+        dialback = Dialback(alice)
 
-            async def ask() -> None:
-                with pytest.raises(PeerUnreachableError):
-                    await dialback.ask(bob.author)
-                assert dialback.holed_at < trio.current_time() - PAUSE
+        async def ask() -> None:
+            with pytest.raises(PeerUnreachableError):
+                await dialback.ask(bob.author)
+            assert dialback.holed_at < trio.current_time() - PAUSE
 
-            nursery.start_soon(ask)
-            await begun.wait()
-            Dialback(bob)
+        nursery.start_soon(ask)
+        await begun.wait()
+        Dialback(bob)
 
-            async def observe() -> None:
-                async with dialback.observed_by(bob.author) as witness:
-                    assert witness.answer.port == alice.own.listening[0][1]
+        async def observe() -> None:
+            async with dialback.observed_by(bob.author) as witness:
+                assert witness.answer.port == alice.own.listening[0][1]
 
-            nursery.start_soon(observe)
-            await trio.sleep(PAUSE)
-            done.set()
+        nursery.start_soon(observe)
+        await trio.sleep(PAUSE)
+        done.set()
 
 
 async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnAddresses, "ips", property(lambda host: ["192.168.1.10"]))  # behind NAT
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob:
-            Dialback(bob)
-            await alice.connect(bob.author, bob.addresses)
-            reachability = Reachability(HIDDEN)
-            examiner = Examiner(alice, reachability)
-            async with examiner.dialback.observed_by(bob.author):
-                pass
-            assert await examiner.examine()
-            assert reachability.verdict == HIDDEN
-            monkeypatch.setattr(reachability_module, "HOLE_SECONDS", 0.0)
-            monkeypatch.setattr(dialback_module, "DIAL_INTERVAL", 0.0)
-            assert await examiner.examine()
-            assert reachability.kind is ReachabilityKind.PUBLIC
+    async with open_public() as alice, open_public() as bob:
+        Dialback(bob)
+        await alice.connect(bob.author, bob.addresses)
+        reachability = Reachability(HIDDEN)
+        examiner = Examiner(alice, reachability)
+        async with examiner.dialback.observed_by(bob.author):
+            pass
+        assert await examiner.examine()
+        assert reachability.verdict == HIDDEN
+        monkeypatch.setattr(reachability_module, "HOLE_SECONDS", 0.0)
+        monkeypatch.setattr(dialback_module, "DIAL_INTERVAL", 0.0)
+        assert await examiner.examine()
+        assert reachability.kind is ReachabilityKind.PUBLIC
 
 
 async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
@@ -156,120 +149,108 @@ async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
                 task_status.started((relay, life))
                 await trio.sleep_forever()
 
-    with trio.fail_after(PATIENCE):
-        async with (
-            trio.open_nursery() as nursery,
-            open_node(verdict=PUBLIC) as (two, _),
-            open_node(verdict=PUBLIC) as (three, _),
-            open_node([], HIDDEN) as (home, connectivity),
-        ):
-            doomed, life = await nursery.start(live)
-            for relay in (doomed, two):
-                await home.connect(relay.author, relay.addresses)
-            await until(lambda: len(home.addresses) == NUM_RELAYS)
-            await home.connect(three.author, three.addresses)
-            life.cancel()
-            await until(lambda: {held.relay for held in connectivity.keeper.held} == {two.author, three.author})
-            await until(lambda: not any(doomed.peer_id in address for address in home.addresses))
+    async with (
+        trio.open_nursery() as nursery,
+        open_node(verdict=PUBLIC) as (two, _),
+        open_node(verdict=PUBLIC) as (three, _),
+        open_node([], HIDDEN) as (home, connectivity),
+    ):
+        doomed, life = await nursery.start(live)
+        for relay in (doomed, two):
+            await home.connect(relay.author, relay.addresses)
+        await until(lambda: len(home.addresses) == NUM_RELAYS)
+        await home.connect(three.author, three.addresses)
+        life.cancel()
+        await until(lambda: {held.relay for held in connectivity.keeper.held} == {two.author, three.author})
+        await until(lambda: not any(doomed.peer_id in address for address in home.addresses))
 
 
 async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> None:
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_public() as bootstrap,
-            open_node(verdict=PUBLIC) as (relay, _),
-            open_node([], HIDDEN) as (home, _),
-        ):
-            await relay.connect(bootstrap.author, bootstrap.addresses)
-            while not await bootstrap.dht.find_providers(relay_key(RUN), PATIENCE):
-                pass
-            await home.connect(bootstrap.author, bootstrap.addresses)
-            await until(lambda: any(relay.peer_id in address for address in home.addresses))
+    async with open_public() as bootstrap, open_node(verdict=PUBLIC) as (relay, _), open_node([], HIDDEN) as (home, _):
+        await relay.connect(bootstrap.author, bootstrap.addresses)
+        while not await bootstrap.dht.find_providers(relay_key(RUN), PATIENCE):
+            pass
+        await home.connect(bootstrap.author, bootstrap.addresses)
+        await until(lambda: any(relay.peer_id in address for address in home.addresses))
 
 
 async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_node(verdict=PUBLIC) as (relay, _), open_node(verdict=HIDDEN) as (home, connectivity):
-            await home.connect(relay.author, relay.addresses)
-            await until(lambda: len(connectivity.keeper.held) == 1)
-            connectivity.reachability.set(PUBLIC)
-            await until(lambda: not connectivity.keeper.held and not any("p2p-circuit" in a for a in home.addresses))
-            await relay.relays.reserve(home.author)
+    async with open_node(verdict=PUBLIC) as (relay, _), open_node(verdict=HIDDEN) as (home, connectivity):
+        await home.connect(relay.author, relay.addresses)
+        await until(lambda: len(connectivity.keeper.held) == 1)
+        connectivity.reachability.set(PUBLIC)
+        await until(lambda: not connectivity.keeper.held and not any("p2p-circuit" in a for a in home.addresses))
+        await relay.relays.reserve(home.author)
 
 
 async def test_a_witness_sees_the_port_that_listens() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob:
-            Dialback(bob)
-            await alice.connect(bob.author, bob.addresses)
-            async with Dialback(alice).observed_by(bob.author) as witness:
-                assert (witness.answer.ip, witness.answer.port) == alice.own.listening[0]
-            with pytest.raises(PeerUnreachableError):
-                async with Dialback(bob).observed_by(alice.author):
-                    pass  # alice was the one that dialled
+    async with open_public() as alice, open_public() as bob:
+        Dialback(bob)
+        await alice.connect(bob.author, bob.addresses)
+        async with Dialback(alice).observed_by(bob.author) as witness:
+            assert (witness.answer.ip, witness.answer.port) == alice.own.listening[0]
+        with pytest.raises(PeerUnreachableError):
+            async with Dialback(bob).observed_by(alice.author):
+                pass  # alice was the one that dialled
 
 
 async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob:
-            Dialback(bob)
-            await alice.connect(bob.author, bob.addresses)
-            dialback = Dialback(alice)
-            for _ in range(2):
-                async with dialback.observed_by(bob.author) as one, dialback.observed_by(bob.author) as two:
-                    assert one == two
-                    assert one.answer.port == alice.own.listening[0][1]
+    async with open_public() as alice, open_public() as bob:
+        Dialback(bob)
+        await alice.connect(bob.author, bob.addresses)
+        dialback = Dialback(alice)
+        for _ in range(2):
+            async with dialback.observed_by(bob.author) as one, dialback.observed_by(bob.author) as two:
+                assert one == two
+                assert one.answer.port == alice.own.listening[0][1]
 
 
 async def test_who_asks_too_often_is_not_dialled() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob:
-            Dialback(bob)
-            await alice.connect(bob.author, bob.addresses)
-            asker = Dialback(alice)
-            assert (await asker.ask(bob.author)).answer.reached == (alice.own.listening[0][1],)
-            answer = (await asker.ask(bob.author)).answer
-            assert (answer.has_dialled, answer.reached) == (False, ())
+    async with open_public() as alice, open_public() as bob:
+        Dialback(bob)
+        await alice.connect(bob.author, bob.addresses)
+        asker = Dialback(alice)
+        assert (await asker.ask(bob.author)).answer.reached == (alice.own.listening[0][1],)
+        answer = (await asker.ask(bob.author)).answer
+        assert (answer.has_dialled, answer.reached) == (False, ())
 
 
 async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialback_module, "MAX_DIALLING_PER_ADDRESS", 1)
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob, open_public() as witness, trio.open_nursery() as tasks:
-            Dialback(witness)
-            is_dialling, go_on = trio.Event(), trio.Event()
+    async with open_public() as alice, open_public() as bob, open_public() as witness, trio.open_nursery() as tasks:
+        Dialback(witness)
+        is_dialling, go_on = trio.Event(), trio.Event()
 
-            async def hesitate(peer: bytes, target: tuple[str, int]) -> None:
-                is_dialling.set()
-                await go_on.wait()
+        async def hesitate(peer: bytes, target: tuple[str, int]) -> None:
+            is_dialling.set()
+            await go_on.wait()
 
-            monkeypatch.setattr(witness.upgrader, "prove", hesitate)
-            for host in (alice, bob):
-                await host.connect(witness.author, witness.addresses)
-            tasks.start_soon(Dialback(alice).ask, witness.author)
-            await is_dialling.wait()
-            refused = (await Dialback(bob).ask(witness.author)).answer
-            assert (refused.has_dialled, refused.reached) == (False, ())
-            go_on.set()
+        monkeypatch.setattr(witness.upgrader, "prove", hesitate)
+        for host in (alice, bob):
+            await host.connect(witness.author, witness.addresses)
+        tasks.start_soon(Dialback(alice).ask, witness.author)
+        await is_dialling.wait()
+        refused = (await Dialback(bob).ask(witness.author)).answer
+        assert (refused.has_dialled, refused.reached) == (False, ())
+        go_on.set()
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", frame(b"nonsense", 256), b""])
 async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as mallory:
-            asker = Dialback(alice)
-            await alice.connect(mallory.author, mallory.addresses)
-            stream = await mallory.open_stream(alice.author, DIALBACK_PROTOCOL)
+    async with open_public() as alice, open_public() as mallory:
+        asker = Dialback(alice)
+        await alice.connect(mallory.author, mallory.addresses)
+        stream = await mallory.open_stream(alice.author, DIALBACK_PROTOCOL)
+        await stream.send_all(raw)
+        await stream.send_eof()
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.receive_some()
+
+        async def lie(stream: Libp2pStream) -> None:
+            await stream.receive_some()
             await stream.send_all(raw)
-            await stream.send_eof()
-            with pytest.raises(trio.BrokenResourceError):
-                await stream.receive_some()
 
-            async def lie(stream: Libp2pStream) -> None:
-                await stream.receive_some()
-                await stream.send_all(raw)
-
-            mallory.set_handler(DIALBACK_PROTOCOL, lie)
-            with pytest.raises(PeerUnreachableError):
-                await asker.ask(mallory.author)
-            assert mallory.author in alice.connected
+        mallory.set_handler(DIALBACK_PROTOCOL, lie)
+        with pytest.raises(PeerUnreachableError):
+            await asker.ask(mallory.author)
+        assert mallory.author in alice.connected

@@ -17,7 +17,6 @@ from farandole.node.mesh.reach import port_mapper as keeper
 from farandole.node.mesh.reach.gateway import Gateway, MappingError, NatPmpRouter
 from farandole.node.mesh.reach.port_mapper import PortKeeper, Router
 
-from ....patience import PATIENCE
 from ...hosts import LOOPBACK
 from ...relayed import until
 
@@ -85,61 +84,56 @@ async def open_kept(listen: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[tuple[H
 
 
 async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_kept() as (host, kept, changes):
-            await kept.has_tried.wait()
-            port = host.own.listening[0][1]
-            assert host.own.mapped == {port: (OUTER_IP, port)}
-            assert host.own.all_mapped == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
-            assert home.mapped == {port: LEASE_SECONDS}
-            asked = home.num_asked
-            await until(lambda: home.num_asked >= asked + 2)  # the lease is renewed
-            host.own.bulk_ports.add(6_000)
-            await until(lambda: home.mapped.get(6_000) == LEASE_SECONDS and len(host.own.mapped) == 2)
-            host.own.bulk_ports.clear()
-            await until(lambda: home.mapped[6_000] == 0 and len(host.own.mapped) == 1)
-            assert changes == [1]  # others still dial the host at the same address
-        assert home.mapped == {port: 0, 6_000: 0}
+    async with open_kept() as (host, kept, changes):
+        await kept.has_tried.wait()
+        port = host.own.listening[0][1]
+        assert host.own.mapped == {port: (OUTER_IP, port)}
+        assert host.own.all_mapped == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
+        assert home.mapped == {port: LEASE_SECONDS}
+        asked = home.num_asked
+        await until(lambda: home.num_asked >= asked + 2)  # the lease is renewed
+        host.own.bulk_ports.add(6_000)
+        await until(lambda: home.mapped.get(6_000) == LEASE_SECONDS and len(host.own.mapped) == 2)
+        host.own.bulk_ports.clear()
+        await until(lambda: home.mapped[6_000] == 0 and len(host.own.mapped) == 1)
+        assert changes == [1]  # others still dial the host at the same address
+    assert home.mapped == {port: 0, 6_000: 0}
 
 
 async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
     home.refused = 6_000
-    with trio.fail_after(PATIENCE):
-        async with open_kept() as (host, kept, _):
-            await kept.has_tried.wait()
-            host.own.bulk_ports.add(home.refused)
-            asked = home.num_asked
-            await until(lambda: home.num_asked >= asked + 2)
-            assert host.own.mapped.keys() == {host.own.listening[0][1]}
+    async with open_kept() as (host, kept, _):
+        await kept.has_tried.wait()
+        host.own.bulk_ports.add(home.refused)
+        asked = home.num_asked
+        await until(lambda: home.num_asked >= asked + 2)
+        assert host.own.mapped.keys() == {host.own.listening[0][1]}
 
 
 async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_kept() as (host, kept, _):
-            await kept.has_tried.wait()
-            home.restart()
-            await until(lambda: bool(home.mapped))
-            assert host.own.mapped
+    async with open_kept() as (host, kept, _):
+        await kept.has_tried.wait()
+        home.restart()
+        await until(lambda: bool(home.mapped))
+        assert host.own.mapped
 
 
 async def test_a_router_that_is_off_is_looked_for_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farandole.node.mesh.reach.gateway.PAUSES", (0.5,))
-    with trio.fail_after(PATIENCE):
-        async with open_kept() as (host, kept, changes):
-            await kept.has_tried.wait()
-            home.is_on = False
-            await until(lambda: not host.own.mapped)
-            home.restart()
-            home.is_on = True
-            await until(lambda: bool(host.own.mapped))
-            assert changes == [1, 0, 1]
+    async with open_kept() as (host, kept, changes):
+        await kept.has_tried.wait()
+        home.is_on = False
+        await until(lambda: not host.own.mapped)
+        home.restart()
+        home.is_on = True
+        await until(lambda: bool(host.own.mapped))
+        assert changes == [1, 0, 1]
 
 
 async def test_who_listens_for_this_machine_alone_asks_nobody(home: Home) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_kept(LOOPBACK[0]) as (host, kept, changes):
-            await kept.has_tried.wait()
-            assert (host.own.mapped, changes, home.num_asked) == ({}, [], 0)
+    async with open_kept(LOOPBACK[0]) as (host, kept, changes):
+        await kept.has_tried.wait()
+        assert (host.own.mapped, changes, home.num_asked) == ({}, [], 0)
 
 
 async def test_without_a_router_a_node_does_without(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +141,6 @@ async def test_without_a_router_a_node_does_without(home: Home, monkeypatch: pyt
         raise MappingError("no router answers")
 
     monkeypatch.setattr(keeper, "find_router", find_none)
-    with trio.fail_after(PATIENCE):
-        async with open_kept() as (host, kept, changes):
-            await kept.has_tried.wait()
-            assert (host.own.mapped, changes) == ({}, [])
+    async with open_kept() as (host, kept, changes):
+        await kept.has_tried.wait()
+        assert (host.own.mapped, changes) == ({}, [])

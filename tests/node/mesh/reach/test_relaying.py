@@ -53,163 +53,144 @@ async def ask(host: Host, relay: Host, raw: bytes) -> HopMessage:
 
 
 async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as alice, open_home() as bob:
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            assert alice.connections.path(bob.author) == bob.connections.path(alice.author) == "relayed"
-            await until(lambda: alice.connections.round_trip(bob.author) is not None)
-            assert not alice.connections.is_within(bob.author, PATIENCE), "near is over a direct connection"
-            assert all(
-                "/p2p-circuit" in a for a in alice.remote_addresses(bob.author) + bob.remote_addresses(alice.author)
-            )
-            assert relay.server.table.num_circuits == 1
-            payload = os.urandom(8 * 2**20)
-            stream = await alice.open_stream(bob.author, ECHO)
-            received = bytearray()
-            async with trio.open_nursery() as nursery:
+    async with open_relay() as relay, open_home() as alice, open_home() as bob:
+        bob.set_handler(ECHO, echo)
+        await alice.connect(bob.author, [await reserve(bob, relay.host)])
+        assert alice.connections.path(bob.author) == bob.connections.path(alice.author) == "relayed"
+        await until(lambda: alice.connections.round_trip(bob.author) is not None)
+        assert not alice.connections.is_within(bob.author, PATIENCE), "near is over a direct connection"
+        assert all("/p2p-circuit" in a for a in alice.remote_addresses(bob.author) + bob.remote_addresses(alice.author))
+        assert relay.server.table.num_circuits == 1
+        payload = os.urandom(8 * 2**20)
+        stream = await alice.open_stream(bob.author, ECHO)
+        received = bytearray()
+        async with trio.open_nursery() as nursery:
 
-                async def send() -> None:
-                    await stream.send_all(payload)
-                    await stream.send_eof()
+            async def send() -> None:
+                await stream.send_all(payload)
+                await stream.send_eof()
 
-                nursery.start_soon(send)
-                while data := await stream.receive_some():
-                    received += data
-            assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
-            await alice.connections.disconnect(bob.author)
-            await until(lambda: alice.author not in bob.connected and relay.server.table.num_circuits == 0)
+            nursery.start_soon(send)
+            while data := await stream.receive_some():
+                received += data
+        assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
+        await alice.connections.disconnect(bob.author)
+        await until(lambda: alice.author not in bob.connected and relay.server.table.num_circuits == 0)
 
 
 async def test_direct_addresses_go_first() -> None:
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_relay() as relay,
-            open_home() as alice,
-            open_public() as bob,
-        ):
-            address = await reserve(bob, relay.host)
-            await alice.connect(bob.author, [address, *bob.addresses])
-            assert alice.connections.path(bob.author) == "direct"
-            assert relay.server.table.num_circuits == 0
+    async with open_relay() as relay, open_home() as alice, open_public() as bob:
+        address = await reserve(bob, relay.host)
+        await alice.connect(bob.author, [address, *bob.addresses])
+        assert alice.connections.path(bob.author) == "direct"
+        assert relay.server.table.num_circuits == 0
 
 
 async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None:
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_relay() as relay,
-            open_home() as alice,
-            open_public() as bob,
-        ):
-            seen: list[bool] = []
+    async with open_relay() as relay, open_home() as alice, open_public() as bob:
+        seen: list[bool] = []
 
-            async def note(stream: Libp2pStream) -> None:
-                seen.append(stream.is_relayed)
-                await echo(stream)
+        async def note(stream: Libp2pStream) -> None:
+            seen.append(stream.is_relayed)
+            await echo(stream)
 
-            bob.set_handler(ECHO, note)
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            for addresses in ([], bob.addresses):
-                if addresses:
-                    await alice.dialler.connect(bob.author, addresses, is_direct=True)
-                await assert_echo(alice, bob)
-            assert seen == [True, False]
-            assert alice.connections.path(bob.author) == "direct"
+        bob.set_handler(ECHO, note)
+        await alice.connect(bob.author, [await reserve(bob, relay.host)])
+        for addresses in ([], bob.addresses):
+            if addresses:
+                await alice.dialler.connect(bob.author, addresses, is_direct=True)
+            await assert_echo(alice, bob)
+        assert seen == [True, False]
+        assert alice.connections.path(bob.author) == "direct"
 
 
 async def test_without_a_reservation_nobody_is_reached() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as alice, open_home() as bob:
-            await bob.connect(relay.host.author, relay.host.addresses)
-            address = f"{relay.host.addresses[0]}/p2p-circuit/p2p/{bob.peer_id}"
-            with pytest.raises(PeerUnreachableError):
-                await alice.connect(bob.author, [address])
-            await alice.connect(relay.host.author, relay.host.addresses)
-            question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(bob.author)))
-            answer = await ask(alice, relay.host, encode_delimited(question))
-            assert answer.status == Status.NO_RESERVATION
+    async with open_relay() as relay, open_home() as alice, open_home() as bob:
+        await bob.connect(relay.host.author, relay.host.addresses)
+        address = f"{relay.host.addresses[0]}/p2p-circuit/p2p/{bob.peer_id}"
+        with pytest.raises(PeerUnreachableError):
+            await alice.connect(bob.author, [address])
+        await alice.connect(relay.host.author, relay.host.addresses)
+        question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(bob.author)))
+        answer = await ask(alice, relay.host, encode_delimited(question))
+        assert answer.status == Status.NO_RESERVATION
 
 
 async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connection() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as bob:
-            await bob.connect(relay.host.author, relay.host.addresses)
-            answer = await ask(bob, relay.host, RESERVE)
-            assert answer.status == Status.OK
-            assert (answer.limit.data, answer.limit.duration) == (Limits().circuit_bytes, Limits().circuit_seconds)
-            envelope = unmarshal_envelope(answer.reservation.voucher)
-            assert isinstance(envelope, Envelope)
-            envelope.validate("libp2p-relay-rsvp")
-            assert envelope.public_key.to_bytes() == relay.host.author
-            assert relay.server.table.num_reservations == 1
-            await bob.connections.disconnect(relay.host.author)
-            await until(lambda: relay.server.table.num_reservations == 0)
-            assert bob.relays.reservations == []
+    async with open_relay() as relay, open_home() as bob:
+        await bob.connect(relay.host.author, relay.host.addresses)
+        answer = await ask(bob, relay.host, RESERVE)
+        assert answer.status == Status.OK
+        assert (answer.limit.data, answer.limit.duration) == (Limits().circuit_bytes, Limits().circuit_seconds)
+        envelope = unmarshal_envelope(answer.reservation.voucher)
+        assert isinstance(envelope, Envelope)
+        envelope.validate("libp2p-relay-rsvp")
+        assert envelope.public_key.to_bytes() == relay.host.author
+        assert relay.server.table.num_reservations == 1
+        await bob.connections.disconnect(relay.host.author)
+        await until(lambda: relay.server.table.num_reservations == 0)
+        assert bob.relays.reservations == []
 
 
 async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -> None:
-    with trio.fail_after(PATIENCE):
-        limits = Limits(max_reservations_per_address=1)
-        async with open_relay(limits) as relay, open_relay() as second, open_home() as alice, open_home() as bob:
-            address = await reserve(second.host, relay.host)
-            with pytest.raises(PeerUnreachableError, match="200"):
-                await reserve(bob, relay.host)
-            await alice.connect(second.host.author, [address])
-            assert alice.connections.path(second.host.author) == "relayed"
-            answer = await ask(alice, second.host, RESERVE)
-            assert answer.status == Status.PERMISSION_DENIED
+    limits = Limits(max_reservations_per_address=1)
+    async with open_relay(limits) as relay, open_relay() as second, open_home() as alice, open_home() as bob:
+        address = await reserve(second.host, relay.host)
+        with pytest.raises(PeerUnreachableError, match="200"):
+            await reserve(bob, relay.host)
+        await alice.connect(second.host.author, [address])
+        assert alice.connections.path(second.host.author) == "relayed"
+        answer = await ask(alice, second.host, RESERVE)
+        assert answer.status == Status.PERMISSION_DENIED
 
 
 async def test_circuits_end_at_their_limits() -> None:
-    with trio.fail_after(PATIENCE):
-        limits = Limits(circuit_bytes=1_000_000, max_circuits_per_peer=1)
-        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob, open_home() as carol:
-            bob.set_handler(ECHO, echo)
-            address = await reserve(bob, relay.host)
-            await alice.connect(bob.author, [address])
-            with pytest.raises(PeerUnreachableError, match="201"):
-                await carol.connect(bob.author, [address])
-            stream = await alice.open_stream(bob.author, ECHO)
-            with pytest.raises(trio.BrokenResourceError):
-                while True:
-                    await stream.send_all(bytes(100_000))
-                    await stream.receive_some()
-            await until(lambda: relay.server.table.num_circuits == 0)
+    limits = Limits(circuit_bytes=1_000_000, max_circuits_per_peer=1)
+    async with open_relay(limits) as relay, open_home() as alice, open_home() as bob, open_home() as carol:
+        bob.set_handler(ECHO, echo)
+        address = await reserve(bob, relay.host)
+        await alice.connect(bob.author, [address])
+        with pytest.raises(PeerUnreachableError, match="201"):
             await carol.connect(bob.author, [address])
+        stream = await alice.open_stream(bob.author, ECHO)
+        with pytest.raises(trio.BrokenResourceError):
+            while True:
+                await stream.send_all(bytes(100_000))
+                await stream.receive_some()
+        await until(lambda: relay.server.table.num_circuits == 0)
+        await carol.connect(bob.author, [address])
 
 
 @pytest.mark.parametrize("member", ["source", "target", None])
 async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_newcomer(member: str | None) -> None:
     payload = bytes(16_384)
     num_pieces = 4 * STRANGERS_CIRCUIT_BYTES // len(payload)
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as alice, open_home() as bob:
-            who = {"source": alice.author, "target": bob.author}
-            relay.server.members = frozenset((who[member],) if member else ())
-            bob.set_handler(ECHO, echo)
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
-            stream = await alice.open_stream(bob.author, ECHO)
-            num_echoed = 0
-            with contextlib.suppress(trio.BrokenResourceError):
-                for _ in range(num_pieces):
-                    await stream.send_all(payload)
-                    await read_exactly(stream.receive_some, len(payload))
-                    num_echoed += 1
-            if member is None:
-                assert 0 < 2 * num_echoed * len(payload) < STRANGERS_CIRCUIT_BYTES
-            else:
-                assert num_echoed == num_pieces
+    async with open_relay() as relay, open_home() as alice, open_home() as bob:
+        who = {"source": alice.author, "target": bob.author}
+        relay.server.members = frozenset((who[member],) if member else ())
+        bob.set_handler(ECHO, echo)
+        await alice.connect(bob.author, [await reserve(bob, relay.host)])
+        stream = await alice.open_stream(bob.author, ECHO)
+        num_echoed = 0
+        with contextlib.suppress(trio.BrokenResourceError):
+            for _ in range(num_pieces):
+                await stream.send_all(payload)
+                await read_exactly(stream.receive_some, len(payload))
+                num_echoed += 1
+        if member is None:
+            assert 0 < 2 * num_echoed * len(payload) < STRANGERS_CIRCUIT_BYTES
+        else:
+            assert num_echoed == num_pieces
 
 
 async def test_strangers_are_told_of_their_limits() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as bob:
-            for members, expected in ((frozenset({bob.author}), Limits()), (frozenset(), Limits().for_strangers)):
-                relay.server.members = members
-                await bob.connect(relay.host.author, relay.host.addresses)
-                answer = await ask(bob, relay.host, RESERVE)
-                assert (answer.limit.data, answer.limit.duration) == (expected.circuit_bytes, expected.circuit_seconds)
-            assert answer.limit.data == STRANGERS_CIRCUIT_BYTES
+    async with open_relay() as relay, open_home() as bob:
+        for members, expected in ((frozenset({bob.author}), Limits()), (frozenset(), Limits().for_strangers)):
+            relay.server.members = members
+            await bob.connect(relay.host.author, relay.host.addresses)
+            answer = await ask(bob, relay.host, RESERVE)
+            assert (answer.limit.data, answer.limit.duration) == (expected.circuit_bytes, expected.circuit_seconds)
+        assert answer.limit.data == STRANGERS_CIRCUIT_BYTES
 
 
 @pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])
@@ -220,46 +201,43 @@ async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None
 
 
 async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_nothing_else() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_home() as alice, open_home() as bob:
-            async with open_relay() as relay:
-                await alice.connect(bob.author, [await reserve(bob, relay.host)])
-                assert len(bob.relays.reservations) == 1
-            await until(lambda: bob.author not in alice.connected and alice.author not in bob.connected)
-            assert bob.relays.reservations == []
-            async with open_relay() as other:
-                await alice.connect(bob.author, [await reserve(bob, other.host)])
-                assert alice.connections.path(bob.author) == "relayed"
+    async with open_home() as alice, open_home() as bob:
+        async with open_relay() as relay:
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            assert len(bob.relays.reservations) == 1
+        await until(lambda: bob.author not in alice.connected and alice.author not in bob.connected)
+        assert bob.relays.reservations == []
+        async with open_relay() as other:
+            await alice.connect(bob.author, [await reserve(bob, other.host)])
+            assert alice.connections.path(bob.author) == "relayed"
 
 
 async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_no_place() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as alice, open_home() as bob:
-            address = await reserve(bob, relay.host)
+    async with open_relay() as relay, open_home() as alice, open_home() as bob:
+        address = await reserve(bob, relay.host)
 
-            async def freeze(stream: Libp2pStream) -> None:
-                await trio.sleep_forever()
+        async def freeze(stream: Libp2pStream) -> None:
+            await trio.sleep_forever()
 
-            bob.set_handler(STOP_PROTOCOL, freeze)
-            with pytest.raises(PeerUnreachableError):
-                await alice.connect(bob.author, [address])
-            await until(lambda: relay.server.table.num_circuits == 0)
+        bob.set_handler(STOP_PROTOCOL, freeze)
+        with pytest.raises(PeerUnreachableError):
+            await alice.connect(bob.author, [address])
+        await until(lambda: relay.server.table.num_circuits == 0)
 
 
 @pytest.mark.parametrize(
     "raw", [b"\xff\xff\xff\x7f", b"\x00", b"\x05hello", b"\x7f", bytes(100), b"\x80" * 40, b"\x02\x08\x09"]
 )
 async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_relay() as relay, open_home() as mallory, open_home() as bob, open_home() as alice:
-            await mallory.connect(relay.host.author, relay.host.addresses)
-            stream = await mallory.open_stream(relay.host.author, HOP_PROTOCOL)
-            await stream.send_all(raw)
-            await stream.send_eof()
-            answer = await hear(stream)
-            assert answer.type == HopMessage.STATUS
-            assert answer.status == Status.MALFORMED_MESSAGE
-            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+    async with open_relay() as relay, open_home() as mallory, open_home() as bob, open_home() as alice:
+        await mallory.connect(relay.host.author, relay.host.addresses)
+        stream = await mallory.open_stream(relay.host.author, HOP_PROTOCOL)
+        await stream.send_all(raw)
+        await stream.send_eof()
+        answer = await hear(stream)
+        assert answer.type == HopMessage.STATUS
+        assert answer.status == Status.MALFORMED_MESSAGE
+        await alice.connect(bob.author, [await reserve(bob, relay.host)])
 
 
 async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
@@ -288,35 +266,29 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
 
 
 async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as mallory, open_home() as bob:
-            await bob.connect(mallory.author, mallory.addresses)
-            with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
-                stream = await mallory.open_stream(bob.author, STOP_PROTOCOL)
-                call = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(mallory.author)))
-                await stream.send_all(encode_delimited(call))
-                await stream.receive_some()
+    async with open_public() as mallory, open_home() as bob:
+        await bob.connect(mallory.author, mallory.addresses)
+        with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
+            stream = await mallory.open_stream(bob.author, STOP_PROTOCOL)
+            call = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(mallory.author)))
+            await stream.send_all(encode_delimited(call))
+            await stream.receive_some()
 
 
 async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
     """The relay accepts the call and speaks for the peer itself; the handshake reveals it."""
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_public() as mallory,
-            open_home() as alice,
-            open_home() as bob,
-        ):
+    async with open_public() as mallory, open_home() as alice, open_home() as bob:
 
-            async def speak_for_bob(stream: Libp2pStream) -> None:
-                await hear(stream)
-                await stream.send_all(AGREED)
-                circuit = Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit")
-                await mallory.upgrader.upgrade(circuit, None, is_initiator=False)
+        async def speak_for_bob(stream: Libp2pStream) -> None:
+            await hear(stream)
+            await stream.send_all(AGREED)
+            circuit = Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit")
+            await mallory.upgrader.upgrade(circuit, None, is_initiator=False)
 
-            mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
-            with pytest.raises(PeerUnreachableError):
-                await alice.connect(bob.author, [f"{mallory.addresses[0]}/p2p-circuit"])
-            assert bob.author not in alice.connected
+        mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
+        with pytest.raises(PeerUnreachableError):
+            await alice.connect(bob.author, [f"{mallory.addresses[0]}/p2p-circuit"])
+        assert bob.author not in alice.connected
 
 
 async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live() -> None:

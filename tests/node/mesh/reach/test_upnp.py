@@ -6,7 +6,8 @@ import pytest
 import trio
 
 from farandole.node.base.nurseries import open_service_nursery
-from farandole.node.mesh.reach.upnp import MAX_REPLY_BYTES, UpnpError, UpnpRouter, _location, _parse
+from farandole.node.mesh.reach.gateway import MappingError
+from farandole.node.mesh.reach.upnp import MAX_REPLY_BYTES, UpnpRouter, _location, _parse
 
 SERVICE = "urn:schemas-upnp-org:service:WANIPConnection:1"
 FAULT = "<e><errorCode>725</errorCode><errorDescription>OnlyPermanentLeasesSupported</errorDescription></e>"
@@ -50,12 +51,12 @@ async def test_a_router_tells_its_address() -> None:
     ],
 )
 async def test_whatever_a_router_says_is_an_answer_or_an_error(reply: bytes) -> None:
-    with pytest.raises(UpnpError):
+    with pytest.raises(MappingError):
         await ask(reply)
 
 
 def test_declarations_are_not_read_in_any_encoding() -> None:
-    with pytest.raises(UpnpError):
+    with pytest.raises(MappingError):
         _parse('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'.encode("utf-16"))
     assert _parse(b"<?xml version='1.0'?><!-- fine --><a/>").tag == "a"
 

@@ -1,0 +1,30 @@
+"""Every test here that waits for a peer fails after `PATIENCE`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from ...patience import PATIENCE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.path.is_relative_to(Path(__file__).parent) or not isinstance(item, pytest.Function):
+            continue
+        if inspect.iscoroutinefunction(item.obj):
+            item.obj = in_time(item.obj)
+
+
+def in_time(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(test)
+    async def run(**fixtures: object) -> None:
+        with trio.fail_after(PATIENCE):
+            await test(**fixtures)
+
+    return run
