@@ -179,20 +179,6 @@ def plan(manifest: Manifest, machine: Machine, given: Collection[str] = (), num_
     return planned[0] if planned[-1].lacks_memory else planned[-1]
 
 
-def alternatives(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Sequence[Plan]:
-    """Plan a manifest with other codecs, fragments and stages, for a table."""
-    rows = [
-        _timed(variant, machine, given)
-        for codec in _choices(("fp32", *CODECS), manifest.outer.codec, "outer.codec" in given)
-        for fragments in _choices((1, 4, 16), manifest.outer.fragments, "outer.fragments" in given)
-        if (variant := _travels(manifest, codec, fragments)) is not None
-    ]
-    if NUM_STAGES not in given:
-        cuts = (_cut(manifest, factor * manifest.model.num_stages) for factor in (2, 4))
-        rows += [_timed(cut, machine, given) for cut in cuts if cut is not None]
-    return rows
-
-
 def complete(manifest: Manifest, given: Collection[str]) -> Manifest:
     """Choose what the run file leaves open: the best known settings, for home lines. The whole model stays whole.
 

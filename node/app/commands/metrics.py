@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,17 +18,8 @@ from ...base.figures import count, duration, size
 from .options import Home
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
-
-_COLUMNS: Final = ("at", "round", "loss", "held out", "bits/byte", "tokens", "seconds", "outer step with")
-# Left out, in this order, where the terminal is too narrow for all.
-_LESS_NEEDED: Final = ("seconds", "tokens", "bits/byte", "held out", "at")
-# What is left of the reason of a round without a partner, so that a usual terminal has all columns.
-_REASON_WIDTH: Final = 24
-_GAP: Final = 2
 
 
 def show_metrics(
@@ -53,8 +44,6 @@ def show_metrics(
     once: Annotated[bool, typer.Option("--once", help="With --report: send what is there, and end.")] = False,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. Works while the node is stopped, too.
-
-    A narrow terminal shows fewer columns.
 
     Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
     [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan];
@@ -129,53 +118,24 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
 
 
 def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
+    """Print a line for each round; the last column is cut if the terminal is too narrow."""
     from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    columns = dict(zip(_COLUMNS, zip(*map(_cells, records), strict=True), strict=True))
-    if not any(columns["bits/byte"]):
-        del columns["bits/byte"]
-    with_partner = [len(_partner(record)) for record in records if record.verdict == "committed"]
-    last_width = max([_REASON_WIDTH, *with_partner])
-    for name in _LESS_NEEDED:
-        if _least_width(columns, last_width) > console.width:
-            columns.pop(name, None)
-    console.print(_table(columns))
-    console.print(f"from {path}; --csv prints all columns", soft_wrap=True)
-
-
-def _cells(record: RoundRecord) -> tuple[str, ...]:
-    """Return the cells of a round's row, one for each of `_COLUMNS`."""
-    return (
-        f"{datetime.fromtimestamp(record.at):%m-%d %H:%M}",
-        str(record.round),
-        "" if record.loss is None else f"{record.loss:.3f}",
-        "" if record.validation is None else f"{record.validation:.3f}",
-        "" if record.bits_per_byte is None else f"{record.bits_per_byte:.3f}",
-        count(record.tokens),
-        f"{record.seconds:.1f}",
-        _partner(record) if record.verdict == "committed" else record.verdict,
-    )
-
-
-def _partner(record: RoundRecord) -> str:
-    return f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
-
-
-def _least_width(columns: Mapping[str, Sequence[str]], last_width: int) -> int:
-    """Return the width of a table whose last column is cut at ``last_width``, and no other."""
-    widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
-    return sum(widths[:-1]) + min(widths[-1], last_width) + _GAP * (len(widths) - 1)
-
-
-def _table(columns: Mapping[str, Sequence[str]]) -> Table:
-    """Return a table with one line for each round; the last column is cut if the terminal is too narrow."""
     from rich.table import Column, Table
-    from rich.text import Text
 
-    *figures, outer_step = columns
-    headers = (Column(name, no_wrap=True) for name in figures)
-    table = Table(*headers, outer_step, box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
-    for *row, last in zip(*columns.values(), strict=True):
-        table.add_row(*row, Text(last, no_wrap=True, overflow="ellipsis"))
-    return table
+    figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
+    outer_step = Column("outer step with", no_wrap=True, overflow="ellipsis", ratio=1)
+    table = Table(*figures, outer_step, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for record in records:
+        partner = f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
+        table.add_row(
+            f"{datetime.fromtimestamp(record.at):%m-%d %H:%M}",
+            str(record.round),
+            "" if record.loss is None else f"{record.loss:.3f}",
+            "" if record.validation is None else f"{record.validation:.3f}",
+            count(record.tokens),
+            f"{record.seconds:.1f}",
+            partner if record.verdict == "committed" else record.verdict,
+        )
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(f"from {path}; --csv prints all columns", soft_wrap=True)

@@ -22,8 +22,6 @@ from .options import AsJson, reader_of, takes_settings
 from .output import print_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from farandole.protocol.planning.planning import Machine, Plan
     from farandole.protocol.run.manifest import Manifest
 
@@ -96,9 +94,7 @@ def plan_run(
     [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
-    from rich.console import Console
-
-    from farandole.protocol.planning.planning import Machine, alternatives, best_known, plan
+    from farandole.protocol.planning.planning import Machine, best_known, plan
 
     planned = _read(model, settings.allow_model)
     machine = Machine(
@@ -114,7 +110,6 @@ def plan_run(
             print_json(_as_json(best, planned, machine))
         else:
             typer.echo("\n".join(_lines(best, planned, machine)))
-            Console().print(_table(alternatives(best.manifest, machine, planned.given), machine))
     finally:  # also where a pipe's reader ends early
         if out is not None and best.fits:
             _write(out, planned, best, force=force)
@@ -195,30 +190,6 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
             f"(uncut, the model takes {size(uncut.device if has_gpu else uncut.host)})"
         )
     return lines
-
-
-def _table(plans: Sequence[Plan], machine: Machine) -> Table:
-    """Return the alternatives as a table, each with times for this line."""
-    from rich.table import Column, Table
-
-    names = ("codec", "fragments", "stages", "sends", "takes", "exchange_s", "averaged in", "memory", "")
-    columns = (Column(name, justify="right", no_wrap=True) for name in names)
-    table = Table(*columns, box=None, padding=(0, 1, 0, 0), title="alternatives", title_justify="left")
-    for row in plans:
-        outer, needs = row.manifest.outer, row.needs
-        memory = machine.memory_of(needs)
-        table.add_row(
-            f"topk {outer.topk}" if outer.codec == "topk" else outer.codec,
-            str(outer.fragments),
-            str(row.manifest.model.num_stages),
-            size(needs.contribution_bytes),
-            f"{row.seconds:.0f} s",
-            f"{row.manifest.rounds.exchange_seconds:g}",
-            duration(row.period) if row.busy is not None else "-",
-            size(memory.device if machine.gpu is not None else memory.host),
-            "fits" if row.fits else "line" if row.lacks_line else "memory",
-        )
-    return table
 
 
 def _as_json(best: Plan, planned: _Model, machine: Machine) -> dict[str, Any]:

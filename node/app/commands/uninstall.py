@@ -34,14 +34,7 @@ PATTERNS: Final[dict[str, Sequence[str]]] = {
     ),
     "tokenised text (cache)": ("tokens/*.tokens", "tokens/.*.tokens.*.tmp"),
     "logs": (
-        *(
-            "log",
-            "log.*",
-            "rounds.jsonl",
-            "rounds.jsonl.*",
-            "service.log",
-            "output",
-        ),
+        *("log", "log.*", "rounds.jsonl", "rounds.jsonl.*", "service.log", "output"),
         *("reports/*.json", "reports/*.lock", "reports/.*.json.*.tmp"),
     ),
     "run state": ("store.sqlite", "store.sqlite-*", "store.sqlite.*", "dashboard.json", "clock", "started-by-loop"),

@@ -7,7 +7,6 @@ from farandole.protocol.planning.needs import USUAL_RATE, needs_of
 from farandole.protocol.planning.planning import (
     GOOD_EXCHANGE,
     Machine,
-    alternatives,
     changes,
     complete,
     given_by,
@@ -155,16 +154,6 @@ def test_what_a_run_file_says_is_not_completed() -> None:
 
     assert completed == run
     assert needs_of(completed).rate > USUAL_RATE
-
-
-def test_alternatives_show_what_else_there_is() -> None:
-    planned = plan(manifest("350M"), HOME).manifest
-    rows = alternatives(planned, HOME)
-
-    assert {row.manifest.outer.codec for row in rows} == {"fp32", "int8", "int4", "topk"}
-    assert {row.manifest.model.num_stages for row in rows} == {1, 2, 4}
-    assert all(row.needs.rate <= USUAL_RATE or row.lacks_line for row in rows)
-    assert len(alternatives(planned, HOME, ["outer.codec", "outer.fragments", "model.num_stages"])) == 1
 
 
 def test_what_a_run_file_says() -> None:
