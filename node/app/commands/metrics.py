@@ -123,7 +123,7 @@ def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
     from rich.table import Column, Table
 
     figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
-    outer_step = Column("outer step with", no_wrap=True, overflow="ellipsis", ratio=1)
+    outer_step = Column("outer step with", no_wrap=True, overflow="ellipsis")
     table = Table(*figures, outer_step, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for record in records:
         partner = f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"

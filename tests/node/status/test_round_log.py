@@ -138,32 +138,9 @@ def test_the_command_prints_rounds_without_a_node(
     assert len([line for line in table.splitlines() if " 640 " in line]) == 20
 
 
-@pytest.mark.parametrize(("width", "has_bits"), [(200, True), (70, False)], ids=["wide", "narrow"])
-def test_the_table_has_bits_per_byte_where_they_are_known_and_there_is_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, has_bits: bool
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console()
-        played(Journal(say=console.say, tell_round=console.tell_round), 3, bits_per_byte=1.25)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["run", "metrics", "--home", str(tmp_path)])
-    table = capsys.readouterr().out
-    assert ("bits/byte" in table, "1.250" in table) == (has_bits, has_bits)
-
-
-@pytest.mark.parametrize(
-    ("width", "columns"),
-    [
-        (200, {"at", "round", "loss", "held out", "tokens", "seconds", "outer step with"}),
-        (80, {"at", "round", "loss", "held out", "tokens", "seconds", "outer step with"}),
-        (60, {"at", "round", "loss", "outer step with"}),
-        (45, {"round", "loss", "outer step with"}),
-    ],
-)
+@pytest.mark.parametrize("width", [200, 80])
 def test_the_table_fits_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, columns: set[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
@@ -177,27 +154,8 @@ def test_the_table_fits_the_terminal(
     with pytest.raises(SystemExit):
         main(["run", "metrics", "--home", str(tmp_path)])
     header, *rows, _ = capsys.readouterr().out.splitlines()
-    assert set(re.split(r" {2,}", header.strip())) == columns
+    assert re.split(r" {2,}", header.strip())[-1] == "outer step with"
     assert len(rows) == 6
     assert all(len(line) <= width for line in (header, *rows))
     assert f"{NAME[-8:]}, 4.00 MB, 0.5 s" in rows[0]
     assert f"alone: {why}" in rows[5] if width == 200 else rows[5].rstrip().endswith("…")
-
-
-def test_the_partner_of_a_long_exchange_is_shown_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console()
-        journal = Journal(say=console.say, tell_round=console.tell_round)
-        played(journal, 5)
-        journal.record_exchange(ended(5, BOB, bytes_sent=82_100_000, bytes_received=8, seconds=3_599.0, path="bulk"))
-        journal.finish_round(Contributed(5, 8, 640, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["run", "metrics", "--home", str(tmp_path)])
-    header, *rows, _ = capsys.readouterr().out.splitlines()
-    assert rows[5].rstrip().endswith(f"{NAME[-8:]}, 82.1 MB, 59 min 59 s")
-    assert "tokens" in header
-    assert "seconds" not in header
