@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
-from ...base.config.file import CONFIG_NAME, SETTINGS, ConfigError, config_text, read_config
+from farandole.protocol.wire.errors import FarandoleError
+
+from ...base.config.file import CONFIG_NAME, SETTINGS, config_text, read_config
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, stray_variables, takes_settings
 from .output import print_json
@@ -39,9 +40,9 @@ def init_config(
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(config_text())
     except FileExistsError as error:
-        raise ConfigError(f"{path} is there already; --force replaces it") from error
+        raise FarandoleError(f"{path} is there already; --force replaces it") from error
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise FarandoleError(f"cannot write {path}: {error.strerror}") from error
     typer.echo(f"settings in {path}: remove the # before a setting to use it; the node reads the file when it starts")
 
 
@@ -54,6 +55,9 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """
+    from rich.console import Console
+    from rich.table import Table
+
     given = {setting.name: context.get_parameter_source(setting.name) for setting in SETTINGS}
     sources = {name: "default" if how is None else _SOURCES.get(how.name, "default") for name, how in given.items()}
     values = {setting.name: getattr(settings, setting.name) for setting in SETTINGS}
@@ -63,7 +67,13 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
     else:
         typer.echo(f"home  {settings.home}")
         typer.echo(f"file  {config}{'' if config.exists() else ' (not there)'}")
-        _print_table(values, sources)
+        table = Table("setting", "value", "from", box=None)
+        for setting in SETTINGS:
+            source, value = sources[setting.name], values[setting.name]
+            origin = f"{source} {setting.variable}" if source == "environment" else source
+            told = setting.about.unset if value is None else json.dumps(value, default=str)
+            table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
+        Console(markup=False).print(table)
     for fault in stray_variables(os.environ):
         typer.secho(fault, fg=typer.colors.YELLOW, err=True)
 
@@ -84,17 +94,3 @@ def check_config(
     """
     path = path or home / CONFIG_NAME
     typer.echo(f"{path} is well-formed; it sets: {', '.join(read_config(path)) or 'nothing'}")
-
-
-def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("setting", "value", "from", box=None)
-    for setting in SETTINGS:
-        source = sources[setting.name]
-        value = values[setting.name]
-        origin = f"{source} {setting.variable}" if source == "environment" else source
-        told = setting.about.unset if value is None else json.dumps(value, default=str)
-        table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
-    Console(markup=False).print(table)

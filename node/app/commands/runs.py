@@ -32,8 +32,6 @@ from .output import (
 if TYPE_CHECKING:
     from farandole.protocol.run.manifest import Manifest, SignedManifest
 
-    from ...loop.measuring import MeasuredCut
-
 Who = Annotated[
     list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
 ]
@@ -119,25 +117,21 @@ def create_run(
         print_json({**answer, **figures})
         return
     if measured is not None:
-        _show_measured(measured)
+        from rich.console import Console
+
+        from ...loop.measuring import cuts_table
+
+        typer.echo(
+            f"for one microbatch, there and back, a layer takes {measured.layer_seconds:.3g} s and both ends "
+            f"{measured.ends_seconds:.3g} s on {measured.device}"
+        )
+        Console().print(cuts_table(measured))
     typer.echo(f"run {signed.run_id.hex()}")
     brings = options_of_nodes(manifest)
     here = home_option(settings.home)
     typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}{here}")
     if invite:
         typer.echo(f"others join with: farandole join {invite}{brings}")
-
-
-def _show_measured(measured: MeasuredCut) -> None:
-    from rich.console import Console
-
-    from ...loop.measuring import cuts_table
-
-    typer.echo(
-        f"for one microbatch, there and back, a layer takes {measured.layer_seconds:.3g} s and both ends "
-        f"{measured.ends_seconds:.3g} s on {measured.device}"
-    )
-    Console().print(cuts_table(measured))
 
 
 @run_app.command("show")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -74,7 +73,7 @@ def uninstall(
         with contextlib.ExitStack() as held:
             for each in homes:
                 held.enter_context(locked(each / "lock"))
-            found = [belongings_of(each) for each in homes]
+            found = [Belongings(each) for each in homes]
             for belongings in found:
                 typer.echo(f"{belongings.home}:")
                 for what in belongings.files:
@@ -125,19 +124,36 @@ def _how_to_remove_the_program() -> str:
     return f"to remove the program: {sys.executable} -m pip uninstall farandole"
 
 
-@dataclass(frozen=True)
 class Belongings:
     """The files of one node's folder."""
 
-    home: Path
-    files: dict[str, list[Path]]
-    """What (a key of `PATTERNS`) -> files and folders that a node made; without what it does not have."""
-    others: list[Path]
-    """Files that no node made; they stay."""
+    def __init__(self, home: Path) -> None:
+        from ...base.system.unix_socket import socket_path
+
+        self.home = home
+        self.files: dict[str, list[Path]] = {}
+        """What (a key of `PATTERNS`) -> files and folders that a node made; without what it does not have."""
+        for what, patterns in PATTERNS.items():
+            found = [path for each in patterns if not (home / each).parent.is_symlink() for path in home.glob(each)]
+            if what == "sockets":  # they are elsewhere if this folder's path is too long for one
+                places = (socket_path(home / f"{name}.sock") for name in _SOCKETS)
+                found += [path for path in places if path.parent != home.absolute() and path.exists()]
+            if found := sorted(path for path in found if not path.is_symlink()):
+                self.files[what] = found
+        made = {path for paths in self.files.values() for path in paths}
+        folders = (folder for folder in (home, *(home / name for name in _FOLDERS)) if folder.is_dir())
+        inside = [path for folder in folders for path in sorted(folder.iterdir())]
+        self.others = [path for path in inside if path not in made and path.name not in (*_FOLDERS, "runs")]
+        """Files that no node made; they stay."""
 
     def num_bytes(self, what: str) -> int:
         """Return the size of one kind of file in bytes; files that vanish count 0."""
-        return sum(map(_num_bytes, self.files.get(what, ())))
+        total = 0
+        for path in self.files[what]:
+            for each in path.rglob("*") if path.is_dir() else [path]:
+                with contextlib.suppress(OSError):
+                    total += 0 if each.is_dir() else each.lstat().st_size
+        return total
 
     def remove(self, kinds: Sequence[str]) -> None:
         """Remove these kinds of files, and folders that are empty then. Raises `OSError` on failure."""
@@ -163,40 +179,3 @@ def homes_in(home: Path) -> list[Path]:
         for each in (*inner, home)
         if not each.is_symlink() and any((each / name).is_file() for name in ("store.sqlite", "key"))
     ]
-
-
-def belongings_of(home: Path) -> Belongings:
-    """List the files of one node's folder."""
-    files = {what: sorted(_found(home, patterns)) for what, patterns in PATTERNS.items()}
-    files["sockets"] += [path for path in _far_sockets(home) if path.exists()]
-    made = {path for paths in files.values() for path in paths}
-    others = [
-        path
-        for folder in (home, *(home / name for name in _FOLDERS))
-        if folder.is_dir()
-        for path in sorted(folder.iterdir())
-        if path not in made and path.name not in (*_FOLDERS, "runs")
-    ]
-    return Belongings(home, {what: paths for what, paths in files.items() if paths}, others)
-
-
-def _found(home: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    for pattern in patterns:
-        if not (home / pattern).parent.is_symlink():
-            yield from (path for path in home.glob(pattern) if not path.is_symlink())
-
-
-def _far_sockets(home: Path) -> list[Path]:
-    """Return the sockets that are elsewhere because this folder's path is too long for one."""
-    from ...base.system.unix_socket import socket_path
-
-    paths = (socket_path(home / f"{name}.sock") for name in _SOCKETS)
-    return [path for path in paths if path.parent != home.absolute()]
-
-
-def _num_bytes(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        if path.is_dir():
-            return sum(each.lstat().st_size for each in path.rglob("*") if not each.is_dir())
-        return path.lstat().st_size
-    return 0

@@ -115,7 +115,14 @@ async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, Reacha
 
 def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int, announced: Sequence[str] = ()) -> Finding:
     """Judge the router by the verdict, this machine's own addresses, and the multiaddrs that its owner announces."""
-    if closed := [address for address in announced if _is_closed(address, verdict)]:
+    closed = []
+    for address in announced:
+        _, _, ip, _, port = address.split("/")
+        # Peers dial only the IP address that they see, and not every port.
+        is_tried = ip in {seen_ip for seen_ip, _ in verdict.addresses} and is_open_to_peers(int(port))
+        if is_tried and (verdict.kind is not ReachabilityKind.PUBLIC or (ip, int(port)) not in verdict.addresses):
+            closed.append(address)
+    if closed:
         return found("nat-announced-closed", announced=", ".join(closed))
     seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
     is_translated = not any(ip in own_ips for ip, _ in verdict.addresses)
@@ -132,14 +139,6 @@ def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int, anno
         case ReachabilityKind.RELAY_ONLY:
             return found("nat-relay-only")
     return found("nat-untold", why="no peer reports how others reach this node")
-
-
-def _is_closed(announced: str, verdict: Verdict) -> bool:
-    """Return whether peers have dialled an announced multiaddr in vain; they dial only the IP address that they see."""
-    _, _, host, _, port = announced.split("/")
-    if host not in {ip for ip, _ in verdict.addresses} or not is_open_to_peers(int(port)):
-        return False
-    return verdict.kind is not ReachabilityKind.PUBLIC or (host, int(port)) not in verdict.addresses
 
 
 async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind) -> Finding:

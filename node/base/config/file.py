@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from farandole.protocol.wire.errors import FarandoleError, ManifestError
+from farandole.protocol.wire.errors import ManifestError
 
 from ..settings import NodeSettings
 from .setting import Setting, settings_of
@@ -27,27 +27,28 @@ _HEAD: Final = """\
 """
 
 
-class ConfigError(FarandoleError):
-    """A settings file cannot be read, or says what cannot be; the message has a line for each fault."""
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """Return the settings in a file by name, as a command line takes them; paths are relative to the file's folder.
 
-    Raises `ConfigError`.
+    Raises `ManifestError`, with a line for each fault, if the file cannot be read, or says what cannot be.
     """
     # Not needed for ``--help``: it imports msgspec.
     from .toml_file import read_toml
 
     known = {setting.name: setting for setting in SETTINGS}
-    try:
-        file = read_toml(path)
-        with file.naming_lines():
-            if faults := list(_faults(file.values, known)):
-                raise ManifestError(*faults)
-    except ManifestError as error:
-        raise ConfigError(str(error)) from error
-    return {name: _placed(known[name], value, path.parent) for name, value in file.values.items()}
+    file = read_toml(path)
+    with file.naming_lines():
+        if faults := list(_faults(file.values, known)):
+            raise ManifestError(*faults)
+    placed = {}
+    for name, value in file.values.items():
+        kind = known[name].kind
+        if Path in (kind, *get_args(kind)):
+            paths = [str(path.parent / Path(part).expanduser()) for part in (value if kind is not Path else [value])]
+            placed[name] = paths[0] if kind is Path else paths
+        else:
+            placed[name] = value
+    return placed
 
 
 def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
@@ -64,14 +65,6 @@ def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator
             yield f"{name} is no setting; {hint}"
         elif not known[name].is_valid(value):
             yield f"{name}: expected {known[name].expected}, got {shown(value)}{known[name].hint(value)}"
-
-
-def _placed(setting: Setting, value: Any, folder: Path) -> Any:
-    if setting.kind is Path:
-        return str(folder / Path(value).expanduser())
-    if get_args(setting.kind) == (Path,):
-        return [str(folder / Path(part).expanduser()) for part in value]
-    return value
 
 
 def config_text() -> str:

@@ -147,7 +147,7 @@ class Setting:
         import msgspec  # not needed for ``--help``
 
         try:
-            converted = msgspec.convert(value, self.kind, dec_hook=_path)
+            converted = msgspec.convert(value, self.kind, dec_hook=lambda kind, text: kind(text))
         except msgspec.ValidationError:
             return False
         return self.is_allowed(converted)
@@ -183,9 +183,3 @@ def _kind(annotation: Any) -> Any:
         return annotation
     (kind,) = (part for part in get_args(annotation) if part is not type(None))
     return kind
-
-
-def _path(kind: type, value: object) -> object:
-    if isinstance(value, str):
-        return kind(value)
-    raise TypeError("neither a path nor a text")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.app.commands.uninstall import INSTALL_MARK, PATTERNS, belongings_of
+from farandole.node.app.commands.uninstall import INSTALL_MARK, PATTERNS, Belongings
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import InHome, NodeSettings
@@ -160,7 +160,7 @@ def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
     homes = [path.parent for path in tmp_path.rglob("store.sqlite")]
     assert homes
     for home in homes:
-        assert belongings_of(home).others == []
+        assert Belongings(home).others == []
 
 
 def test_sockets_are_known_to_be_a_nodes(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_sockets_are_known_to_be_a_nodes(tmp_path: Path) -> None:
     home.mkdir()
     (home / "key").touch()
     with bound_socket(home / "control.sock"):
-        belongings = belongings_of(home)
+        belongings = Belongings(home)
         places = belongings.files["sockets"]
         assert belongings.others == []
         assert home / "control.path" in places

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.base.config.file import SETTINGS, ConfigError, config_text, read_config
+from farandole.node.base.config.file import SETTINGS, config_text, read_config
 from farandole.node.base.settings import NodeSettings
+from farandole.protocol.wire.errors import ManifestError
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
     path.write_text(
         'upload_mbits = 5\nslow = "fast"\n\nlog-level = "info"\nthreads = true\nqwertz = 1\nlisten = "x"\n[rounds]\n'
     )
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ManifestError) as caught:
         read_config(path)
     assert str(caught.value).splitlines() == [
         f"{path}:1: upload_mbits is no setting; did you mean upload_mbit?",
@@ -75,5 +76,5 @@ def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
 )
 def test_what_is_no_settings_file_is_refused(path: Path, content: bytes, message: str) -> None:
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ManifestError, match=message):
         read_config(path)

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from farandole.node.app.commands.uninstall import belongings_of
+from farandole.node.app.commands.uninstall import Belongings
 from farandole.node.base.system.files import locked_file
 from farandole.node.ui.metrics.figures import RoundFigures
 from farandole.node.ui.metrics.report import MAX_BATCH, ReportPatience, report_rounds
@@ -206,7 +206,7 @@ def test_a_damaged_memory_sends_nothing_twice(story: Story) -> None:
 def test_what_it_remembers_is_removed_with_the_node(story: Story) -> None:
     story.node.add(rounds(0))
     story.report()
-    belongings = belongings_of(story.node.path)
+    belongings = Belongings(story.node.path)
     assert belongings.others == []
     belongings.remove(list(belongings.files))
     assert not story.node.path.exists()
