@@ -133,7 +133,7 @@ class PipelineService:
         self._driver.handle(event)
 
     def _be_told(self, peer: bytes, payload: bytes) -> None:
-        self.handle(machine.Told(peer, decode_question(payload)))
+        self.handle(machine.Tell(peer, decode_question(payload)))
 
     def _carry_out(self, output: machine.Output) -> None:
         worker, links = self._worker, self.links.by_number

@@ -23,7 +23,7 @@ from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.trainer.trainer_messages import Dismiss, Failed, Prepare
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import TrainingError, UnfitWeightsError
-from farandole.training.cluster.external import INTERRUPT_SECONDS, ExternalEngine, Loop, LoopEnded, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns
 from farandole.training.cluster.ranks import Order
 
 from ..base.system.unix_socket import connect
@@ -51,8 +51,7 @@ def _close_in_child() -> None:
             connection.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class NodeError(FarandoleError):
@@ -129,9 +128,7 @@ class Attachment:
 
     def _join(self) -> None:
         try:
-            deadline = time.monotonic() + END_SECONDS
-            while self._thread.is_alive() and time.monotonic() < deadline:
-                self._thread.join(INTERRUPT_SECONDS)
+            self._thread.join(END_SECONDS)
         finally:  # interrupted, too
             self._hang_up()
 
@@ -222,8 +219,22 @@ class Attachment:
                 return connection
 
     def _follow(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> None:
+        """Compare the run with the loop, and continue from the node's weights until the node, or the loop, ends it."""
+        loop, external = self._loop, manifest.model.external
         try:
-            trainer = self._trainer(channel, prepare, manifest)
+            if self._run_id and prepare.run_id != self._run_id:
+                raise TrainingError(
+                    f"the node is in run {prepare.run_id.hex()[:16]}, and this loop is for {self._run_id.hex()[:16]}"
+                )
+            if external is None and loop.recipe:
+                raise TrainingError("this run was made without a recipe: leave out recipe=")
+            if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
+                raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
+            allowed_models = prepare.settings.allow_model
+            self.engine = ExternalEngine(
+                loop, manifest, self.turns, run_id=prepare.run_id, allowed_models=allowed_models
+            )
+            trainer = TrainerProcess(channel, prepare, manifest, self.engine)
         except UnfitWeightsError as error:
             channel.send(Failed(str(error), "weights"))
             return
@@ -247,19 +258,3 @@ class Attachment:
         finally:
             self._is_following = False
             trainer.close()
-
-    def _trainer(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> TrainerProcess:
-        """Compare the run with the loop, and continue from the node's weights. Raises `TrainingError`."""
-        loop, external = self._loop, manifest.model.external
-        if self._run_id and prepare.run_id != self._run_id:
-            raise TrainingError(
-                f"the node is in run {prepare.run_id.hex()[:16]}, and this loop is for {self._run_id.hex()[:16]}"
-            )
-        if external is None and loop.recipe:
-            raise TrainingError("this run was made without a recipe: leave out recipe=")
-        if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
-            raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
-        self.engine = ExternalEngine(
-            loop, manifest, self.turns, run_id=prepare.run_id, allowed_models=prepare.settings.allow_model
-        )
-        return TrainerProcess(channel, prepare, manifest, self.engine)

@@ -153,23 +153,16 @@ def model_of(
 
     Raises `FarandoleError` if there is no run, or one that takes no loops, or the model cannot be built here.
     """
-    manifest = _of_node(Path(home) if home is not None else default_home()) if run is None else _of_file(Path(run))
+    folder = Path(home) if home is not None else default_home()
+    try:
+        raw = read_fact(NodeSettings(home=folder).store, MANIFEST_FACT) if run is None else Path(run).read_bytes()
+    except OSError as error:
+        raise ManifestError(f"{run} is no manifest that can be read: {error.strerror}") from error
+    if raw is None:
+        raise ManifestError(f"{folder} knows no run: farandole join INVITE --trainer external, or name a manifest file")
+    manifest, _ = decode_manifest(raw)
     if manifest.model.external is not None:
         raise ManifestError("this run's model is not farandole's: build it as its other members do")
     if reason := why_no_loop(manifest):
         raise ManifestError(f"this run takes no loops of one's own: {reason}")
     return build_module(manifest.model, manifest.seed, allowed_models=allow_model)
-
-
-def _of_node(home: Path) -> Manifest:
-    raw = read_fact(NodeSettings(home=home).store, MANIFEST_FACT)
-    if raw is None:
-        raise ManifestError(f"{home} knows no run: farandole join INVITE --trainer external, or name a manifest file")
-    return decode_manifest(raw)[0]
-
-
-def _of_file(path: Path) -> Manifest:
-    try:
-        return decode_manifest(path.read_bytes())[0]
-    except OSError as error:
-        raise ManifestError(f"{path} is no manifest that can be read: {error.strerror}") from error

@@ -66,7 +66,9 @@ class NoLoCo:
     ) -> None:
         if tokens_per_byte is not None and not 0 < tokens_per_byte < math.inf:
             raise ValueError(f"tokens_per_byte is {tokens_per_byte}: give the tokens over the bytes, such as 0.25")
-        self._optimizer = _unwrapped(optimizer)
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner  # wrappers of other libraries, such as accelerate's, call its hooks
+        self._optimizer = optimizer
         self._ranks = ranks = open_ranks()
         # Another rank may be on a machine without the run's folder.
         run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
@@ -92,16 +94,13 @@ class NoLoCo:
         except BaseException:  # Ctrl-C too: `__exit__` is not called when `__enter__` fails
             self._end(has_failed=True)
             raise
-        self._hook = self._optimizer.register_step_post_hook(self._on_step)
+        self._hook = self._optimizer.register_step_post_hook(lambda *step: self._member.step_taken())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(has_failed=error is not None)
-
-    def _on_step(self, optimizer: torch.optim.Optimizer, arguments: object, keywords: object) -> None:
-        self._member.step_taken()
 
     def _end(self, *, has_failed: bool) -> None:
         if self._hook is not None:
@@ -195,10 +194,3 @@ def _home_of(run_id: bytes) -> Path:
     """Return the usual data directory if a node of this run runs or starts there, else one of the run below it."""
     home = default_home()
     return home if not run_id or await_node(home) == run_id.hex() else home / "runs" / run_id.hex()[:16]
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside the wrappers of other libraries, such as accelerate's: its hooks are called."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer

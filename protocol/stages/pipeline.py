@@ -67,7 +67,6 @@ from .pipeline_events import (
     RoundEnds,
     Send,
     Tell,
-    Told,
 )
 from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
 
@@ -177,7 +176,7 @@ class Pipeline:
             case Received(number, message):
                 if number in self._links:
                     self._hear(number, self._links[number], message)
-            case Told():
+            case Tell():
                 self._be_told(event.peer, event.message)
             case Worked():
                 self._worked(event)

@@ -77,8 +77,8 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A node on its route asks how a microbatch of ours ended; or an origin answers."""
+class Tell:
+    """The question to an origin how a microbatch ended, or its answer: to a peer, or from it where it is an event."""
 
     peer: bytes
     message: wire.Question | wire.Answer
@@ -113,7 +113,7 @@ Event = (
     | LinkFailed
     | LinkClosed
     | Received
-    | Told
+    | Tell
     | Worked
     | InnerStepTaken
     | RoundBegan
@@ -158,14 +158,6 @@ class Send:
     message: wire.Credits | wire.Forward | wire.Gradient | wire.Dropped | wire.Settled
     slot: int | None = None
     """The slot whose outgoing data follow a `Forward` or a `Gradient`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Ask an origin how a microbatch ended, or answer that question."""
-
-    peer: bytes
-    message: wire.Question | wire.Answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Node:
                 if self.means_something(world.wires[link].ends[self.author], message):
                     world.send(self, link, message, b"" if slot is None else self.out[slot])
             case machine.Tell(peer, message):
-                world.tell(self, peer, machine.Told(self.author, message))
+                world.tell(self, peer, machine.Tell(self.author, message))
             case Work():
                 self.compute(output)
             case Settle():

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -43,19 +42,14 @@ def device_class(device: torch.device) -> str:
     """
     if device.type != "cpu":
         return f"{device.type} {torch.cuda.get_device_name(device)}"[:48]
-    kind = " ".join(_processor()) or platform.processor()
-    return f"{platform.machine()} {kind} {torch.backends.cpu.get_cpu_capability()}"[:48]
-
-
-def _processor() -> Iterator[str]:
-    """Vendor, family and model, where Linux says them."""
     names = {"vendor_id", "cpu family", "model", "CPU implementer", "CPU part"}
-    with contextlib.suppress(OSError):
+    found = []
+    with contextlib.suppress(OSError):  # Linux alone
         first = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
-        for line in first.splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in names:
-                yield value.strip()
+        lines = (line.partition(":") for line in first.splitlines())
+        found = [value.strip() for name, _, value in lines if name.strip() in names]
+    kind = " ".join(found) or platform.processor()
+    return f"{platform.machine()} {kind} {torch.backends.cpu.get_cpu_capability()}"[:48]
 
 
 def make_deterministic() -> None:

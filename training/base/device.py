@@ -62,10 +62,16 @@ def choose_device(name: str = "auto") -> Device:
         device = torch.device(name)
     except RuntimeError as error:
         raise TrainingError(f"{name!r} names no device") from error
-    if kind == "cuda":
-        return _cuda(device)
-    description = "Apple GPU (mps)" if kind == "mps" else f"CPU ({platform.machine()})"
-    return Device(device, None, description)
+    if kind != "cuda":
+        description = "Apple GPU (mps)" if kind == "mps" else f"CPU ({platform.machine()})"
+        return Device(device, None, description)
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise TrainingError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    properties = torch.cuda.get_device_properties(index)
+    has_fast_bf16 = properties.major >= 8  # Ampere and later
+    description = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
+    return Device(torch.device("cuda", index), torch.bfloat16 if has_fast_bf16 else None, description)
 
 
 def host_memory(flat: Tensor) -> Tensor:
@@ -98,16 +104,6 @@ def _is_available(kind: str) -> bool:
     if kind == "cuda":
         return torch.cuda.is_available()
     return kind == "cpu" or torch.backends.mps.is_available()
-
-
-def _cuda(device: torch.device) -> Device:
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise TrainingError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA device(s)")
-    properties = torch.cuda.get_device_properties(index)
-    has_fast_bf16 = properties.major >= 8  # Ampere and later
-    description = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
-    return Device(torch.device("cuda", index), torch.bfloat16 if has_fast_bf16 else None, description)
 
 
 # Running out of memory, in the ways in which torch and Python say so.

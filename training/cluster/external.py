@@ -19,11 +19,10 @@ the user's.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final
@@ -46,8 +45,6 @@ from ..outer.fast_weights import FastWeights
 from ..outer.round_end import RoundEnd
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 
-# Where a waiting thread cannot be interrupted (Windows), Ctrl-C is handled after at most this time.
-INTERRUPT_SECONDS: Final = 1.0
 # Parameters of each kind in an error message.
 _MAX_NAMED: Final = 3
 
@@ -106,26 +103,23 @@ class Turns:
         """Wait for the loop's turn, and answer the engine's questions until then."""
         self.waits_since = time.monotonic()
         try:
-            self._answer_questions()
+            while (question := self._next_question()) is not None:
+                answer: float | Exception
+                try:
+                    answer = float(question())
+                except Exception as error:  # whatever the user's function raises is the engine's to judge
+                    answer = error
+                with self._changed:
+                    self._question, self._answer = None, answer
+                    self._changed.notify_all()
         finally:
             self.waits_since = None
-
-    def _answer_questions(self) -> None:
-        while (question := self._next_question()) is not None:
-            answer: float | Exception
-            try:
-                answer = float(question())
-            except Exception as error:  # whatever the user's function raises is the engine's to judge
-                answer = error
-            with self._changed:
-                self._question, self._answer = None, answer
-                self._changed.notify_all()
 
     def _next_question(self) -> Measure | None:
         """Wait for the engine's question and return it; None when it is the loop's turn."""
         with self._changed:
             while self._is_engines and self._question is None and not self._is_over:
-                self._changed.wait(INTERRUPT_SECONDS)
+                self._changed.wait()
             if self._failure is not None:
                 raise self._failure
             return self._question if self._is_engines and not self._is_over else None
@@ -187,7 +181,12 @@ def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[
         "this one also trains ": [name for name in parameters_of(module) if name not in shapes],
         "": wrong,
     }
-    if told := [f"{what}{_first(found)}" for what, found in differences.items() if found]:
+    told = []
+    for what, found in differences.items():
+        if found:
+            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            told.append(f"{what}{', '.join(found[:_MAX_NAMED])}{more}")
+    if told:
         raise TrainingError(
             f"this run is of another model: {'; '.join(told)}. Give NoLoCo a module that has the run's parameters, by "
             "name and shape"
@@ -196,11 +195,6 @@ def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[
         if not every[name].is_floating_point():
             raise TrainingError(f"parameter {name} is {every[name].dtype}: only floating-point numbers are averaged")
     return {name: every[name] for name in shapes}
-
-
-def _first(found: list[str]) -> str:
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return f"{', '.join(found[:_MAX_NAMED])}{more}"
 
 
 class UserParameters:
@@ -245,28 +239,6 @@ class UserParameters:
                 torch.sub(view, rounded.to(view), out=self._layout.views(self._dropped)[name])
         reshard(self._module)
         synchronize(self._parameters)
-
-
-def _checked_tokens(tokens_per_step: int | None, manifest: Manifest) -> int:
-    """Return the tokens of a loop's step; raises `TrainingError` if they must be known."""
-    usual = manifest.step_tokens
-    if tokens_per_step is None and usual:
-        raise TrainingError(
-            "members of this run are weighted by the tokens that they train on: give NoLoCo tokens_per_step=, the "
-            f"tokens of one step of your optimizer (a step of the built-in trainer has {usual})"
-        )
-    return 1 if tokens_per_step is None else tokens_per_step
-
-
-@contextlib.contextmanager
-def _usual_dtype() -> Iterator[None]:
-    """Make modules in fp32, whatever default the user's script has set."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class UserLoss:
@@ -316,7 +288,13 @@ class ExternalEngine(Engine):
         parameters = matching_parameters(loop.model, shapes)
         self._loop = loop
         self._turns = turns
-        self._tokens_per_step = _checked_tokens(loop.tokens_per_step, manifest)
+        usual = manifest.step_tokens
+        if loop.tokens_per_step is None and usual:
+            raise TrainingError(
+                "members of this run are weighted by the tokens that they train on: give NoLoCo tokens_per_step=, the "
+                f"tokens of one step of your optimizer (a step of the built-in trainer has {usual})"
+            )
+        self._tokens_per_step = 1 if loop.tokens_per_step is None else loop.tokens_per_step
         self._build = (
             partial(build_module, manifest.model, manifest.seed, allowed_models=allowed_models)
             if manifest.model.external is None
@@ -333,15 +311,19 @@ class ExternalEngine(Engine):
         round_end = RoundEnd(
             FastWeights(theta, users), layout, manifest.outer, manifest.screening, measure=self._held_out
         )
-        checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=manifest.step_tokens)
+        checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=usual)
         super().__init__(device, round_end, checkpoint)
         self.measures_loss = loop.evaluate is not None
 
     def begin_anew(self) -> None:
         """Implement `Engine.begin_anew`; where only loops train, a run has no seed."""
         if self._build is not None:
-            with _usual_dtype():
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)  # the user's script may have set another
+            try:
                 self.checkpoint.begin_with(dict(self._build().named_parameters()))
+            finally:
+                torch.set_default_dtype(before)
 
     @property
     def is_idle(self) -> bool:

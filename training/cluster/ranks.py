@@ -113,7 +113,13 @@ class Ranks:
         if self._group is not None:
             group = self._group if whole.device.type == "cpu" else None
             distributed.broadcast(whole.flatten().view(torch.uint8), 0, group=group)
-        parameter.copy_(whole if (cut := cut_of(parameter)) is None else _cut_like(cut, whole))
+        if (cut := cut_of(parameter)) is not None:  # each rank takes its part of what every rank has whole
+            from torch.distributed.tensor import DTensor, Replicate
+
+            mesh = cut.device_mesh
+            everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            whole = everywhere.redistribute(mesh, cut.placements)
+        parameter.copy_(whole)
 
 
 ALONE: Final = Ranks()
@@ -187,15 +193,6 @@ def cut_of(parameter: Tensor) -> DTensor | None:
     return parameter if isinstance(parameter, DTensor) else None
 
 
-def _cut_like(cut: DTensor, whole: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that every rank has whole."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = cut.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, cut.placements)
-
-
 def synchronize(parameters: Iterable[nn.Parameter]) -> None:
     """Wait for what is queued on their GPUs."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
@@ -237,13 +234,17 @@ class Follower:
             order, numbers = self._ranks.hear()
             match order:
                 case Order.BEGIN:
-                    self._take_names(self._ranks.of_leader([]))
-                case Order.READ:
-                    self._read()
-                case Order.WRITE:
-                    self._write()
+                    found = parameters_of(self._module, with_frozen=True)
+                    names = self._ranks.of_leader(list[str]())
+                    if missing := [name for name in names if name not in found]:
+                        raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
+                    self._parameters = [found[name] for name in names]
+                case Order.READ | Order.WRITE:
+                    self._move_parameters(order)
                 case Order.MEASURE:
-                    self._measure()
+                    if self._evaluate is None:
+                        raise TrainingError("evaluate= is to be given to every rank, or to none")
+                    self._evaluate()
                 case Order.STEP:
                     self.round, self.tokens = map(int, numbers)
                 case Order.OVER:
@@ -254,27 +255,14 @@ class Follower:
             if order is until:
                 return
 
-    def _take_names(self, names: Iterable[str]) -> None:
-        found = parameters_of(self._module, with_frozen=True)
-        if missing := [name for name in names if name not in found]:
-            raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
-        self._parameters = [found[name] for name in names]
-
-    def _measure(self) -> None:
-        if self._evaluate is None:
-            raise TrainingError("evaluate= is to be given to every rank, or to none")
-        self._evaluate()
-
     @torch.no_grad()
-    def _read(self) -> None:
+    def _move_parameters(self, order: Order) -> None:
         synchronize(self._parameters)
         for parameter in self._parameters:
-            whole_of(parameter)
-
-    @torch.no_grad()
-    def _write(self) -> None:
-        synchronize(self._parameters)
-        for parameter in self._parameters:
-            self._ranks.set_parameter(parameter)
-        reshard(self._module)
-        synchronize(self._parameters)
+            if order is Order.READ:
+                whole_of(parameter)
+            else:
+                self._ranks.set_parameter(parameter)
+        if order is Order.WRITE:
+            reshard(self._module)
+            synchronize(self._parameters)

@@ -10,9 +10,8 @@ the library's.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from farandole.protocol.run.outer_rules import DROPPED, is_square
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, encode_header, header_size
 
-from ..base.durable import WholeFile, replacing
+from ..base.durable import replacing
 from ..base.errors import CheckpointError
 from ..base.parameters import Layout
 from .blocks import BlockHasher, Content, content_of, first_difference
@@ -58,8 +57,16 @@ def save_checkpoint(
     metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
     metadata |= {name: str(value) for name, value in asdict(counters).items()}
     header = encode_header(metadata, ((name, tuple(tensor.shape)) for name, tensor in state.items()))
+    hasher = BlockHasher()
     with replacing(path) as file:
-        return _write(file, itertools.chain([memoryview(header)], _data(state.values())))
+        file.write(header)
+        hasher.update(memoryview(header))
+        for flat in (tensor.flatten() for tensor in state.values()):
+            for start in range(0, len(flat), _SLICE):
+                part = flat[start : start + _SLICE].cpu().float().numpy().view(np.uint8).data
+                file.write(part)
+                hasher.update(part)
+    return hasher.content()
 
 
 def load_checkpoint(
@@ -135,27 +142,24 @@ def _present(state: Mapping[str, Tensor], names: Collection[str], optional: Coll
 
 def _copy(read: Callable[[str], Tensor], state: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
     """Check the tensors that are ``present`` in a file, then copy them; set the others to zero."""
-    for name, tensor in present.items():
-        _check_tensor(name, read(name), tuple(tensor.shape))
+    for name, expected in present.items():
+        tensor, shape = read(name), tuple(expected.shape)
+        if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
+            raise CheckpointError(f"the checkpoint's {name} is {tensor.dtype} {tuple(tensor.shape)}, not fp32 {shape}")
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"the checkpoint's {name} holds a value that is not finite")
+        limit = MAX_MAGNITUDE**2 if is_square(name) else MAX_MAGNITUDE
+        if tensor.numel() and (largest := float(tensor.abs().max())) > limit:
+            raise CheckpointError(
+                f"the checkpoint's {name} holds {largest:.3g}: no weights are larger than {limit:.0e}"
+            )
+        if is_square(name) and not bool((tensor >= 0).all()):
+            raise CheckpointError(f"the checkpoint's {name} holds a negative square")
     for name, tensor in state.items():
         if name in present:
             tensor.copy_(read(name))
         else:
             tensor.zero_()
-
-
-def _data(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    for flat in (tensor.flatten() for tensor in tensors):
-        for start in range(0, len(flat), _SLICE):
-            yield flat[start : start + _SLICE].cpu().float().numpy().view(np.uint8).data
-
-
-def _write(file: WholeFile, parts: Iterable[memoryview]) -> Content:
-    hasher = BlockHasher()
-    for part in parts:
-        file.write(part)
-        hasher.update(part)
-    return hasher.content()
 
 
 def _check_size(path: Path, least: int, most: int) -> None:
@@ -192,16 +196,3 @@ def _counter(metadata: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_COUNTER):
         raise CheckpointError(f"the checkpoint's counter {name!r} is no number in range")
     return int(text)
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `CheckpointError` if a tensor of a checkpoint is not fp32 of this shape, or not finite."""
-    if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
-        raise CheckpointError(f"the checkpoint's {name} is {tensor.dtype} {tuple(tensor.shape)}, not fp32 {shape}")
-    if not bool(tensor.isfinite().all()):
-        raise CheckpointError(f"the checkpoint's {name} holds a value that is not finite")
-    limit = MAX_MAGNITUDE**2 if is_square(name) else MAX_MAGNITUDE
-    if tensor.numel() and (largest := float(tensor.abs().max())) > limit:
-        raise CheckpointError(f"the checkpoint's {name} holds {largest:.3g}: no weights are larger than {limit:.0e}")
-    if is_square(name) and not bool((tensor >= 0).all()):
-        raise CheckpointError(f"the checkpoint's {name} holds a negative square")

@@ -173,32 +173,6 @@ class _Sums:
         self.last.zero_()
 
 
-class _Activations:
-    """The activations (B, T, C) of one microbatch at a time, encoded in memory that the mesh process shares."""
-
-    def __init__(self, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> None:
-        self.shape = (pipeline.microbatch_size, model.context, model.width)
-        self._codec = pipeline.codec
-        self._device = device
-        self.num_bytes = encoded_size(pipeline.codec, math.prod(self.shape))
-        """Their encoded size."""
-
-    def decode(self, data: Buffer, *, is_input: bool = True) -> Tensor:
-        """Raises `ActivationError` if they are unfit. ``is_input``: whether their gradient is wanted."""
-        try:
-            values = decode(self._codec, data, math.prod(self.shape), self._device.torch_device)
-        except CodecError as error:
-            raise ActivationError(f"activations that cannot be used: {error}") from error
-        return values.view(self.shape).requires_grad_(is_input)
-
-    def encode(self, values: Tensor, out: Buffer) -> None:
-        """Raises `ActivationError` if they cannot be encoded."""
-        try:
-            encode(self._codec, values.float().flatten(), out)
-        except CodecError as error:
-            raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
-
-
 class StageWorker(Engine):
     """A replica of one stage. ``sampler`` is given for stage 0 only, which draws the microbatches."""
 
@@ -227,8 +201,8 @@ class StageWorker(Engine):
         self._held_out_losses: dict[int, float] = {}
         self._versions = _Versions(replica, are_kept=pipeline.overlap or rounds_overlap)
         self._sums = _Sums(replica, overlap=pipeline.overlap)
-        self._activations = _Activations(model, pipeline, device)
-        self.activation_bytes = self._activations.num_bytes
+        self._shape = (pipeline.microbatch_size, model.context, model.width)
+        self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
         self.memory = memoryview(b"")
         """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)
@@ -264,32 +238,27 @@ class StageWorker(Engine):
         if isinstance(command, Settle):
             self.settle(command.slot, command.is_kept)
             return None
+        size, slot, sender = self.activation_bytes, command.slot, command.sender
+        places = self.memory[2 * slot * size : 2 * (slot + 1) * size]
+        incoming, outgoing = places[:size], places[size:]
         try:
-            self._work(command)
+            match command.work:
+                case "draw" if command.is_held_out:
+                    self.draw_held_out(slot, outgoing, command.number)
+                case "draw":
+                    self.draw(slot, outgoing, is_following=command.is_following)
+                case "forward":
+                    follows, is_held_out = command.is_following, command.is_held_out
+                    self.forward(slot, incoming, outgoing, is_following=follows, is_held_out=is_held_out, sender=sender)
+                case "tail":
+                    loss = float(self.tail(slot, incoming, outgoing, sender=sender))
+                    if not command.is_held_out:
+                        self._losses.append(loss)
+                case "backward":
+                    self.backward(slot, incoming, outgoing, sender=sender)
         except (ActivationError, NoSliceError, DataError) as error:
             return Worked(str(error), is_outlier=isinstance(error, OutlierError))
         return Worked()
-
-    def _work(self, told: Work) -> None:
-        size = self.activation_bytes
-        first = 2 * told.slot * size
-        incoming, outgoing = self.memory[first : first + size], self.memory[first + size : first + 2 * size]
-        match told.work:
-            case "draw" if told.is_held_out:
-                self.draw_held_out(told.slot, outgoing, told.number)
-            case "draw":
-                self.draw(told.slot, outgoing, is_following=told.is_following)
-            case "forward":
-                is_following, is_held_out, sender = told.is_following, told.is_held_out, told.sender
-                self.forward(
-                    told.slot, incoming, outgoing, is_following=is_following, is_held_out=is_held_out, sender=sender
-                )
-            case "tail":
-                loss = float(self.tail(told.slot, incoming, outgoing, sender=told.sender))
-                if not told.is_held_out:
-                    self._losses.append(loss)
-            case "backward":
-                self.backward(told.slot, incoming, outgoing, sender=told.sender)
 
     def draw(self, slot: int, out: Buffer, *, is_following: bool = False) -> None:
         """Begin the next microbatch of this replica's data, and write its activations to ``out``.
@@ -369,8 +338,7 @@ class StageWorker(Engine):
         ``sender`` is the peer by whose earlier activations these are judged; empty: they are not judged. Raises
         `ActivationError` if they are unfit, and keeps nothing of them.
         """
-        x = self._activations.decode(data)
-        self._judge_activations(sender, x)
+        x = self._decode_activations(data, sender)
         microbatch = self._new_microbatch(is_following)
         if is_held_out:
             microbatch.number = _HELD_OUT
@@ -384,8 +352,7 @@ class StageWorker(Engine):
         in nats a token. ``sender`` is as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
-        last = self._activations.decode(data)
-        self._judge_activations(sender, last)
+        last = self._decode_activations(data, sender)
         if microbatch.number == _HELD_OUT:
             loss = self._loss(microbatch, last.detach())
             self._held_out_losses[microbatch.held_out] = float(loss)
@@ -393,7 +360,7 @@ class StageWorker(Engine):
         loss = self._add_tail(microbatch, last, 1.0)
         microbatch.last = last.detach()
         assert last.grad is not None
-        self._activations.encode(last.grad, out)
+        self._encode(last.grad, out)
         return loss
 
     def backward(self, slot: int, data: Buffer, out: Buffer | None, *, sender: bytes = b"") -> None:
@@ -402,13 +369,14 @@ class StageWorker(Engine):
         ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
-        y_gradient = self._activations.decode(data, is_input=False)
-        if sender and microbatch.mark is not None:
-            _refuse(self.statistics.judge_gradient(sender, y_gradient, microbatch.mark))
+        y_gradient = self._decode(data)
+        mark = microbatch.mark if sender else None
+        if mark is not None and (fault := self.statistics.judge_gradient(sender, y_gradient, mark)):
+            raise OutlierError(fault)
         x_gradient = self._add(microbatch, y_gradient)
         microbatch.y, microbatch.y_gradient = None, y_gradient
         if out is not None and x_gradient is not None:
-            self._activations.encode(x_gradient, out)
+            self._encode(x_gradient, out)
 
     def settle(self, slot: int, is_kept: bool) -> None:
         """Finish a microbatch: keep its gradient in the sum, or remove what the sum has of it."""
@@ -439,7 +407,7 @@ class StageWorker(Engine):
         num_summed = self._sums.num_next
         num_skipped, is_fit = self.num_skipped, False
         if num_summed:
-            size, context, _ = self._activations.shape
+            size, context, _ = self._shape
             self.replica.inner_step(num_summed * size * context, num_summed)
             is_fit = self.num_skipped == num_skipped
         self._sums.advance()
@@ -456,7 +424,7 @@ class StageWorker(Engine):
         is_to_come_back = microbatch.number != _HELD_OUT
         with torch.set_grad_enabled(is_to_come_back and not self._pipeline.recompute):
             y = self._advance(microbatch)
-        self._activations.encode(y.detach(), out)
+        self._encode(y.detach(), out)
         microbatch.y = y if y.requires_grad else None
         microbatch.mark = self.statistics.mark(y) if is_to_come_back else None
         microbatch.version.num_users += 1
@@ -496,14 +464,28 @@ class StageWorker(Engine):
             z_loss = 0.0 if microbatch.number == _HELD_OUT else self._z_loss
             return stage.loss(last, microbatch.tokens[:, 1:], z_loss)
 
-    def _judge_activations(self, sender: bytes, activations: Tensor) -> None:
-        if sender:
-            _refuse(self.statistics.judge_activations(sender, activations.detach()))
+    def _decode_activations(self, data: Buffer, sender: bytes) -> Tensor:
+        """Return activations (B, T, C) whose gradient is wanted; raises `ActivationError` if they are unfit."""
+        activations = self._decode(data)
+        if sender and (fault := self.statistics.judge_activations(sender, activations)):
+            raise OutlierError(fault)
+        return activations.requires_grad_()
 
+    def _decode(self, data: Buffer) -> Tensor:
+        """Return activations (B, T, C), or their gradient; raises `ActivationError` if they are unfit."""
+        try:
+            return decode(self._pipeline.codec, data, math.prod(self._shape), self.device.torch_device).view(
+                self._shape
+            )
+        except CodecError as error:
+            raise ActivationError(f"activations that cannot be used: {error}") from error
 
-def _refuse(reason: str) -> None:
-    if reason:
-        raise OutlierError(reason)
+    def _encode(self, values: Tensor, out: Buffer) -> None:
+        """Raise `ActivationError` if the values (B, T, C) cannot be encoded."""
+        try:
+            encode(self._pipeline.codec, values.float().flatten(), out)
+        except CodecError as error:
+            raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
 
 
 def build_stage_worker(

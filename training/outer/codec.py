@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -133,25 +132,6 @@ BLOCK = 256
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
-class Form(Protocol):
-    """A codec's layout of numbers in bytes. All tensors of one call are on the same device."""
-
-    def size(self, num_elements: int) -> int:
-        """Return the bytes that ``num_elements`` take; whole blocks' bytes do not depend on the elements after them."""
-
-    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
-        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8; topk needs the values sent ``last`` (n,).
-
-        Raises `CodecError` if a value is not finite, or too large.
-        """
-
-    def decode(self, data: Tensor, values: Tensor) -> None:
-        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32; elements that topk did not send keep their values.
-
-        Raises `CodecError` if a value is not finite.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class _Plain:
     """A form with one PyTorch floating-point number per element."""
@@ -251,6 +231,15 @@ class _Blocks:
             blocks.copy_(packed.view(torch.int8))
         blocks.mul_(scales)
 
+
+Form = _Plain | _Blocks | TopK
+"""A codec's layout of numbers in bytes. All tensors of one call are on the same device.
+
+`size` returns the bytes that n elements take; whole blocks' bytes do not depend on the elements after them. `encode`
+writes values (n,) fp32 into out (size(n),) uint8; topk needs the values sent ``last`` (n,). `decode` reads data
+(size(n),) uint8 into values (n,) fp32; elements that topk did not send keep their values. Both raise `CodecError` if a
+value is not finite, or too large.
+"""
 
 _FORMS: dict[str, Form] = {
     "fp32": _Plain("fp32", torch.float32),

@@ -6,7 +6,6 @@ All are flat fp32 vectors, in addition to the fast weights. A round is `Contribu
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,17 +73,6 @@ class RateSums:
 MAX_MOMENTUM: Final = 10.0
 # In simulated honest runs on text of different kinds the correction of a round came to 0.97 of its movement at most.
 MAX_DRIFT: Final = 2.0
-
-
-class Tried(enum.IntEnum):
-    """Weights whose loss a screening rule may ask for."""
-
-    TOWARDS = 0
-    """The contributed fast weights, moved towards the partner's."""
-    BEFORE = 1
-    """Those with which the round began."""
-    AS_SENT = 2
-    """The contributed ones as the partner decodes them."""
 
 
 class OuterState:
@@ -216,19 +204,12 @@ class OuterState:
         zeros = slow.new_zeros(1).expand(len(slow))
         return made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, dict.fromkeys(self.vectors, zeros)))
 
-    def fill(self, trial: Tried, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
-        """Write the weights of a trial to ``out`` (n,), for the part of ``made``.
-
-        ``share``: of the difference to ``partner`` (n,), its contribution as received.
-        """
-        own = {Tried.TOWARDS: made.theta, Tried.BEFORE: self.slow[made.part], Tried.AS_SENT: made.sent}[trial]
+    def towards(self, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
+        """Write the contributed fast weights, moved by a share of the way to ``partner`` (n,), to ``out`` (n,)."""
 
         def fill(piece: slice) -> None:
-            if trial is Tried.TOWARDS and share:
-                torch.sub(partner[piece], made.sent[piece], out=out[piece])
-                out[piece].mul_(share).add_(own[piece])
-            else:
-                out[piece].copy_(own[piece])
+            torch.sub(partner[piece], made.sent[piece], out=out[piece])
+            out[piece].mul_(share).add_(made.theta[piece])
 
         each_piece(fill, slices(len(out)), out)
 

@@ -15,6 +15,7 @@ Where inner steps move other weights than the flat vector (on a GPU, or of anoth
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import statistics
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from .codec import Buffer
 from .contribution import Contribution
 from .copying import copier_for
 from .fast_weights import FastWeights
-from .outer_state import OuterState, RateSums, Tried
+from .outer_state import OuterState, RateSums
 from .partner import PartnerContribution
 from .side_thread import SideThread
 
@@ -342,55 +343,56 @@ class RoundEnd:
         """Return what a screening rule may know of the partner, whose contribution (n,) this is."""
         ended = self.ended
         assert ended is not None
-        histories = self.partner.histories
-        is_distorted = self.outer.distorts(ended.contribution)
+        histories, made = self.partner.histories, ended.contribution
+        is_distorted = self.outer.distorts(made)
         return Partner(
             encounter,
-            ended.contribution.sent,
+            made.sent,
             contribution,
             histories.of(encounter.peer),
             histories.of(b""),
             ended.fragment,
             movement=lambda: self._movements.norm(ended),
             alignment=lambda: self._movements.alignment(ended, contribution),
-            evaluate=lambda share: self._loss_at(Tried.TOWARDS, share, contribution),
-            loss_before=lambda: self._loss_at(Tried.BEFORE) if ended.has_steps else None,
-            loss_as_sent=lambda: self._loss_at(Tried.AS_SENT) if is_distorted else None,
+            evaluate=lambda share: self._loss_at(made.theta, share, contribution),
+            loss_before=lambda: self._loss_at(self.outer.slow[made.part]) if ended.has_steps else None,
+            loss_as_sent=lambda: self._loss_at(made.sent) if is_distorted else None,
         )
 
-    def _loss_at(self, trial: Tried, share: float = 0.0, partner: Tensor | None = None) -> float | None:
-        """Return the held-out loss with other weights in place of the contributed fast weights; None if unknown.
+    def _loss_at(self, weights: Tensor, share: float = 0.0, partner: Tensor | None = None) -> float | None:
+        """Return the held-out loss with ``weights`` (n,) in place of the contributed fast weights; None if unknown.
 
-        ``share``, ``partner``: see `OuterState.fill`.
+        ``share``: of the difference to the contribution of a ``partner`` (n,), by which they are moved.
         """
-        if self._measure is None:
+        measure, ended = self._measure, self.ended
+        if measure is None:
             return None
-        assert self.ended is not None
-        made, call = self.ended.contribution, self.side_thread.call
-        num_batches = self.partner.evaluation.chosen
-        if num_batches is None:
-            num_batches = call(partial(self._prepare_losses, self._measure, len(made.theta)))
+        assert ended is not None
+        made, evaluation = ended.contribution, self.partner.evaluation
+
+        def prepare() -> int:
+            """Choose the number of batches, and get the memory for the weights between two steps."""
+            num_batches = evaluation.num_batches(measure)
+            if num_batches:
+                self.weights.room(len(made.theta))
+            return num_batches
+
+        num_batches = self.side_thread.call(prepare) if evaluation.chosen is None else evaluation.chosen
         if not num_batches:
             return None
         tried = self.weights.room(len(made.theta))
-        self.outer.fill(trial, share, made, made.sent if partner is None else partner, tried)
-        return call(partial(self._loss_with, self._measure, tried, made.part, num_batches))
+        if partner is not None and share:
+            self.outer.towards(share, made, partner, tried)
+        else:
+            tried.copy_(weights)
 
-    def _prepare_losses(self, measure: Measure, num_elements: int) -> int:
-        """Return how many batches this contribution's losses are taken on, and get the memory for them."""
-        num_batches = self.partner.evaluation.num_batches(measure)
-        if num_batches:
-            self.weights.room(num_elements)
-        return num_batches
+        @torch.no_grad()
+        def loss() -> float | None:
+            with self.weights.replaced(made.part, tried), contextlib.suppress(DataError):  # a user's loop is over
+                return evaluation.timed(measure, num_batches)
+            return None
 
-    @torch.no_grad()
-    def _loss_with(self, measure: Measure, weights: Tensor, part: slice, num_batches: int) -> float | None:
-        """Return the held-out loss with ``weights`` (n,) in place of a part of the fast weights."""
-        with self.weights.replaced(part, weights):
-            try:
-                return self.partner.evaluation.timed(measure, num_batches)
-            except DataError:  # a user's loop is over
-                return None
+        return self.side_thread.call(loss)
 
     # The outer step
 
@@ -413,7 +415,9 @@ class RoundEnd:
         if is_late and not corrects:
             self.weights.read()
         self._movements.keep(ended)
-        if movement := self._usual_movement(ended):
+        known = self.histories.of(b"")["movement"][-WINDOW:]  # of rounds that ended with an exchange
+        movement = statistics.median(known) if len(known) >= MIN_KNOWN else self._movements.norm(ended)
+        if movement:
             self.outer.limit_momentum(made.part, movement)
         is_behind = encounter.partner_tokens == 0  # the partner is another newcomer, or there is none
         pair: tuple[Tensor, ...] = ()
@@ -432,14 +436,6 @@ class RoundEnd:
         if movement and ended.rates:
             self.outer.limit_drift(made.part, movement, ended.rates)
         return self.side_thread.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
-
-    def _usual_movement(self, ended: EndedRound) -> float:
-        """Return the median movement of the last `WINDOW` rounds that ended with an exchange.
-
-        With fewer than `MIN_KNOWN` such rounds, return this round's movement.
-        """
-        known = self.histories.of(b"")["movement"][-WINDOW:]
-        return statistics.median(known) if len(known) >= MIN_KNOWN else self._movements.norm(ended)
 
     @torch.no_grad()
     def _begin_round(self, ended: EndedRound, *, is_late: bool, is_behind: bool) -> int:

@@ -282,7 +282,11 @@ class Guard(ScreeningRule):
         is_astray = reach > 1.0 and not after <= before + LEAST_GAIN * scale
         self._is_outlier = is_behind or is_worse or is_astray
         self._is_apart = is_astray and not is_behind
-        unit = gain + ROUNDING_NOISE * rounding + scale * self._noise(everybody)
+        differences = sorted(everybody["difference"][-WINDOW:])  # by which equal members differ, as shares of the loss
+        noise = LEAST_GAIN
+        if len(differences) >= MIN_LAGS:
+            noise = max(NOISE_QUARTILES * differences[len(differences) // 4], LEAST_GAIN)
+        unit = gain + ROUNDING_NOISE * rounding + scale * noise
         lacked = (of_partner - before - slower) / unit
         self._lacked_rounds = lacked if lacked < MAX_LACKED_ROUNDS else MAX_LACKED_ROUNDS  # NaN as well
         self._is_exaggerated = of_partner > before and partner.alignment() > 0.0
@@ -291,14 +295,16 @@ class Guard(ScreeningRule):
             verdict = replace(verdict, weight=min(verdict.weight, EQUAL_SHARE))
         if not self._is_outlier:
             return Accept(verdict.weight, 0.0) if not helps and self._is_harmful(partner) else verdict
-        may_be_outlier = self._may_be_outlier(partner) and after < math.inf
+        has_allowance = sum(partner.history["outlier"][-OUTLIER_WINDOW:]) < MAX_OUTLIERS
+        may_be_outlier = has_allowance and after < math.inf
         is_early = len(everybody["change"]) < MIN_CHANGES
         rounds = FIRST_TOLERATED_ROUNDS if is_early else TOLERATED_ROUNDS
         tolerated = min(max(rounds * gain, LEAST_LAG * scale), settings.max_loss_increase * scale)
         does_little = after <= before + tolerated and reach <= TOLERATED_RADIUS
         if may_be_outlier and does_little and not self._is_harmful(partner):
             return verdict
-        if self._is_apart and of_partner <= before and self._has_drifted(partner):
+        has_drifted = sum(everybody["apart"][-MAX_APART:]) == MAX_APART  # good partners that were all too far away
+        if self._is_apart and of_partner <= before and has_drifted:
             return Accept(1.0)
         if self._is_apart or may_be_outlier:
             return Accept(verdict.weight, 0.0)
@@ -325,21 +331,10 @@ class Guard(ScreeningRule):
         """The series of a peer's sums: of rounds like this one, with inner steps or without, and of the others."""
         return SUMS if self._gain is not None else SUMS[::-1]
 
-    @staticmethod
-    def _noise(everybody: History) -> float:
-        """Return the share of the loss by which equal members differ."""
-        known = sorted(everybody["difference"][-WINDOW:])
-        return max(NOISE_QUARTILES * known[len(known) // 4], LEAST_GAIN) if len(known) >= MIN_LAGS else LEAST_GAIN
-
     def _is_harmful(self, partner: Partner) -> bool:
         """Return whether the peer's sum is above the limit: it has done some harm each time without standing out."""
         limit = SUSPECTED_LIMIT if partner.encounter.is_suspected else EVIDENCE_LIMIT
         return self._evidence > limit
-
-    @staticmethod
-    def _has_drifted(partner: Partner) -> bool:
-        """Return whether the last `MAX_APART` partners that were as good as this node were all too far away."""
-        return sum(partner.everybody["apart"][-MAX_APART:]) == MAX_APART
 
     @staticmethod
     def _usual_gain(everybody: History) -> float:
@@ -389,11 +384,6 @@ class Guard(ScreeningRule):
         if len(lags) < MIN_LAGS:
             return LEAST_LAG
         return min(max(MAX_LAG_QUARTILES * lags[max(1, len(lags) // 4)], LEAST_LAG), settings.max_loss_increase)
-
-    @staticmethod
-    def _may_be_outlier(partner: Partner) -> bool:
-        """Return whether the partner has not used up its allowance of outliers."""
-        return sum(partner.history["outlier"][-OUTLIER_WINDOW:]) < MAX_OUTLIERS
 
     def _is_new(self, history: History) -> bool:
         return len(history["accepted"]) < self._settings.first_checks

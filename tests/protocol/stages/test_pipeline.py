@@ -208,7 +208,7 @@ def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
     (sent,) = [o.message for o in pipeline.handle(Worked(), 0.0) if isinstance(o, machine.Send) and o.slot is not None]
     assert isinstance(sent, wire.Forward)
     pipeline.handle(machine.Received(3, wire.Forward(sent.ticket, b"me" * 16, 20, 5.0)), 0.1)
-    asked = machine.Told(b"last", wire.Question(sent.ticket))
+    asked = machine.Tell(b"last", wire.Question(sent.ticket))
     assert machine.Tell(b"last", wire.Answer(sent.ticket, None)) in pipeline.handle(asked, 0.1)
     pipeline.handle(machine.Received(3, wire.DataReceived(0)), 0.1)
     pipeline.handle(Worked(), 0.1)
@@ -388,7 +388,7 @@ def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     assert machine.Send(1, wire.Gradient(0), 0) in pipeline.handle(Worked(), 0.0)
     assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(machine.LinkClosed(1), 0.0)
 
-    assert not [o for o in pipeline.handle(machine.Told(b"liar", wire.Answer(b"a", True)), 0.1) if isinstance(o, Work)]
-    pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", None)), 0.1)
+    assert not [o for o in pipeline.handle(machine.Tell(b"liar", wire.Answer(b"a", True)), 0.1) if isinstance(o, Work)]
+    pipeline.handle(machine.Tell(b"origin", wire.Answer(b"a", None)), 0.1)
     assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(TimerFired(), 2.0)
-    assert Settle(0, is_kept=True) in pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", True)), 2.1)
+    assert Settle(0, is_kept=True) in pipeline.handle(machine.Tell(b"origin", wire.Answer(b"a", True)), 2.1)
