@@ -3,7 +3,7 @@
 The nesting below is the order of teardown: the trainer ends before the mesh, the mesh before the store, the store
 before the lock. This module makes no decisions; it wires the parts together:
 
-    store -> host -> connectivity (reachability, relay) -> messenger -> desk (control socket, page) -> member
+    store -> host -> connectivity (reachability, relay) -> messenger -> control socket, page -> member
 
 This module covers the parts up to the run's manifest; `farandole.node.member` covers the run state and after.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -190,39 +190,21 @@ async def _keep_offline(daemon: Daemon, mesh: Mesh) -> None:
         mesh.host.connections.go_online()
 
 
-# The desk
-
-
-@dataclass(slots=True)
-class Desk:
-    """Answers people's requests to a daemon, over its control socket and on its page; made by `open_desk`."""
-
-    reporter: Reporter
-    """Replaced by one that knows more once the node knows its run."""
-
-    async def status(self, params: dict[str, Any]) -> object:
-        """Report the status, with ``max_members``."""
-        max_members = params.get("max_members", MAX_MEMBERS_SHOWN)
-        if not isinstance(max_members, int):
-            raise ControlError("bad_request", "max_members is a number")
-        return self.reporter.status(max(0, max_members))
-
-    async def peers(self, params: dict[str, Any]) -> object:
-        """Report the members."""
-        return self.reporter.members()
+# Requests of people
 
 
 @asynccontextmanager
-async def open_desk(
+async def open_control(
     daemon: Daemon,
     mesh: Mesh,
     run_id: bytes,
-    questions: Mapping[str, Handler] | None = None,
-    deeds: Mapping[str, Handler] | None = None,
-) -> AsyncIterator[Desk]:
+    socket_handlers: Mapping[str, Handler] | None = None,
+    page_handlers: Mapping[str, Handler] | None = None,
+) -> AsyncIterator[Reporter]:
     """Serve the control socket and, where the settings want it, the dashboard, and count the traffic.
 
-    ``questions`` are answered over the socket; ``deeds`` are done for the page as well. Both add to every daemon's own.
+    ``socket_handlers`` answer over the socket, ``page_handlers`` from the page as well. Both add to every daemon's own.
+    Yields the reporter, which learns more once the node knows its run.
     """
     settings, journal, host = daemon.settings, daemon.journal, mesh.host
     reporter = Reporter(
@@ -236,7 +218,15 @@ async def open_desk(
         traffic=mesh.traffic,
         rest=daemon.rest,
     )
-    desk = Desk(reporter)
+
+    async def status(params: dict[str, Any]) -> object:
+        max_members = params.get("max_members", MAX_MEMBERS_SHOWN)
+        if not isinstance(max_members, int):
+            raise ControlError("bad_request", "max_members is a number")
+        return reporter.status(max(0, max_members))
+
+    async def peers(params: dict[str, Any]) -> object:
+        return reporter.members()
 
     async def leave(params: dict[str, Any]) -> object:
         daemon.is_leaving.set()
@@ -250,9 +240,9 @@ async def open_desk(
         journal.say(words)
         return words
 
-    all_deeds = {"leave": leave, "limit": limit, **(deeds or {})}
-    async with open_service_nursery() as nursery:
-        handlers = {"status": desk.status, "peers": desk.peers, "dial": dial, **all_deeds, **(questions or {})}
+    from_page = {"leave": leave, "limit": limit, **(page_handlers or {})}
+    handlers = {"status": status, "peers": peers, "dial": dial, **from_page, **(socket_handlers or {})}
+    async with open_service_nursery() as nursery, AsyncExitStack() as stack:
         # Before anything is printed: a script that reads it may ask at once.
         await nursery.start(serve_control, settings.control, handlers)
         journal.say(f"this node is {host.peer_id}")
@@ -261,16 +251,14 @@ async def open_desk(
             journal.say(f"{'announcing' if is_announced else 'listening on'} {address}")
         nursery.start_soon(mesh.traffic.run)
         nursery.start_soon(_keep_offline, daemon, mesh)
-        nursery.start_soon(note_changes, lambda: desk.reporter.connections(), journal.note)
-        nursery.start_soon(keep_reminding, lambda: desk.reporter.status(0), journal.remind)
-        if not settings.dashboard:
-            yield desk
-            return
-        async with open_dashboard(
-            settings.dashboard_place, settings.dashboard_port, lambda: desk.reporter.status(), all_deeds, time.time
-        ) as place:
+        nursery.start_soon(note_changes, reporter.connections, journal.note)
+        nursery.start_soon(keep_reminding, lambda: reporter.status(0), journal.remind)
+        if settings.dashboard:
+            place = await stack.enter_async_context(
+                open_dashboard(settings.dashboard_place, settings.dashboard_port, reporter.status, from_page, time.time)
+            )
             journal.say(f"this node's page, for `farandole dashboard --open`, is at {place.url}")
-            yield desk
+        yield reporter
 
 
 async def _dial(daemon: Daemon, host: Host, address: object) -> str:
@@ -297,7 +285,7 @@ async def _dial(daemon: Daemon, host: Host, address: object) -> str:
 async def be_node(daemon: Daemon) -> None:
     """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
-    rest_keeper = RestService(rest, store, settings.quiet_hours, datetime.now, journal.warn)
+    rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal.warn)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
@@ -310,28 +298,9 @@ async def be_node(daemon: Daemon) -> None:
     async def checkpoints(params: dict[str, Any]) -> object:
         return [] if member is None else offers_of(member.checkpoint_notices())
 
-    async def pause(params: dict[str, Any]) -> object:
-        await rest_keeper.pause()
-        return "pausing: the trainer saves and ends; the node stays in the mesh"
-
-    async def resume(params: dict[str, Any]) -> object:
-        await rest_keeper.resume()
-        return f"still resting: {rest.words}" if rest.is_on else "training again"
-
-    async def quiet(params: dict[str, Any]) -> object:
-        words = change_quiet_hours(rest_keeper, params)
-        journal.say(words)
-        return words
-
-    async def invitation(params: dict[str, Any]) -> object:
-        try:
-            return await trio.to_thread.run_sync(own_invite, settings.home)
-        except FarandoleError as error:
-            raise ControlError("cannot_invite", str(error)) from error
-
+    socket_handlers = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
+    page_handlers = _owner_handlers(daemon, rest_service)
     limits = Limits() if settings.relay else None
-    questions = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
-    deeds = {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
     async with (
         open_mesh(daemon, [target.run_id], target.peers, limits, target.network_key) as mesh,
         open_messenger(mesh.host) as messenger,
@@ -340,17 +309,20 @@ async def be_node(daemon: Daemon) -> None:
     ):
         if settings.trainer == "external":
             daemon = replace(daemon, door=await stack.enter_async_context(open_script_door(settings.door)))
-        await rest_keeper.begin()
-        await _stand_at_gate(daemon, mesh, target)
-        async with open_desk(daemon, mesh, target.run_id, questions, deeds) as desk:
+        await rest_service.begin()
+        # How this node was admitted; if the run is known to be for its members alone, no other peer gets in.
+        mesh.host.gate.show(target.run_id, (await store.get_fact(ADMISSION_FACT)) or b"", target.secret)
+        if target.manifest is not None:
+            close_gate(mesh.host, *decode_manifest(target.manifest))
+        async with open_control(daemon, mesh, target.run_id, socket_handlers, page_handlers) as reporter:
             if settings.only_when_idle:
-                watch = IdleWatch()
-                idle_keeper = IdleService(
-                    rest, watch, lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=settings.device != "cpu"
+                looks_at_gpu = settings.device != "cpu"
+                idle = IdleService(
+                    rest, IdleWatch(), lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=looks_at_gpu
                 )
-                await idle_keeper.look()
-                nursery.start_soon(idle_keeper.run)
-            nursery.start_soon(rest_keeper.run)
+                await idle.look()
+                nursery.start_soon(idle.run)
+            nursery.start_soon(rest_service.run)
             raw = await _join(daemon, mesh, target)
             if raw is None:
                 return
@@ -365,19 +337,34 @@ async def be_node(daemon: Daemon) -> None:
                     ProgramService(mesh.host, target.run_id, mesh.shaping, member.gossip, member.membership.notes),
                 ),
             ):
-                desk.reporter = replace(
-                    desk.reporter,
-                    run_name=member.preparation.manifest.name,
-                    state=member.gossip.state,
-                    liveness=member.gossip.liveness,
-                    pipeline=member.pipeline,
-                    leases=member.leases,
-                    audits=member.audits,
-                    notices=member.notices,
-                    nodes_of_stages=member.membership.nodes_of_stages,
-                    apart=member.membership.apart,
-                )
+                member.show_in(reporter)
                 await member.take_part(target)
+
+
+def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Handler]:
+    """Return the handlers of what the owner of a node in a run asks of it, on the page as well."""
+    journal, rest = daemon.journal, daemon.rest
+
+    async def pause(params: dict[str, Any]) -> object:
+        await rest_service.pause()
+        return "pausing: the trainer saves and ends; the node stays in the mesh"
+
+    async def resume(params: dict[str, Any]) -> object:
+        await rest_service.resume()
+        return f"still resting: {rest.words}" if rest.is_on else "training again"
+
+    async def quiet(params: dict[str, Any]) -> object:
+        words = change_quiet_hours(rest_service, params)
+        journal.say(words)
+        return words
+
+    async def invitation(params: dict[str, Any]) -> object:
+        try:
+            return await trio.to_thread.run_sync(own_invite, daemon.settings.home)
+        except FarandoleError as error:
+            raise ControlError("cannot_invite", str(error)) from error
+
+    return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
 
 
 def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
@@ -393,13 +380,6 @@ def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
         shortfalls.append(memory_shortfall(needed, total_bytes(), available_bytes()))
     for words in filter(None, shortfalls):
         daemon.journal.warn(words)
-
-
-async def _stand_at_gate(daemon: Daemon, mesh: Mesh, target: Target) -> None:
-    """Show how this node was admitted; if the run is known to be for its members alone, let no other peer in."""
-    mesh.host.gate.show(target.run_id, (await daemon.store.get_fact(ADMISSION_FACT)) or b"", target.secret)
-    if target.manifest is not None:
-        close_gate(mesh.host, *decode_manifest(target.manifest))
 
 
 async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:

@@ -29,7 +29,7 @@ from .base.backoff import pauses
 from .base.control import ControlError
 from .base.nurseries import open_service_nursery
 from .base.settings import NodeSettings
-from .daemon import NETWORK_KEY_FACT, open_desk, open_mesh, run_daemon
+from .daemon import NETWORK_KEY_FACT, open_control, open_mesh, run_daemon
 from .join.bootstrap import FIRST_REDIAL_PAUSE, NO_ANSWER, dial, find_members, how_many
 from .member.parts import Daemon, Mesh
 from .mesh.host import Host
@@ -75,8 +75,8 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
         )
     public = None if page is None else await trio.to_thread.run_sync(PublicPage, page, runs[0])
     async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits(), network_key) as mesh:
-        questions = dict.fromkeys(OF_MEMBERS, _send_to_a_member)
-        async with open_desk(daemon, mesh, runs[0], questions), open_service_nursery() as nursery:
+        handlers = dict.fromkeys(OF_MEMBERS, _send_to_a_member)
+        async with open_control(daemon, mesh, runs[0], handlers), open_service_nursery() as nursery:
             seeker = MemberSeeker(daemon, mesh, runs, named)
             nursery.start_soon(seeker.run)
             daemon.journal.say("a node that others cannot dial connects to this relay, on its machine, with:")

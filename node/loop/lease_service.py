@@ -13,7 +13,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import trio
@@ -22,14 +22,14 @@ from farandole.protocol.epochs.lease_claims import median_epoch
 from farandole.protocol.epochs.leases import Announce, EpochBegan, Event, Heard, Leases, Left, Output, Ticked, news
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.slices import parts
-from farandole.protocol.state.believing import Acquaintance, Partners
-from farandole.protocol.state.entries import Beat, Kind, Lease, Payload
-from farandole.protocol.state.liveness import Liveness
-from farandole.protocol.state.state import RunState
+from farandole.protocol.state.believing import Acquaintance
+from farandole.protocol.state.entries import Beat, Kind, Lease
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.driver import Driver
-from ..state.store import StoreError
+from ..state.gossip import GossipService
+from ..state.membership import Membership
+from ..state.store import Store, StoreError
 from ..status.journal import Journal
 from ..status.status import DataStatus
 
@@ -45,61 +45,27 @@ _Saved = tuple[bytes, list[tuple[int, Lease]]]
 """The hash of the text, and what `Leases.saved` gave."""
 
 
-class Publisher(Protocol):
-    """Writes this node's entries: the part of `farandole.node.state.gossip.GossipService` that is used here."""
-
-    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
-        """Publish an entry to the run."""
-
-
-class FactStore(Protocol):
-    """Keeps small facts on disk: the part of `farandole.node.state.store.Store` that is used here."""
-
-    async def get_fact(self, name: str) -> bytes | None:
-        """Return the stored value, or None."""
-
-    async def put_fact(self, name: str, value: bytes) -> None:
-        """Store a value; it is on disk on return."""
-
-
-class Others(Protocol):
-    """The other members: the part of `farandole.node.state.membership.Membership` that is used here."""
-
-    partners: Partners
-    """The members with which this node has committed exchanges, in earlier lives as well."""
-
-    def origins(self) -> frozenset[bytes]:
-        """Return the live members that draw data."""
-
-
 class LeaseService:
-    """One node's leases, in a run that counts epochs.
-
-    ``liveness`` provides the heartbeats' period.
-    """
+    """One node's leases, in a run that counts epochs."""
 
     def __init__(
         self,
         manifest: Manifest,
         author: bytes,
-        state: RunState,
-        publisher: Publisher,
-        store: FactStore,
+        gossip: GossipService,
+        store: Store,
         journal: Journal,
-        *,
-        others: Others,
-        liveness: Liveness,
+        membership: Membership,
     ) -> None:
         self.over = trio.Event()
         """Set when all epochs of the run are over."""
         self._manifest = manifest
         self._author = author
-        self._state = state
-        self._publisher = publisher
+        self._gossip = gossip
+        self._state = gossip.state
         self._store = store
         self._journal = journal
-        self._others = others
-        self._liveness = liveness
+        self._membership = membership
         self._leases: Leases | None = None
         self._driver = Driver[Event, Output](self._carry_out)
         self._send: Callable[[messages.DrawSlices], None] | None = None
@@ -223,7 +189,7 @@ class LeaseService:
         if self._leases.is_over:
             self.over.set()
         if len(self._leases.strangers) > num_strangers:
-            num_others = len(self._others.origins())
+            num_others = len(self._membership.origins())
             self._journal.warn(
                 f"{len(self._leases.strangers)} of {num_others} other nodes train on another text than this one, and "
                 "share no slices with it: all should name the same files or folders with --data"
@@ -231,19 +197,19 @@ class LeaseService:
 
     def _ticked(self) -> Ticked:
         """Return the event: live members that draw data, the proven ones, and the speeds that weigh their claims."""
-        origins = self._others.origins()
+        origins = self._membership.origins()
         found = ((author, self._state.payload(author, Beat)) for author in origins)
         beats = {author: beat for author, beat in found if beat is not None}
         tokens = self._manifest.inner.batch_size * self._manifest.model.context
         proven = self._acquaintance.proven(
-            self._others.partners.keys, {author: beat.partner for author, beat in beats.items()}
+            self._membership.partners.keys, {author: beat.partner for author, beat in beats.items()}
         )
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
-        return Ticked(origins, self._liveness.period, proven, speeds)
+        return Ticked(origins, self._gossip.liveness.period, proven, speeds)
 
     def _note_others(self) -> None:
         """Note when the members that draw data have reached its end."""
-        said = (self._state.payload(author, Lease) for author in self._others.origins())
+        said = (self._state.payload(author, Lease) for author in self._membership.origins())
         epoch = median_epoch(lease for lease in said if lease is not None)
         if epoch is not None and epoch >= self._manifest.data.epochs:
             self.over.set()
@@ -263,7 +229,7 @@ class LeaseService:
         """Publish in order, since `leave` may be called while `run` is publishing."""
         while self._unsaid:
             announce = self._unsaid.popleft()
-            await self._publisher.publish(Kind.LEASE, announce.index, announce.lease)
+            await self._gossip.publish(Kind.LEASE, announce.index, announce.lease)
 
     async def _save(self) -> None:
         if self._leases is None:

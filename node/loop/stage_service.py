@@ -6,11 +6,11 @@ stage and restarts its trainer.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
 
+from farandole.protocol.mesh.kademlia import run_key, shard_key
 from farandole.protocol.stages.stage_choice import (
     LEASE_SECONDS,
     Claim,
@@ -24,9 +24,15 @@ from farandole.protocol.stages.stage_choice import (
 )
 
 from ..base.errors import JoinError
+from ..base.settings import NodeSettings
+from ..mesh.host import Host
 from ..state.membership import Membership
+from ..state.store import Store, StoreError
 from ..status.journal import Journal
 from ..transfers.weights import Weights
+from .training import Training
+
+STAGE_FACT: Final = "stage"
 
 DECIDE_INTERVAL: Final = 1.0
 # A lease lives for three minutes (`protocol.entries`).
@@ -39,56 +45,65 @@ MAX_QUIET_SECONDS: Final = 20.0
 
 
 class StageService:
-    """One node's stage of a model that is cut into several.
+    """One node's stage of a model that is cut into several: held, stored for the node's next start, and announced.
 
-    ``wanted``: the stage that the volunteer has fixed. ``on_moved`` is called with each new stage, the first one
-    included, before ``restart_trainer`` restarts the trainer.
+    ``settings.stage`` is the stage that the volunteer has fixed.
     """
 
     def __init__(
         self,
         membership: Membership,
         weights: Weights,
+        host: Host,
+        run_id: bytes,
+        store: Store,
         journal: Journal,
-        author: bytes,
-        *,
-        wanted: int | None,
-        heartbeat_seconds: float,
-        restart_trainer: Callable[[], None],
-        on_moved: Callable[[int], Awaitable[None]],
+        settings: NodeSettings,
+        training: Training,
     ) -> None:
-        if wanted is not None and wanted >= membership.num_stages:
-            last = membership.num_stages - 1
+        last, wanted = membership.num_stages - 1, settings.stage
+        if wanted is not None and wanted > last:
             raise JoinError(f"--stage {wanted}: the run's model has {'no stage but 0' if not last else f'0 to {last}'}")
         self._membership = membership
         self._weights = weights
+        self._host = host
+        self._run_id = run_id
+        self._store = store
         self._journal = journal
-        self._author = author
         self._wanted = wanted
-        self._choice = StageChoice(author, PATIENT_BEATS * heartbeat_seconds)
-        self._restart_trainer = restart_trainer
-        self._on_moved = on_moved
+        self._choice = StageChoice(host.author, PATIENT_BEATS * settings.heartbeat_seconds)
+        self._training = training
+        self._moved = trio.Event()
 
-    async def begin(self, held_before: int | None) -> None:
+    async def begin(self) -> None:
         """Take the first stage: the volunteer's, or an earlier life's, or the one that the run needs most."""
-        membership = self._membership
-        stage = held_before if self._wanted is None else self._wanted
+        membership, stage = self._membership, self._wanted
+        if stage is None and (stored := await self._store.get_fact(STAGE_FACT)) is not None:
+            stage = int(stored)
         if stage is None or stage >= membership.num_stages:
-            stage = first_stage(self._view(), self._author)
+            stage = first_stage(self._view(), self._host.author)
         await self._hold(stage)
+
+    async def announce(self) -> None:
+        """Announce the run and this node's shard in the DHT, until cancelled; the host announces them again."""
+        await self._host.dht.provide(run_key(self._run_id))
+        while True:
+            self._moved = trio.Event()
+            await self._host.dht.provide(shard_key(self._run_id, self._membership.stage))
+            await self._moved.wait()
 
     async def run(self) -> None:
         """Decide on moves and carry them out, until cancelled."""
         while True:
             await trio.sleep(DECIDE_INTERVAL)
             if self._weights.provider.trainer_stage not in (None, self._membership.stage):
-                self._restart_trainer()  # it was still being started when this node moved
+                self._training.restart_trainer()  # it was still being started when this node moved
             if self._wanted is None:
                 await self._act(self._choice.decide(self._view(), trio.current_time()))
 
     def _view(self) -> View:
         membership = self._membership
-        own = {self._author: Provider(membership.stage, membership.speed)}
+        own = {self._host.author: Provider(membership.stage, membership.speed)}
         stages = range(membership.num_stages)
         return View(
             membership.providers() | own,
@@ -107,7 +122,7 @@ class StageService:
                 await membership.lease(membership.stage, is_settled=False)
             case Move(target) if membership.is_young:
                 await self._hold(target)
-                self._restart_trainer()
+                self._training.restart_trainer()
             case Move(target):
                 await self._move(target)
             case Stay():
@@ -121,7 +136,7 @@ class StageService:
             nursery.start_soon(self._renew_lease, target)
             if await self._weights.fetch_ahead(target):
                 await self._hold(target)
-                self._restart_trainer()
+                self._training.restart_trainer()
                 await trio.sleep(LEASE_SECONDS)  # so that all know that this node is there before others may follow
             else:
                 self._journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
@@ -138,7 +153,14 @@ class StageService:
         self._weights.provider.forget_own()
         await membership.hold(stage)
         self._journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
-        await self._on_moved(stage)
+        try:
+            await self._store.put_fact(STAGE_FACT, b"%d" % stage)
+        except StoreError as error:
+            self._journal.warn(f"{error}; after a restart this node may take another stage")
+        for other in range(membership.num_stages):
+            if other != stage:
+                self._host.dht.withdraw(shard_key(self._run_id, other))
+        self._moved.set()
 
 
 async def wait_quiet(membership: Membership, journal: Journal) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -24,15 +24,18 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
+from ..base.bandwidth import Shaping
 from ..base.driver import Driver
 from ..base.requirements import slow_steps
 from ..base.system.memory import SharedCounter
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import Outgoing
+from ..state.membership import Membership
 from ..state.messenger import Messenger
 from ..status.journal import Journal
 from ..trainer.script import ScriptDoor
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
+from ..transfers.holdings import Provider
 from .activation_links import Worker
 from .audit_service import AuditService
 from .lease_service import LeaseService
@@ -60,9 +63,8 @@ class TrainerSession:
         config: LoopConfig,
         exchanges: ExchangeService,
         nursery: trio.Nursery,
-        is_suspected: Callable[[bytes], bool],
-        is_near: Callable[[bytes], bool],
-        on_judged: Callable[[bytes, messages.Screened], None],
+        membership: Membership,
+        journal: Journal,
     ) -> None:
         self.trainer = trainer
         self.nursery = nursery
@@ -70,8 +72,8 @@ class TrainerSession:
         self._stage = stage
         self._config = config
         self._exchanges = exchanges
-        self._is_suspected, self._is_near = is_suspected, is_near
-        self._on_judged = on_judged
+        self._membership = membership
+        self._journal = journal
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
@@ -124,15 +126,22 @@ class TrainerSession:
 
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; return None, or why it is refused."""
+        membership = self._membership
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
-        said_of = self._is_suspected(peer), self._is_near(peer)
+        said_of = membership.is_suspected(peer), membership.is_near(peer)
         self.send(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of))
         try:
             judged = await verdict.receive()
         finally:
             self._verdict = None
         self._clip = judged.clip
-        self._on_judged(peer, judged)
+        if judged.reason:
+            self._journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
+        elif judged.clip == 0.0:
+            self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
+        elif judged.remark:
+            self._journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
+        membership.announcer.note_suspicion(peer, judged.is_suspect)
         return judged.reason or None
 
     def note_verdict(self, report: messages.Screened) -> None:
@@ -147,41 +156,30 @@ MAX_PAIRING_MESSAGE: Final = 256
 TRAFFIC_INTERVAL: Final = 1.0
 
 
-@dataclass(frozen=True)
-class Surroundings:
+@dataclass(frozen=True, slots=True)
+class Parts:
     """The other parts of a node that its training needs."""
 
     prepare: Callable[[], Awaitable[messages.Prepare]]
     """Puts weights in place, and returns the first command for the next trainer; its stage may have changed."""
-    on_saved: Callable[[messages.Saved], None]
-    """Called with each checkpoint that is written or resumed from."""
-    is_suspected: Callable[[bytes], bool]
-    """Returns whether enough members suspect a peer (`farandole.protocol.state.believing`)."""
-    is_near: Callable[[bytes], bool]
-    """Returns whether a peer is met as a near one (`farandole.protocol.rounds.pairing_order`)."""
-    note_suspicion: Callable[[bytes, bool], None]
-    """Called with each peer whose contribution was judged, and whether this node suspects it now."""
-    current_round: Callable[[], int]
-    """Returns the round that the others are in, for a trainer that begins; 0 without others."""
-    partners_round: Callable[[], int]
-    """Returns the round of the partners of earlier exchanges: only they end a trainer. 0 without partners."""
-    on_committed: Callable[[bytes], None]
-    """Called with each partner of an exchange that was committed."""
-    may_spend: Callable[[int], bool] = lambda num_bytes: True
-    """Returns whether there is traffic for an exchange of ``num_bytes``."""
-    audits: AuditService | None = None
-    """The audits, if the run has them."""
-    stopped: trio.Event = field(default_factory=trio.Event)
+    membership: Membership
+    provider: Provider
+    """Gives other members the checkpoints that are written or resumed from."""
+    shaping: Shaping
+    """Knows whether there is traffic for an exchange."""
+    stopped: trio.Event
     """Set when the run's creator stops the run."""
+    pipeline: PipelineService | None = None
+    """Gives a stage's trainer its work."""
+    leases: LeaseService | None = None
+    """Decides which data it trains on, in a run that counts epochs."""
+    audits: AuditService | None = None
     door: ScriptDoor | None = None
     """The door at which a loop of the owner's attaches, if one trains."""
 
 
 class Training:
-    """Trains until every round is done, or the node leaves.
-
-    ``pipeline`` gives a stage's trainer its work; ``leases`` decide which data it trains on, in runs that count epochs.
-    """
+    """Trains until every round is done, or the node leaves."""
 
     def __init__(
         self,
@@ -190,18 +188,14 @@ class Training:
         exchanges: ExchangeService,
         journal: Journal,
         rest: Rest,
-        surroundings: Surroundings,
-        pipeline: PipelineService | None = None,
-        leases: LeaseService | None = None,
+        parts: Parts,
     ) -> None:
         self._loop = loop
         self._messenger = messenger
         self._exchanges = exchanges
         self._journal = journal
         self._rest = rest
-        self._surroundings = surroundings
-        self._pipeline = pipeline
-        self._leases = leases
+        self._parts = parts
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
         self._driver.begin(loop)
         self._nursery: trio.Nursery | None = None
@@ -213,7 +207,12 @@ class Training:
         self._error = ""
         self._tenth_told = 0  # of the text that is tokenised
         self._is_slowness_told = False
-        messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
+        messenger.set_receiver(
+            PAIRING_PROTOCOL,
+            MAX_PAIRING_MESSAGE,
+            lambda peer, payload: self.handle(pairing.MessageReceived(peer, payload)),
+            lambda peer, protocol: self.lose_peer(peer),
+        )
 
     async def run(self) -> None:
         """Train until it is over; raises `TrainerError` when no trainer can run here."""
@@ -223,9 +222,9 @@ class Training:
                 self.handle(machine.LoopBegan(training_of(self._journal.state), self._rest.words))
                 self._nursery.start_soon(self._watch_rest)
                 self._nursery.start_soon(self._watch_traffic)
-                if self._leases is not None:
-                    self._nursery.start_soon(self._watch_data, self._leases)
-                self._nursery.start_soon(self._watch_stop)
+                self._nursery.start_soon(self._handle_after, self._parts.stopped, machine.RunStopped())
+                if self._parts.leases is not None:
+                    self._nursery.start_soon(self._handle_after, self._parts.leases.over, machine.DataOver())
                 await self._over.wait()
                 self._nursery.cancel_scope.cancel()
         finally:
@@ -258,12 +257,6 @@ class Training:
         """Pass an event to the loop and carry out its outputs."""
         self._driver.handle(event)
 
-    def _receive(self, peer: bytes, payload: bytes) -> None:
-        self.handle(pairing.MessageReceived(peer, payload))
-
-    def _on_undelivered(self, peer: bytes, protocol: str) -> None:
-        self.handle(pairing.PeerLost(peer))
-
     async def _watch_rest(self) -> None:
         while True:
             await self._rest.changed()
@@ -272,18 +265,14 @@ class Training:
     async def _watch_traffic(self) -> None:
         is_saving = False
         while True:
-            if is_saving == self._surroundings.may_spend(self._exchange_bytes):
+            if is_saving == self._parts.shaping.may_spend(self._exchange_bytes):
                 is_saving = not is_saving
                 self.handle(pairing.TrafficSaved(is_saving))
             await trio.sleep(TRAFFIC_INTERVAL)
 
-    async def _watch_data(self, leases: LeaseService) -> None:
-        await leases.over.wait()
-        self.handle(machine.DataOver())
-
-    async def _watch_stop(self) -> None:
-        await self._surroundings.stopped.wait()
-        self.handle(machine.RunStopped())
+    async def _handle_after(self, awaited: trio.Event, event: machine.Event) -> None:
+        await awaited.wait()
+        self.handle(event)
 
     # Outputs
 
@@ -300,8 +289,8 @@ class Training:
                 if self._session is not None:
                     self._session.send(command)
             case RoundBegan() | RoundEnds() | Measure():
-                assert self._pipeline is not None, "the model is cut"
-                self._pipeline.handle(output)
+                assert self._parts.pipeline is not None, "the model is cut"
+                self._parts.pipeline.handle(output)
             case pairing.StartExchange():
                 if self._session is not None:
                     self._session.nursery.start_soon(self._exchange, self._session, output)
@@ -340,9 +329,9 @@ class Training:
     @contextlib.asynccontextmanager
     async def _open_trainer(self) -> AsyncIterator[tuple[Trainer, messages.Prepare]]:
         """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
-        door, journal = self._surroundings.door, self._journal
+        door, journal = self._parts.door, self._journal
         if door is None:
-            prepare = await self._surroundings.prepare()
+            prepare = await self._parts.prepare()
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
             async with open_trainer(prepare, None, self._show_preparing, self._note_pid) as child:
@@ -351,7 +340,7 @@ class Training:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
             journal.announce("preparing", words, "a loop of yours")
             await door.wait()
-            prepare = await self._surroundings.prepare()
+            prepare = await self._parts.prepare()
             async with door.open_trainer(prepare) as attached:
                 yield attached, prepare
 
@@ -378,9 +367,8 @@ class Training:
                 self._loop.config,
                 self._exchanges,
                 nursery,
-                self._surroundings.is_suspected,
-                self._surroundings.is_near,
-                self._note_judgement,
+                self._parts.membership,
+                self._journal,
             )
             nursery.start_soon(session.send_commands)
             try:
@@ -392,89 +380,75 @@ class Training:
                 failure = error  # raised below, out of the nursery, which would wrap it in a group
             finally:
                 self._session = None
-                if self._pipeline is not None:
-                    self._pipeline.end()
-                if self._leases is not None:
-                    self._leases.end()
-                if self._surroundings.audits is not None:
-                    self._surroundings.audits.end()
+                for part in (self._parts.pipeline, self._parts.leases, self._parts.audits):
+                    if part is not None:
+                        part.end()
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
     def _begin(self, session: TrainerSession, prepare: messages.Prepare) -> None:
-        prepared = session.trainer.prepared
+        prepared, parts = session.trainer.prepared, self._parts
         self._exchange_bytes = 2 * prepared.contribution_bytes
-        if self._surroundings.door is not None:
+        if parts.door is not None:
             self._note_pid(prepared.pid)
         if prepared.resumed is not None:
-            self._surroundings.on_saved(prepared.resumed)
-        if self._pipeline is not None:
+            parts.provider.note_saved(prepared.resumed)
+        if parts.pipeline is not None:
             memory = session.trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-            self._pipeline.begin(Worker(prepare.stage, prepared.activation_bytes, memory, session.send, self.handle))
-        if self._leases is not None:
-            self._leases.begin(prepared, session.send)
-        if self._surroundings.audits is not None:
-            self._surroundings.audits.begin(lambda command: self.handle(machine.ReplayAsked(command)))
-        self.handle(machine.OthersMoved(self._surroundings.current_round()))
+            parts.pipeline.begin(Worker(prepare.stage, prepared.activation_bytes, memory, session.send, self.handle))
+        if parts.leases is not None:
+            parts.leases.begin(prepared, session.send)
+        if parts.audits is not None:
+            parts.audits.begin(lambda command: self.handle(machine.ReplayAsked(command)))
+        self.handle(machine.OthersMoved(parts.membership.current_round()))
         self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.settings.microbatch))
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
         """Pass a report to the part that handles it; most go to the loop."""
+        parts, journal = self._parts, self._journal
         match report:
             case messages.Encoded():
                 session.seal(report)
             case messages.Screened():
                 session.note_verdict(report)
             case messages.Recorded():
-                if self._surroundings.audits is not None:
-                    self._surroundings.audits.note_recorded(report)
+                if parts.audits is not None:
+                    parts.audits.note_recorded(report)
             case messages.SlicesTrained():
-                if self._leases is not None:
-                    self._leases.trained(report)
+                if parts.leases is not None:
+                    parts.leases.trained(report)
             case messages.Worked() | messages.InnerStepTaken():
                 if report == messages.InnerStepTaken(is_taken=False):
-                    self._journal.warn("an inner step was left out: its gradients were not finite")
-                if self._pipeline is not None:
-                    self._pipeline.handle(report)
+                    journal.warn("an inner step was left out: its gradients were not finite")
+                if parts.pipeline is not None:
+                    parts.pipeline.handle(report)
             case messages.Prepared() | messages.Preparing() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
             case _:
                 if isinstance(report, messages.Contributed):
                     session.contribute(report)
-                    self._journal.losses.add_training(report.round, report.loss)
-                    self._warn_if_slow(report)
-                elif isinstance(report, messages.Replayed) and self._surroundings.audits is not None:
-                    self._surroundings.audits.note_replayed(report)
+                    journal.losses.add_training(report.round, report.loss)
+                    seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
+                    warning = slow_steps(self._loop.config.manifest, seconds)
+                    if warning and not self._is_slowness_told:
+                        self._is_slowness_told = True
+                        journal.warn(warning)
+                elif isinstance(report, messages.Replayed) and parts.audits is not None:
+                    parts.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
-                    self._surroundings.on_saved(report)
-                self.handle(machine.OthersMoved(self._surroundings.partners_round()))
+                    parts.provider.note_saved(report)
+                # Only the partners of earlier exchanges end a trainer that is behind.
+                self.handle(machine.OthersMoved(parts.membership.partners_round()))
                 self.handle(report)
-
-    def _warn_if_slow(self, report: messages.Contributed) -> None:
-        """Warn once if the inner steps are too long for the run's exchanges."""
-        seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
-        warning = slow_steps(self._loop.config.manifest, seconds)
-        if warning and not self._is_slowness_told:
-            self._is_slowness_told = True
-            self._journal.warn(warning)
-
-    def _note_judgement(self, peer: bytes, judged: messages.Screened) -> None:
-        if judged.reason:
-            self._journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
-        elif judged.clip == 0.0:
-            self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
-        elif judged.remark:
-            self._journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
-        self._surroundings.note_suspicion(peer, judged.is_suspect)
 
     async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:
         ended = await session.exchange(start)
         self._journal.record_exchange(ended)
         if ended.committed:
-            self._surroundings.on_committed(ended.peer)
-            if self._surroundings.audits is not None:
-                self._surroundings.audits.note_received(ended.peer, ended.partner_round, ended.partner_digest)
+            self._parts.membership.partners.note(ended.peer)
+            if self._parts.audits is not None:
+                self._parts.audits.note_received(ended.peer, ended.partner_round, ended.partner_digest)
         self.handle(ended)
 
 

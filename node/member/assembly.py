@@ -10,7 +10,6 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
@@ -35,7 +34,7 @@ from ..loop.lease_service import LeaseService
 from ..loop.pipeline_service import PipelineService
 from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService
-from ..loop.training import PAIRING_PROTOCOL, Surroundings, Training
+from ..loop.training import PAIRING_PROTOCOL, Parts, Training
 from ..mesh.host import Host
 from ..state.connections import ReleaseWatch
 from ..state.credentials import Credentials
@@ -54,7 +53,6 @@ from ..transfers.weights import Weights
 from .parts import Daemon, Mesh
 from .preparation import Preparation
 from .run_member import RunMember
-from .stage_record import StageRecord
 
 
 @contextlib.asynccontextmanager
@@ -90,43 +88,80 @@ def make_member(
 ) -> RunMember:
     """Assemble a member. Its services to peers are registered with the host; nothing runs yet."""
     manifest, signed = decode_manifest(raw_manifest)
-    require_trainable_model(manifest, daemon.settings.allow_model, by_loop=daemon.door is not None)
-    if daemon.settings.start is not None and manifest.start is None:
-        raise JoinError(f"--start {daemon.settings.start}: this run starts from its seed, not from a checkpoint")
-    assembly = _Assembly(daemon, mesh, messenger, channels, manifest, signed, random.Random())
-    roster = close_gate(mesh.host, manifest, signed)
-    gossip = assembly.gossip(roster)
-    credentials = None if roster is None else assembly.credentials(roster, gossip)
-    notices = NoticeBoard(
-        signed.creator,
-        mesh.host.author,
-        gossip,
-        daemon.rest,
-        daemon.journal,
-        is_ignored=daemon.settings.ignore_notices,
+    settings, host, journal, run_id = daemon.settings, mesh.host, daemon.journal, signed.run_id
+    require_trainable_model(manifest, settings.allow_model, by_loop=daemon.door is not None)
+    if settings.start is not None and manifest.start is None:
+        raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
+    is_cut, rng = manifest.model.num_stages > 1, random.Random()
+    serve_manifest(host, run_id, raw_manifest)
+    roster = close_gate(host, manifest, signed)
+    state = RunState(run_id, signed.creator, roster=roster)
+    writer = Writer(daemon.key, run_id)
+    gossip = GossipService(state, writer, host, messenger, daemon.store, rng, base_period=settings.heartbeat_seconds)
+    credentials = None if roster is None else _credentials(daemon, mesh, signed, roster, gossip)
+    is_ignored = settings.ignore_notices
+    notices = NoticeBoard(signed.creator, host.author, gossip, daemon.rest, journal, is_ignored=is_ignored)
+    needed = [SYNC_PROTOCOL, PUSH_PROTOCOL, PAIRING_PROTOCOL, EXCHANGE_PROTOCOL, *([ACTIVATIONS_PROTOCOL] * is_cut)]
+    releases = ReleaseWatch(host, journal, needed)
+    membership = _membership(daemon, mesh, manifest, gossip, releases)
+
+    files = WeightFiles(settings, manifest)
+    conditions = Conditions(host, run_id, mesh.shaping, channels, Room(settings.home, files.disk))
+    downloads = Downloads(host, conditions, files, membership, journal)
+    start = None if manifest.start is None else Start(manifest.start, downloads)
+    weights = Weights(daemon.key, downloads)
+    audits = None
+    if manifest.audits:
+        starts = Starts(settings.checkpoints / "replays", daemon.key, run_id)
+        audits = AuditService(host.author, manifest.audits, gossip, downloads, starts, daemon.rest)
+
+    async def find(question: BlockQuestion) -> Holding | None:
+        found = (start and start.find(question)) or (audits and audits.starts.find(question))
+        return found or await weights.provider.find(question)
+
+    exchanges = ExchangeService(host, channels, mesh.shaping)
+    BlockService(conditions, find, exchanges).register()
+    SketchService(host, run_id, weights.provider.find_own).register()
+
+    supervisor = Supervisor(manifest.inner.batch_size, is_cut=is_cut)
+    preparation = Preparation(daemon, host.author, run_id, manifest, membership, weights, start, supervisor)
+    pipeline = leases = None
+    if is_cut:
+        links = Links(host, manifest, run_id, mesh.shaping, is_neighbour=membership.is_in_stage, channels=channels)
+        pipeline = PipelineService(links, messenger, manifest, host.author, rng, journal.warn)
+    if manifest.data.epochs:
+        leases = LeaseService(manifest, host.author, gossip, daemon.store, journal, membership)
+    config = LoopConfig(
+        run_id=run_id,
+        manifest=manifest,
+        max_rounds=settings.max_rounds,
+        checkpoint_seconds=settings.checkpoint_seconds,
+        validate_every=settings.validate_every,
+        # A person may look at each step of their own loop.
+        hung_seconds=settings.hung_seconds if daemon.door is None else math.inf,
     )
-    releases = assembly.releases()
-    membership = assembly.membership(gossip, releases)
-    store = assembly.store(membership)
-    audits = assembly.audits(gossip, store)
-    exchanges = ExchangeService(mesh.host, channels, mesh.shaping)
-    serve_manifest(mesh.host, signed.run_id, raw_manifest)
-    assembly.serve_blocks(store, audits, exchanges)
-    pipeline = assembly.pipeline(membership) if membership.num_stages > 1 else None
-    leases = assembly.leases(gossip, membership) if manifest.data.epochs else None
-    preparation = assembly.preparation(membership, store)
-    training = assembly.training(preparation, exchanges, notices, audits, pipeline, leases)
-    stage_record = StageRecord(daemon, mesh.host, signed.run_id, membership)
+    loop = TrainingLoop(config, Pairing(host.author, manifest.rounds, rng, manifest.outer.fragments), supervisor)
+    parts = Parts(
+        preparation.prepare,
+        membership,
+        weights.provider,
+        mesh.shaping,
+        notices.stopped,
+        pipeline,
+        leases,
+        audits,
+        daemon.door,
+    )
+    training = Training(loop, messenger, exchanges, journal, daemon.rest, parts)
     return RunMember(
         daemon=daemon,
         mesh=mesh,
         preparation=preparation,
         gossip=gossip,
         membership=membership,
-        weights=store.weights,
+        weights=weights,
         training=training,
-        stages=assembly.stages(preparation, training, stage_record),
-        stage_record=stage_record,
+        stages=StageService(membership, weights, host, run_id, daemon.store, journal, settings, training),
         pipeline=pipeline,
         leases=leases,
         audits=audits,
@@ -136,202 +171,43 @@ def make_member(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where weights come from, and how they are moved."""
+def _credentials(
+    daemon: Daemon, mesh: Mesh, signed: SignedManifest, roster: Roster, gossip: GossipService
+) -> Credentials:
+    """Make the credentials of a member of a run that is not open to all, and admit this node."""
+    host, run_id = mesh.host, signed.run_id
+    made = Credentials(
+        daemon.key, run_id, signed.creator, host.author, host.gate, roster, gossip, daemon.store, daemon.journal
+    )
+    made.admit_self()
+    return made
 
-    conditions: Conditions
-    downloads: Downloads
-    weights: Weights
-    start: Start | None
 
-
-@dataclass(frozen=True, slots=True)
-class _Assembly:
-    """What all parts of a member need; each method makes one part from those before it."""
-
-    daemon: Daemon
-    mesh: Mesh
-    messenger: Messenger
-    channels: BulkService | None
-    manifest: Manifest
-    signed: SignedManifest
-    rng: random.Random
-
-    @property
-    def _num_stages(self) -> int:
-        return self.manifest.model.num_stages
-
-    def gossip(self, roster: Roster | None) -> GossipService:
-        state = RunState(self.signed.run_id, self.signed.creator, roster=roster)
-        return GossipService(
-            state,
-            Writer(self.daemon.key, self.signed.run_id),
-            self.mesh.host,
-            self.messenger,
-            self.daemon.store,
-            self.rng,
-            base_period=self.daemon.settings.heartbeat_seconds,
-        )
-
-    def credentials(self, roster: Roster, gossip: GossipService) -> Credentials:
-        daemon, host, signed = self.daemon, self.mesh.host, self.signed
-        made = Credentials(
-            daemon.key,
-            signed.run_id,
-            signed.creator,
-            host.author,
-            host.gate,
-            roster,
-            gossip,
-            daemon.store,
-            daemon.journal,
-        )
-        made.admit_self()
-        return made
-
-    def releases(self) -> ReleaseWatch:
-        needed = [SYNC_PROTOCOL, PUSH_PROTOCOL, PAIRING_PROTOCOL, EXCHANGE_PROTOCOL]
-        if self._num_stages > 1:
-            needed.append(ACTIVATIONS_PROTOCOL)
-        return ReleaseWatch(self.mesh.host, self.daemon.journal, needed)
-
-    def membership(self, gossip: GossipService, releases: ReleaseWatch) -> Membership:
-        daemon, host, start = self.daemon, self.mesh.host, self.manifest.start
-        announcer = Announcer(
-            host,
-            gossip,
-            daemon.journal,
-            incarnation=time.time_ns() // 1_000_000,
-            num_stages=self._num_stages,
-            is_bound=daemon.settings.stage is not None,
-            is_paused=lambda: daemon.rest.is_on,
-        )
-        made = Membership(
-            host,
-            gossip.state,
-            gossip,
-            daemon.journal,
-            announcer,
-            daemon.partners,
-            num_stages=self._num_stages,
-            first_step=0 if start is None else start.inner_steps,
-        )
-        made.apart = lambda: releases.apart
-        if (rounds := self.manifest.rounds).far_every > 1:
-            made.is_near = partial(host.connections.is_within, seconds=rounds.near_ms / 1_000)
-        gossip.state.places.protect(made.partners.__contains__)
-        return made
-
-    def store(self, membership: Membership) -> _Stored:
-        host, settings = self.mesh.host, self.daemon.settings
-        files = WeightFiles(settings, self.manifest)
-        room = Room(settings.home, files.disk)
-        conditions = Conditions(host, self.signed.run_id, self.mesh.shaping, self.channels, room)
-        downloads = Downloads(host, conditions, files, membership, self.daemon.journal)
-        start = None if self.manifest.start is None else Start(self.manifest.start, downloads)
-        return _Stored(conditions, downloads, Weights(self.daemon.key, downloads), start)
-
-    def audits(self, gossip: GossipService, store: _Stored) -> AuditService | None:
-        if not self.manifest.audits:
-            return None
-        starts = Starts(self.daemon.settings.checkpoints / "replays", self.daemon.key, self.signed.run_id)
-        author = self.mesh.host.author
-        return AuditService(author, self.manifest.audits, gossip, store.downloads, starts, self.daemon.rest)
-
-    def serve_blocks(self, store: _Stored, audits: AuditService | None, exchanges: ExchangeService) -> None:
-        provider, start = store.weights.provider, store.start
-
-        async def find(question: BlockQuestion) -> Holding | None:
-            found = (start and start.find(question)) or (audits and audits.starts.find(question))
-            return found or await provider.find(question)
-
-        BlockService(store.conditions, find, exchanges).register()
-        SketchService(self.mesh.host, self.signed.run_id, provider.find_own).register()
-
-    def pipeline(self, membership: Membership) -> PipelineService:
-        host = self.mesh.host
-        links = Links(
-            host,
-            self.manifest,
-            self.signed.run_id,
-            self.mesh.shaping,
-            is_neighbour=membership.is_in_stage,
-            channels=self.channels,
-        )
-        return PipelineService(links, self.messenger, self.manifest, host.author, self.rng, self.daemon.journal.warn)
-
-    def leases(self, gossip: GossipService, membership: Membership) -> LeaseService:
-        return LeaseService(
-            self.manifest,
-            self.mesh.host.author,
-            gossip.state,
-            gossip,
-            self.daemon.store,
-            self.daemon.journal,
-            others=membership,
-            liveness=gossip.liveness,
-        )
-
-    def preparation(self, membership: Membership, store: _Stored) -> Preparation:
-        supervisor = Supervisor(self.manifest.inner.batch_size, is_cut=self._num_stages > 1)
-        return Preparation(
-            self.daemon,
-            self.mesh.host.author,
-            self.signed.run_id,
-            self.manifest,
-            membership,
-            store.weights,
-            store.start,
-            supervisor,
-        )
-
-    def training(
-        self,
-        preparation: Preparation,
-        exchanges: ExchangeService,
-        notices: NoticeBoard,
-        audits: AuditService | None,
-        pipeline: PipelineService | None,
-        leases: LeaseService | None,
-    ) -> Training:
-        daemon, membership, provider = self.daemon, preparation.membership, preparation.weights.provider
-        settings, manifest, by_person = daemon.settings, self.manifest, daemon.door is not None
-        config = LoopConfig(
-            run_id=self.signed.run_id,
-            manifest=manifest,
-            max_rounds=settings.max_rounds,
-            checkpoint_seconds=settings.checkpoint_seconds,
-            validate_every=settings.validate_every,
-            hung_seconds=math.inf if by_person else settings.hung_seconds,  # a person may look at each step
-        )
-        surroundings = Surroundings(
-            prepare=preparation.prepare,
-            on_saved=provider.note_saved,
-            is_suspected=membership.is_suspected,
-            is_near=membership.is_near,
-            note_suspicion=membership.announcer.note_suspicion,
-            current_round=membership.current_round,
-            partners_round=membership.partners_round,
-            on_committed=membership.partners.note,
-            audits=audits,
-            door=daemon.door,
-            stopped=notices.stopped,
-            may_spend=self.mesh.shaping.may_spend,
-        )
-        pairing = Pairing(self.mesh.host.author, manifest.rounds, self.rng, manifest.outer.fragments)
-        loop = TrainingLoop(config, pairing, preparation.supervisor)
-        return Training(loop, self.messenger, exchanges, daemon.journal, daemon.rest, surroundings, pipeline, leases)
-
-    def stages(self, preparation: Preparation, training: Training, record: StageRecord) -> StageService:
-        settings = self.daemon.settings
-        return StageService(
-            preparation.membership,
-            preparation.weights,
-            self.daemon.journal,
-            self.mesh.host.author,
-            wanted=settings.stage,
-            heartbeat_seconds=settings.heartbeat_seconds,
-            restart_trainer=training.restart_trainer,
-            on_moved=record.note,
-        )
+def _membership(
+    daemon: Daemon, mesh: Mesh, manifest: Manifest, gossip: GossipService, releases: ReleaseWatch
+) -> Membership:
+    host, rounds = mesh.host, manifest.rounds
+    announcer = Announcer(
+        host,
+        gossip,
+        daemon.journal,
+        incarnation=time.time_ns() // 1_000_000,
+        num_stages=manifest.model.num_stages,
+        is_bound=daemon.settings.stage is not None,
+        is_paused=lambda: daemon.rest.is_on,
+    )
+    made = Membership(
+        host,
+        gossip.state,
+        gossip,
+        daemon.journal,
+        announcer,
+        daemon.partners,
+        num_stages=manifest.model.num_stages,
+        first_step=0 if manifest.start is None else manifest.start.inner_steps,
+    )
+    made.apart = lambda: releases.apart
+    if rounds.far_every > 1:
+        made.is_near = partial(host.connections.is_within, seconds=rounds.near_ms / 1_000)
+    gossip.state.places.protect(made.partners.__contains__)
+    return made

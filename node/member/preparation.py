@@ -12,7 +12,6 @@ from farandole.protocol.state.entries import Progress
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor
 
-from ..base.settings import NodeSettings
 from ..loop.stage_service import wait_quiet
 from ..state.membership import Membership
 from ..state.store import StoreError
@@ -56,36 +55,30 @@ class Preparation:
         if self.membership.num_stages > 1:
             await wait_quiet(self.membership, self.daemon.journal)
         elif self.supervisor.microbatch:
-            await self._remember_microbatch()
+            try:
+                fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}"
+                await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
+            except StoreError as error:
+                self.daemon.journal.warn(f"{error}; after a restart the trainer may run out of memory again")
         await self.weights.obtain()
         while self.start is not None and await self.weights.rounds() == (None, None):
             if await self.start.obtain(self.membership.stage):
                 break
             await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
+        names = set(messages.TrainerSettings.__struct_fields__) - {"microbatch"}
+        taken = {name: getattr(self.daemon.settings, name) for name in names}
+        microbatch = {"microbatch": self.supervisor.microbatch}
+        as_text = msgspec.to_builtins(taken, enc_hook=str) | microbatch  # paths as text
         files, stage = self.weights.files, self.membership.stage
         self.weights.provider.trainer_stage = stage
         return messages.Prepare(
             run_id=self.run_id,
             author=self.author,
             manifest=msgspec.msgpack.encode(self.manifest),
-            settings=_trainer_settings(self.daemon.settings, microbatch=self.supervisor.microbatch),
+            settings=msgspec.convert(as_text, messages.TrainerSettings),
             fetched=str(files.fetched(stage)),
             start=str((self.start and self.start.path_of(stage)) or ""),
             stage=stage,
             disk=files.disk,
             checkpoint_bytes=files.max_bytes(stage),
         )
-
-    async def _remember_microbatch(self) -> None:
-        try:
-            fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}"
-            await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
-        except StoreError as error:
-            self.daemon.journal.warn(f"{error}; after a restart the trainer may run out of memory again")
-
-
-def _trainer_settings(settings: NodeSettings, *, microbatch: int) -> messages.TrainerSettings:
-    """Return the trainer's part of a node's settings; ``microbatch``: what fits into memory."""
-    names = set(messages.TrainerSettings.__struct_fields__) - {"microbatch"}
-    taken = msgspec.to_builtins({name: getattr(settings, name) for name in names}, enc_hook=str)  # paths as text
-    return msgspec.convert({**taken, "microbatch": microbatch}, messages.TrainerSettings)

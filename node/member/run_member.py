@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,9 +31,9 @@ from ..state.store import StoreError
 from ..store.disk_space import save_seconds
 from ..trainer.trainer import TrainerError
 from ..transfers.weights import Weights
+from ..ui.reporting import Reporter
 from .parts import Daemon, Mesh
 from .preparation import TOKENS_FACT, Preparation
-from .stage_record import STAGE_FACT, StageRecord
 
 # Leaving: the trainer ends its round and saves, the farewell is gossiped.
 LEAVE_TIMEOUT: Final = 15.0
@@ -65,7 +66,6 @@ class RunMember:
     weights: Weights
     training: Training
     stages: StageService
-    stage_record: StageRecord
     pipeline: PipelineService | None
     leases: LeaseService | None
     audits: AuditService | None
@@ -80,6 +80,14 @@ class RunMember:
         there = {*self.membership.everyone, self.mesh.host.author}
         notices = self.gossip.state.entries(Kind.CHECKPOINT)
         return [(entry.author, entry.payload) for entry in notices if entry.author in there]
+
+    def show_in(self, reporter: Reporter) -> None:
+        """Give the reporter what a node knows once it is in its run."""
+        reporter.run_name = self.preparation.manifest.name
+        reporter.state, reporter.liveness = self.gossip.state, self.gossip.liveness
+        reporter.pipeline, reporter.leases, reporter.audits = self.pipeline, self.leases, self.audits
+        reporter.notices = self.notices
+        reporter.nodes_of_stages, reporter.apart = self.membership.nodes_of_stages, self.membership.apart
 
     async def take_part(self, target: Target) -> None:
         """Join, train until asked to leave, and send a farewell. Raises `JoinError` or `TrainerError`."""
@@ -98,8 +106,7 @@ class RunMember:
                 await self.credentials.publish()
                 nursery.start_soon(self.credentials.run)
             if is_cut:
-                stored = await self.daemon.store.get_fact(STAGE_FACT)
-                await self.stages.begin(None if stored is None else int(stored))
+                await self.stages.begin()
             else:
                 await membership.announcer.announce()
             await membership.announcer.beat()
@@ -110,14 +117,15 @@ class RunMember:
                 nursery.start_soon(self.stages.run)
             connections = ConnectionKeeper(host, membership, self.gossip.liveness, self.training.lose_peer)
             reconnector = Reconnector(host, self.daemon.book, target, lambda: membership.everyone, self.daemon.journal)
-            services = membership, membership.announcer, connections, reconnector, self.weights, self.stage_record
-            for service in (*services, self.notices):
+            services = membership, membership.announcer, connections, reconnector, self.weights, self.notices
+            for service in services:
                 nursery.start_soon(service.run)
+            nursery.start_soon(self.stages.announce)
             nursery.start_soon(self._follow_members)
             if self.audits is not None:
                 nursery.start_soon(self.audits.run)
-                nursery.start_soon(self._follow_audits, self.audits)
-            nursery.start_soon(self._follow_wishes)
+                nursery.start_soon(self._call_after_each, self.audits.avoided_changed, self._set_peers)
+            nursery.start_soon(self._call_after_each, self.weights.provider.save_wanted, self.training.save_soon)
             nursery.start_soon(remember, self.daemon, host, membership)
             failure = await self._train()
             await self._say_farewell()
@@ -156,21 +164,15 @@ class RunMember:
             self.mesh.connectivity.members = membership.everyone
             await membership.changed()
 
-    async def _follow_audits(self, audits: AuditService) -> None:
-        while True:
-            await audits.avoided_changed()
-            self._set_peers()
-
     def _set_peers(self) -> None:
         """Set the possible partners: the live members, except the ones that audits have caught."""
         avoided = frozenset() if self.audits is None else self.audits.avoided
         self.training.set_peers(self.membership.live - avoided, self.membership.near)
 
-    async def _follow_wishes(self) -> None:
-        """Make the trainer save whenever a peer wants newer weights than the stored ones."""
+    async def _call_after_each(self, awaited: Callable[[], Awaitable[None]], call: Callable[[], None]) -> None:
         while True:
-            await self.weights.provider.save_wanted()
-            self.training.save_soon()
+            await awaited()
+            call()
 
     async def _train(self) -> TrainerError | None:
         """Train until asked to leave, or until no trainer can start; then return the error."""

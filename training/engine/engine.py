@@ -19,7 +19,7 @@ Inner steps of the next round may come between `contribution` and `apply`. Three
 
 An engine takes inner steps, and has the two parts that are the same in all kinds: `RoundEnd` and `Checkpoint`. To add a
 kind, write a subclass of `Engine` in this folder, and select it in
-`farandole.node.trainer_process.engines.make_engine`, by the manifest or by `Prepare`.
+`farandole.node.trainer_process.process.make_engine`, by the manifest or by `Prepare`.
 """
 
 from __future__ import annotations

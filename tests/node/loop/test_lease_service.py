@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,6 +39,7 @@ class Run:
 
     def __init__(self) -> None:
         self.state = RunState(RUN_ID, public_bytes(ALICE))
+        self.liveness = Liveness(2.0)
         self.now = NOW
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
@@ -80,15 +82,16 @@ class Node:
         self.journal = Journal(say=lambda text: None)
         self.partners = Partners()
         self.others: frozenset[bytes] = frozenset()
+        gossip: Any = run
+        store: Any = disk
+        membership: Any = self
         self.keeper = LeaseService(
             manifest,
             public_bytes(ALICE),
-            run.state,
-            run,
-            disk,
+            gossip,
+            store,
             self.journal,
-            others=self,
-            liveness=Liveness(2.0),
+            membership,
         )
 
     def origins(self) -> frozenset[bytes]:

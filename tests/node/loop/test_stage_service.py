@@ -3,6 +3,7 @@ tests/protocol/stages/test_stage_choice.py."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,21 +32,15 @@ class World:
         self.speed = 0.0
         self.own_lease: StageLease | None = None
         self.trainer_stage: int | None = None
-        self.provider = self
+        self.provider = self.dht = self
+        self.author = ME
+        self.stored: bytes | None = None
         self.journal = Journal(say=lambda text: None)
 
     def keeper(self, wanted: int | None = None) -> StageService:
         me: Any = self
-        return StageService(
-            me,
-            me,
-            self.journal,
-            ME,
-            wanted=wanted,
-            heartbeat_seconds=2.0,
-            restart_trainer=self.restart_trainer,
-            on_moved=self.note_moved,
-        )
+        settings: Any = SimpleNamespace(stage=wanted, heartbeat_seconds=2.0)
+        return StageService(me, me, me, bytes(32), me, self.journal, settings, me)
 
     # membership
 
@@ -86,15 +81,24 @@ class World:
         self.done.append("restart")
         self.trainer_stage = self.stage
 
-    async def note_moved(self, stage: int) -> None:
-        self.done.append(f"moved to {stage}")
+    # the store, and the DHT
+
+    async def get_fact(self, name: str) -> bytes | None:
+        return self.stored
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        self.done.append(f"moved to {int(value)}")
+
+    def withdraw(self, key: bytes) -> None:
+        pass
 
 
 async def test_the_first_stage_is_the_volunteers_or_that_of_before_or_the_one_in_need() -> None:
     others = {ANN: Provider(0), BOB: Provider(2)}
     for wanted, before, stage in ((2, 0, 2), (None, 0, 0), (None, None, 1), (None, 7, 1)):
         world = World(others)
-        await world.keeper(wanted).begin(before)
+        world.stored = None if before is None else b"%d" % before
+        await world.keeper(wanted).begin()
         assert world.stage == stage
         assert world.done == [f"hold {stage}", f"moved to {stage}"]
 

@@ -18,7 +18,7 @@ from farandole.node.bulk.exchange_service import Judge
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.loop import training as training_module
 from farandole.node.loop.rest_service import BY_HAND, Rest
-from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
+from farandole.node.loop.training import TRAFFIC_INTERVAL, Parts, Training
 from farandole.node.status.journal import Journal
 from farandole.node.trainer.trainer import TrainerError
 from farandole.protocol.exchange.exchange import Offer
@@ -98,12 +98,24 @@ class Story:
     def __init__(self, rounds: RoundConfig, max_rounds: int | None = None, checkpoint_seconds: float = 1e9) -> None:
         self.trainers: list[FakeTrainer] = []
         self.others_round = 0
+        self.traffic = 1e9  # bytes of an exchange that are left
         self.journal = Journal(say=lambda text: None)
         self.peers_that_answer: set[bytes] = set()
         self.proposed_to: list[bytes] = []
         self.has_left = False
         fake: Any = SimpleNamespace(
-            set_receiver=lambda *args: None, send_nowait=self.deliver, run=self.exchange, give_up=self.give_up
+            set_receiver=lambda *args: None,
+            send_nowait=self.deliver,
+            run=self.exchange,
+            give_up=self.give_up,
+            may_spend=lambda num_bytes: num_bytes <= self.traffic,
+            is_suspected=lambda peer: False,
+            is_near=lambda peer: False,
+            current_round=lambda: self.others_round,
+            partners_round=lambda: self.others_round,
+            note_saved=lambda saved: self.saved.append(saved),
+            partners=SimpleNamespace(note=lambda peer: None),
+            announcer=SimpleNamespace(note_suspicion=lambda peer, is_suspect: None),
         )
         self.exchanges: list[StartExchange] = []
         self.outgoing: Outgoing
@@ -119,7 +131,6 @@ class Story:
         self.batch_size = manifest.inner.batch_size
         self.supervisor = Supervisor(self.batch_size)
         self.rest = Rest()
-        self.traffic = 1e9  # bytes of an exchange that are left
         self.config = LoopConfig(b"r" * 32, manifest, max_rounds, checkpoint_seconds, 0, HUNG_SECONDS)
         self.training = Training(
             TrainingLoop(self.config, self.pairing, self.supervisor),
@@ -127,17 +138,7 @@ class Story:
             fake,
             self.journal,
             self.rest,
-            Surroundings(
-                self.prepare,
-                self.saved.append,
-                lambda peer: False,
-                lambda peer: False,
-                lambda peer, is_suspect: None,
-                lambda: self.others_round,
-                lambda: self.others_round,
-                lambda peer: None,
-                lambda num_bytes: num_bytes <= self.traffic,
-            ),
+            Parts(self.prepare, fake, fake, fake, trio.Event()),
         )
 
     async def prepare(self) -> messages.Prepare:
