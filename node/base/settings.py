@@ -367,7 +367,7 @@ class NodeSettings:
     )
     upnp: bool = setting(
         True,
-        "Ask the router to forward this node's port, by NAT-PMP or UPnP.",
+        "Ask the router to forward this node's port, by UPnP.",
         panel="Network",
     )
     dashboard: bool = setting(

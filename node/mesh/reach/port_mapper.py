@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import trio
 
 from ...base.backoff import pauses
 from ..host import Host
-from .gateway import Gateway, MappingError, NatPmpRouter, Opened, find_gateway, find_natpmp_router
-from .upnp import UpnpRouter, find_upnp_router
+from .upnp import MappingError, Opened, UpnpRouter, find_router
 
 logger = logging.getLogger(__name__)
 
@@ -33,32 +32,6 @@ MIN_RENEWAL_INTERVAL: Final = 2.0
 MAX_PORTS: Final = 4
 # To close the ports; the router drops them by itself when their leases end.
 CLOSE_TIMEOUT: Final = 2.0
-
-
-Router = NatPmpRouter | UpnpRouter
-
-
-async def find_router() -> Router:
-    """Return the gateway, with the protocol that it answers first; raise `MappingError` if it answers none."""
-    gateway = await find_gateway()
-    found: list[Router] = []
-    errors: list[str] = []
-
-    async with trio.open_nursery() as nursery:
-
-        async def attempt(find: Callable[[Gateway], Awaitable[Router]]) -> None:
-            try:
-                found.append(await find(gateway))
-            except MappingError as error:
-                errors.append(str(error))
-            else:
-                nursery.cancel_scope.cancel()
-
-        nursery.start_soon(attempt, find_natpmp_router)
-        nursery.start_soon(attempt, find_upnp_router)
-    if not found:
-        raise MappingError("; ".join(errors))
-    return found[0]
 
 
 class PortKeeper:
@@ -90,7 +63,7 @@ class PortKeeper:
             self.has_tried.set()
             await trio.sleep(next(waits))
 
-    async def _keep(self, router: Router) -> None:
+    async def _keep(self, router: UpnpRouter) -> None:
         """Keep ports open at this router until it fails; raises `MappingError` then."""
         try:
             while True:
@@ -102,7 +75,7 @@ class PortKeeper:
                 await self._close(router, self._opened.values())
             raise
 
-    async def _watch(self, router: Router) -> None:
+    async def _watch(self, router: UpnpRouter) -> None:
         """Wait until ports must be opened or renewed; raises `MappingError` if the router fails."""
         look_at = trio.current_time() + CHECK_INTERVAL
         while self._asked == set(self._ports()) and trio.current_time() < self._renew_at:
@@ -113,7 +86,7 @@ class PortKeeper:
                     logger.info("the router %s has begun anew, or has another address", router.ip)
                     return
 
-    async def _open(self, router: Router) -> None:
+    async def _open(self, router: UpnpRouter) -> None:
         """Open libp2p's port, and the others if the router allows it."""
         ports, opened = self._ports(), dict[int, Opened]()
         self._asked = set(ports)
@@ -129,7 +102,7 @@ class PortKeeper:
         self._renew_at = trio.current_time() + max(soonest / 2, MIN_RENEWAL_INTERVAL)
         self._tell(opened)
 
-    async def _close(self, router: Router, ports: Iterable[Opened]) -> None:
+    async def _close(self, router: UpnpRouter, ports: Iterable[Opened]) -> None:
         for opened in ports:
             try:
                 await router.close_port(opened)

@@ -1,8 +1,9 @@
 """Asks the home's router for a port by UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
 
-The router is found by SSDP (a datagram to a group of the local network), described in XML over HTTP, and asked by SOAP.
-Only the gateway's answers count, and even the gateway is not trusted. It is asked at no other address, its answers are
-bounded in bytes and time, and XML with declarations is refused unread.
+The router is the default gateway: no other machine is asked. It is found by SSDP (a datagram to a group of the local
+network), described in XML over HTTP, and asked by SOAP. Only the gateway's answers count, and even the gateway is not
+trusted. It is asked at no other address, its answers are bounded in bytes and time, and XML with declarations is
+refused unread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import ipaddress
 import math
 import random
 import re
+import socket
+import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,8 +24,16 @@ from xml.sax.saxutils import escape
 
 import trio
 
-from .gateway import Gateway, MappingError, Opened
+from farandole.protocol.mesh.dialling import Address
+from farandole.protocol.wire.errors import FarandoleError
 
+from ...base.system.processes import read_proc
+
+# Flags in Linux's table for a route that is up and leads through a gateway (linux/route.h).
+_UP_BY_GATEWAY: Final = 0x0003
+# The command on macOS and the BSDs; it answers from memory.
+_ROUTE_COMMAND: Final = ("/sbin/route", "-n", "get", "default")
+ROUTE_TIMEOUT: Final = 3.0
 _GROUP: Final = ("239.255.255.250", 1900)
 _TARGETS: Final = (
     "urn:schemas-upnp-org:device:InternetGatewayDevice:1",
@@ -46,6 +58,27 @@ _NO_SUCH_MAPPING, _CONFLICT, _ONLY_ENDLESS = 714, 718, 725
 # Other outer ports to try if this machine's is taken, in the range from which systems take their own.
 NUM_TRIES: Final = 4
 _FIRST_PORT, _LAST_PORT = 49_152, 65_535
+
+
+class MappingError(FarandoleError):
+    """The router does not do what it was asked for, or there is none; the message says why."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        """``code``: what UPnP calls the error, 0 if nothing."""
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A port of the router that leads to one of this machine's."""
+
+    port: int
+    """This machine's port."""
+    outer: Address
+    """The outer address that the router reports; behind a second router it is not a public one."""
+    seconds: float
+    """The lease, unless it is renewed; infinite if the router knows no leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +180,10 @@ def _name(outer: int) -> dict[str, str]:
     return {"NewRemoteHost": "", "NewExternalPort": str(outer), "NewProtocol": "TCP"}
 
 
-async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
+async def find_router() -> UpnpRouter:
     """Return the gateway, if it opens ports by UPnP; raise `MappingError` if not."""
-    location = await _search(gateway)
+    gateway, local_ip = await _find_gateway()
+    location = await _search(gateway, local_ip)
     status, reply = await _request("GET", location, {}, b"")
     if status != 200:
         raise MappingError(f"the router does not describe itself (status {status})")
@@ -167,15 +201,65 @@ async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
             is_there = urlsplit(control).hostname == urlsplit(location).hostname
             if not is_there or not re.fullmatch(r"http://[!-~]{1,512}", control):
                 raise MappingError("the router sends us to another machine")
-            return UpnpRouter(control, service, gateway.local_ip)
+            return UpnpRouter(control, service, local_ip)
     raise MappingError("the router opens no ports for others")
 
 
-async def _search(gateway: Gateway) -> str:
+async def _find_gateway() -> tuple[str, str]:
+    """Return the gateway's and this machine's address, both in one private network.
+
+    Raises `MappingError` if there is no gateway, or if this machine has a public address.
+    """
+    try:
+        if sys.platform == "linux":
+            ip = gateway_of_linux(read_proc("net/route") or "")
+        else:
+            with trio.fail_after(ROUTE_TIMEOUT):
+                done = await trio.run_process(_ROUTE_COMMAND, capture_stdout=True, capture_stderr=True, check=False)
+            ip = gateway_of_bsd(done.stdout.decode(errors="replace"))
+    except (OSError, trio.TooSlowError):
+        ip = None
+    if ip is None or not _is_private(ip):
+        raise MappingError("no home's router leads out of here")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ip, 9))  # sends nothing: asks the kernel for its choice
+        except OSError as error:
+            raise MappingError(f"no way to the router: {error}") from error
+        local_ip = str(probe.getsockname()[0])
+    if not _is_private(local_ip):
+        raise MappingError("this machine has an address of its own on the internet")
+    return ip, local_ip
+
+
+def _is_private(ip: str) -> bool:
+    parsed = ipaddress.IPv4Address(ip)
+    return parsed.is_private and not parsed.is_loopback
+
+
+def gateway_of_linux(routes: str) -> str | None:
+    """Parse /proc/net/route: return the gateway of the default route with the smallest metric."""
+    found: list[tuple[int, str]] = []
+    for line in routes.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) < 8 or fields[1] != "00000000" or fields[7] != "00000000":
+            continue
+        if int(fields[3], 16) & _UP_BY_GATEWAY == _UP_BY_GATEWAY:
+            found.append((int(fields[6]), socket.inet_ntoa(struct.pack("=I", int(fields[2], 16)))))
+    return min(found)[1] if found else None
+
+
+def gateway_of_bsd(told: str) -> str | None:
+    """Parse the output of ``route -n get default``."""
+    match = re.search(r"(?m)^\s*gateway:\s*(\d{1,3}(?:\.\d{1,3}){3})\s*$", told)
+    return match[1] if match else None
+
+
+async def _search(gateway: str, local_ip: str) -> str:
     """Return the URL of the gateway's description."""
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as sock:
         try:
-            await sock.bind((gateway.local_ip, 0))
+            await sock.bind((local_ip, 0))
             for _ in range(NUM_SEARCHES):
                 for target in _TARGETS:
                     lines = ("M-SEARCH * HTTP/1.1", "HOST: 239.255.255.250:1900", 'MAN: "ssdp:discover"', "MX: 1")
@@ -183,7 +267,7 @@ async def _search(gateway: Gateway) -> str:
                 with trio.move_on_after(SEARCH_INTERVAL):
                     while True:
                         data, sender = await sock.recvfrom(MAX_DATAGRAM)
-                        if sender[0] == gateway.ip and (location := _location(data, sender[0])) is not None:
+                        if sender[0] == gateway and (location := _location(data, sender[0])) is not None:
                             return location
         except OSError as error:
             raise MappingError(f"no local network to ask: {error}") from error

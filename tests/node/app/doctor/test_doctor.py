@@ -73,7 +73,6 @@ HOUR = 3_600.0
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the search for a router: there is none, or the tests must not query it for long."""
     monkeypatch.setattr("farandole.node.mesh.reach.upnp.SEARCH_INTERVAL", 0.02)
-    monkeypatch.setattr("farandole.node.mesh.reach.gateway.PAUSES", (0.02,))
 
 
 @contextlib.asynccontextmanager
