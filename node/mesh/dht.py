@@ -160,7 +160,7 @@ class Dht:
 
     # Finding
 
-    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
+    async def find_providers(self, key: bytes, timeout: float) -> list[PeerAddresses]:
         """Return other peers that claim to provide a key, with addresses, asked in parallel within ``timeout`` seconds.
 
         The addresses are remembered, so the peers can be connected to. Claims of peers may be false or out of date.
@@ -170,7 +170,7 @@ class Dht:
         scope = trio.CancelScope(deadline=trio.current_time() + timeout)
 
         def add(providers: Sequence[PeerAddresses]) -> None:
-            if others := [provider for provider in providers if provider.peer != self._dialler.author]:
+            if others := [provider for provider in providers if provider[0] != self._dialler.author]:
                 answers.append(others)
                 scope.deadline = min(scope.deadline, trio.current_time() + LAGGARDS_TIMEOUT)
 
@@ -197,9 +197,9 @@ class Dht:
                 lookup.note_failure(peer)
             else:
                 closer = _peers(answer.closerPeers)
-                for each in closer:
-                    self._dialler.add_hearsay(each.peer, each.addresses)
-                lookup.note_answer(peer, [each.peer for each in closer])
+                for each, addresses in closer:
+                    self._dialler.add_hearsay(each, addresses)
+                lookup.note_answer(peer, [each for each, _ in closer])
                 note(answer)
             news.set()
 
@@ -253,14 +253,14 @@ class Dht:
         if question.type == Message.ADD_PROVIDER:
             if not self._announcements.of(peer, now).take(now):
                 raise RemoteProtocolError("too many announcements")
-            for provider in _peers(question.providerPeers):
-                if provider.peer == peer:  # a peer may announce only itself
-                    self._records.add(question.key, provider, now)
+            for provider, addresses in _peers(question.providerPeers):
+                if provider == peer:  # a peer may announce only itself
+                    self._records.add(question.key, provider, addresses, now)
             return answer
         if question.type == Message.GET_PROVIDERS:
             own = question.key.removeprefix(_MULTIHASH_PREFIX) in self._announced_at
             kept = self._records.of(question.key, now)[: BUCKET_SIZE - own]
-            answer.providerPeers.extend(_named(each.peer, each.addresses) for each in kept)
+            answer.providerPeers.extend(_named(*each) for each in kept)
             if own:
                 answer.providerPeers.append(_named(self._dialler.author, self._dialler.own.all))
         if question.type != Message.PING:
@@ -279,16 +279,17 @@ def _peers(peers: Iterable[Message.Peer]) -> list[PeerAddresses]:
     known: list[PeerAddresses] = []
     for peer in itertools.islice(peers, BUCKET_SIZE):
         with suppress(RemoteProtocolError):
-            known.append(PeerAddresses(public_key_of_bytes(peer.id), tuple(multiaddr_texts(peer.addrs))))
+            known.append((public_key_of_bytes(peer.id), multiaddr_texts(peer.addrs)))
     return known
 
 
-def by_turns(answers: Sequence[Sequence[PeerAddresses]]) -> list[tuple[bytes, list[str]]]:
+def by_turns(answers: Sequence[Sequence[PeerAddresses]]) -> list[PeerAddresses]:
     """Return the first `MAX_PROVIDERS`, taken from the answers in turn: no answer crowds out the others."""
     found: dict[bytes, list[str]] = {}
     for provider in itertools.chain.from_iterable(itertools.zip_longest(*answers)):
         if provider is not None:
-            addresses = found.setdefault(provider.peer, [])
-            addresses += [address for address in provider.addresses if address not in addresses]
+            peer, told = provider
+            addresses = found.setdefault(peer, [])
+            addresses += [address for address in told if address not in addresses]
             del addresses[MAX_ADDRESSES:]
     return list(found.items())[:MAX_PROVIDERS]

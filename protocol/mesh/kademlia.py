@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ..wire.identity import framed, peer_id_bytes
@@ -34,12 +33,8 @@ REANNOUNCE_INTERVAL: Final = 3_600.0
 RECORD_SECONDS: Final = 3 * REANNOUNCE_INTERVAL
 
 
-@dataclass(frozen=True)
-class PeerAddresses:
-    """A peer and the addresses to dial it at, as another peer reports them."""
-
-    peer: bytes
-    addresses: tuple[str, ...] = ()
+PeerAddresses = tuple[bytes, list[str]]
+"""A peer and the addresses to dial it at, as another peer reports them."""
 
 
 def position_of(key: bytes) -> int:
@@ -87,16 +82,16 @@ class ProviderRecords:
     """Providers of keys, as peers announce them. The newest records are kept, for each key and in total."""
 
     def __init__(self) -> None:
-        self._records: dict[bytes, dict[bytes, tuple[tuple[str, ...], float]]] = {}  # the oldest come first in both
+        self._records: dict[bytes, dict[bytes, tuple[list[str], float]]] = {}  # the oldest come first in both
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
 
-    def add(self, key: bytes, provider: PeerAddresses, now: float) -> None:
+    def add(self, key: bytes, provider: bytes, addresses: list[str], now: float) -> None:
         """Record that a peer provides a key."""
         of_key = self._records.pop(key, {})
-        of_key.pop(provider.peer, None)
-        of_key[provider.peer] = (provider.addresses, now)
+        of_key.pop(provider, None)
+        of_key[provider] = (addresses, now)
         if len(of_key) > BUCKET_SIZE:
             del of_key[next(iter(of_key))]
         self._records[key] = of_key
@@ -106,7 +101,7 @@ class ProviderRecords:
     def of(self, key: bytes, now: float) -> list[PeerAddresses]:
         """Return the providers of a key whose records have not expired, the latest last."""
         return [
-            PeerAddresses(peer, addresses)
+            (peer, addresses)
             for peer, (addresses, announced_at) in self._records.get(key, {}).items()
             if now < announced_at + RECORD_SECONDS
         ]

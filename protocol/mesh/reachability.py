@@ -156,18 +156,3 @@ class ClockAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 decode_clock = MessageDecoder[ClockAnswer](ClockAnswer, "a clock's answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Offset:
-    """The time by which this node's clock is ahead of a peer's, in seconds."""
-
-    seconds: float
-    error: float
-    """Upper bound of the error of ``seconds``."""
-
-
-def measure_offset(asked_at: float, answered_at: float, answer: ClockAnswer) -> Offset:
-    """Return the offset; ``asked_at`` and ``answered_at``: the round trip by this node's clock, Unix seconds."""
-    half = (answered_at - asked_at) / 2
-    return Offset(asked_at + half - answer.milliseconds / 1_000, half)

@@ -79,18 +79,12 @@ class Limits:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    address: str
-    expires_at: float
-
-
 class RelayTable:
     """Reservations and circuits of one relay. ``now`` is any clock that never goes back, in seconds."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._reservations: dict[bytes, _Reservation] = {}
+        self._reservations: dict[bytes, tuple[str, float]] = {}  # address and end, by holder
         self._circuits: Counter[bytes] = Counter()  # by either end
         self.num_circuits = 0
 
@@ -106,12 +100,12 @@ class RelayTable:
     def reserve(self, peer: bytes, address: str, now: float) -> Status:
         """Make or renew a peer's reservation; ``address`` groups peers that count as one network address."""
         self._expire(now)
-        others = [held for holder, held in self._reservations.items() if holder != peer]
-        if sum(held.address == address for held in others) >= self._limits.max_reservations_per_address:
+        others = [held for holder, (held, _) in self._reservations.items() if holder != peer]
+        if others.count(address) >= self._limits.max_reservations_per_address:
             return Status.RESERVATION_REFUSED
         if len(others) >= self._limits.max_reservations:
             return Status.RESERVATION_REFUSED
-        self._reservations[peer] = _Reservation(address, now + self._limits.reservation_seconds)
+        self._reservations[peer] = (address, now + self._limits.reservation_seconds)
         return Status.OK
 
     def forget(self, peer: bytes) -> None:
@@ -138,8 +132,7 @@ class RelayTable:
         self._circuits -= Counter((source, target))
 
     def _expire(self, now: float) -> None:
-        for peer in [peer for peer, held in self._reservations.items() if held.expires_at <= now]:
-            del self._reservations[peer]
+        self._reservations = {peer: held for peer, held in self._reservations.items() if held[1] > now}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,11 @@ from farandole.protocol.mesh.reachability import (
     MAX_PORTS,
     ClockAnswer,
     DialBackAnswer,
-    Offset,
     Request,
     Witness,
     decode_answer,
     decode_clock,
     decode_request,
-    measure_offset,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -318,11 +316,14 @@ def tell_time(host: Host, clock: Callable[[], float] = time.time) -> None:
     host.set_handler(CLOCK_PROTOCOL, tell_time_to)
 
 
-async def ask_time(host: Host, peer: bytes, clock: Callable[[], float] = time.time) -> Offset:
-    """Return how far this node's clock is ahead of a peer's; raise `PeerUnreachableError` if it does not answer."""
+async def ask_time(host: Host, peer: bytes, clock: Callable[[], float] = time.time) -> float:
+    """Return by how many seconds this node's clock is ahead of a peer's, to within half the round trip.
+
+    Raises `PeerUnreachableError` if the peer does not answer.
+    """
     stream = await host.open_stream(peer, CLOCK_PROTOCOL)
     asked_at, began_at = clock(), trio.current_time()
     with answered(stream):
         answer = decode_clock(await hear(stream))
     # Elapsed time is from the steady clock, so setting the clock in between does no harm.
-    return measure_offset(asked_at, asked_at + trio.current_time() - began_at, answer)
+    return asked_at + (trio.current_time() - began_at) / 2 - answer.milliseconds / 1_000

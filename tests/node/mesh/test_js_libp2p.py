@@ -126,13 +126,8 @@ async def source(stream: Libp2pStream) -> None:
         await stream.send_all(PIECE)
 
 
-async def reset(stream: Libp2pStream) -> None:
-    await stream.receive_some()
-    stream.reset()
-
-
 def serve(host: Host) -> None:
-    for name, handler in (("echo", echo), ("sink", sink), ("source", source), ("reset", reset)):
+    for name, handler in (("echo", echo), ("sink", sink), ("source", source)):
         host.set_handler(f"/interop/{name}", handler)
 
 
@@ -192,18 +187,6 @@ async def test_64_mib_arrive_each_way_over_connections_that_either_dialled(js_fo
             nursery.start_soon(send)
             with trio.fail_after(JS_TIMEOUT):
                 assert await receive_all(stream) >= LARGE
-
-
-async def test_resets_are_errors_at_both_ends_and_cost_the_stream_alone(js_folder: Path) -> None:
-    async with open_js(js_folder) as js, host_at_loopback() as host:
-        serve(host)
-        assert (await js.ask("reset", address=host.addresses[0]))["error"]
-        stream = await host.open_stream(js.peer, "/interop/reset")
-        with pytest.raises(trio.BrokenResourceError), trio.fail_after(JS_TIMEOUT):
-            while True:
-                await stream.send_all(PIECE)
-        assert (await js.ask("streams", address=host.addresses[0], number=1, atOnce=1))["answered"] == 1
-        assert len(host.connections.of(js.peer)) == 1
 
 
 async def test_providers_are_found_and_kept_either_way(js_folder: Path) -> None:

@@ -12,7 +12,6 @@ from farandole.protocol.mesh.kademlia import (
     MAX_QUERIES,
     RECORD_SECONDS,
     Lookup,
-    PeerAddresses,
     ProviderRecords,
     RoutingTable,
     position_of,
@@ -25,7 +24,7 @@ def peers_of(number: int, seed: int = 0) -> list[bytes]:
     return [rng.randbytes(32) for _ in range(number)]
 
 
-ADDRESSES = ("/ip4/192.0.2.1/tcp/1",)
+ADDRESSES = ["/ip4/192.0.2.1/tcp/1"]
 
 
 # Records
@@ -35,10 +34,10 @@ def test_a_provider_that_announces_again_is_kept_before_older_ones_and_else_no_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kademlia, "MAX_RECORDS", 2)
-    records, provider = ProviderRecords(), PeerAddresses(bytes(32), ADDRESSES)
+    records, provider = ProviderRecords(), bytes(32)
     for key in (b"old", b"faithful", b"old", b"faithful"):
-        records.add(key, provider, now=0.0)
-    records.add(b"new", provider, now=60.0)
+        records.add(key, provider, ADDRESSES, now=0.0)
+    records.add(b"new", provider, ADDRESSES, now=60.0)
     assert [key for key in (b"old", b"faithful", b"new") if records.of(key, now=60.0)] == [b"faithful", b"new"]
     records.forget_expired(now=RECORD_SECONDS)
     assert [key for key in (b"faithful", b"new") if records.of(key, now=RECORD_SECONDS)] == [b"new"]
@@ -47,18 +46,18 @@ def test_a_provider_that_announces_again_is_kept_before_older_ones_and_else_no_l
 
 def test_the_newest_provider_of_a_key_takes_the_place_of_the_oldest() -> None:
     records = ProviderRecords()
-    providers = [PeerAddresses(bytes([number]) * 32, ADDRESSES) for number in range(30)]
+    providers = [bytes([number]) * 32 for number in range(30)]
     for provider in (*providers, providers[-BUCKET_SIZE], *providers[:3]):  # one of them announces again
-        records.add(b"key", provider, now=0.0)
-    newest = {each.peer for each in (*providers[-BUCKET_SIZE + 4 :], providers[-BUCKET_SIZE], *providers[:3])}
-    assert {each.peer for each in records.of(b"key", now=0.0)} == newest
+        records.add(b"key", provider, ADDRESSES, now=0.0)
+    newest = {*providers[-BUCKET_SIZE + 4 :], providers[-BUCKET_SIZE], *providers[:3]}
+    assert {peer for peer, _ in records.of(b"key", now=0.0)} == newest
 
 
 def test_what_is_kept_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kademlia, "MAX_RECORDS", 3)
     records = ProviderRecords()
     for number in range(6):
-        records.add(bytes([number]), PeerAddresses(bytes(32)), now=0.0)
+        records.add(bytes([number]), bytes(32), ADDRESSES, now=0.0)
     assert records.of(b"\5", now=0.0)
     assert len(records) <= 3
 

@@ -8,7 +8,6 @@ from farandole.protocol.mesh.reachability import (
     MAX_PORTS,
     ClockAnswer,
     DialBackAnswer,
-    Offset,
     ReachabilityKind,
     Request,
     Witness,
@@ -16,7 +15,6 @@ from farandole.protocol.mesh.reachability import (
     decode_answer,
     decode_clock,
     decode_request,
-    measure_offset,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 
@@ -104,7 +102,3 @@ def test_answers_must_be_to_the_question(answer: DialBackAnswer) -> None:
 def test_a_clock_that_is_out_of_range_is_refused() -> None:
     with pytest.raises(RemoteProtocolError):
         decode_clock(encode(ClockAnswer(-1)))
-
-
-def test_an_offset_is_that_of_the_middle_of_the_round_trip() -> None:
-    assert measure_offset(100.0, 102.0, ClockAnswer(41_000)) == Offset(60.0, 1.0)

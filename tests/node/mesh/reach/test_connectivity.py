@@ -14,18 +14,26 @@ from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach import dialback as dialback_module
 from farandole.node.mesh.reach import reachability as reachability_module
-from farandole.node.mesh.reach.connectivity import NUM_RELAYS, Connectivity, open_connectivity
-from farandole.node.mesh.reach.dialback import Dialback
+from farandole.node.mesh.reach.connectivity import (
+    MAX_STRANGERS,
+    NUM_RELAYS,
+    Connectivity,
+    RelayKeeper,
+    open_connectivity,
+)
+from farandole.node.mesh.reach.dialback import Dialback, ask_time, tell_time
 from farandole.node.mesh.reach.reachability import Examiner, Reachability
+from farandole.node.mesh.relay_client import Reservation
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.identity import public_bytes
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK
-from ...relayed import open_home, open_public, until
+from ...relayed import open_home, open_public, open_relay, until
 
 RUN = bytes(32)
 HIDDEN = Verdict(ReachabilityKind.RELAY_ONLY)
@@ -254,3 +262,47 @@ async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
         with pytest.raises(PeerUnreachableError):
             await asker.ask(mallory.author)
         assert mallory.author in alice.connected
+
+
+async def test_a_clock_is_compared_to_within_half_the_round_trip() -> None:
+    noon = 1_800_000_000.0
+    async with open_public() as alice, open_public() as bob:
+        tell_time(bob, lambda: noon)
+        await alice.connect(bob.author, bob.addresses)
+        began_at = trio.current_time()
+        ahead = await ask_time(alice, bob.author, lambda: noon + 3_600)
+        assert abs(ahead - 3_600) <= trio.current_time() - began_at
+
+
+async def test_in_a_large_run_a_few_strangers_are_asked_at_a_time_and_the_likeliest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    members = [public_bytes(Ed25519PrivateKey.generate()) for _ in range(4 * MAX_STRANGERS)]
+    asked: list[bytes] = []
+    asked_before: list[int] = []
+    held: list[bytes] = []
+    async with open_relay() as relay, open_home() as home, trio.open_nursery() as nursery:
+        home.dialler.add_addresses(relay.host.author, relay.host.addresses)
+        for member in members:
+            home.dialler.add_addresses(member, ["/ip4/127.0.0.1/tcp/9"])
+        ask = home.relays.reserve
+
+        async def reserve(peer: bytes) -> Reservation:
+            if peer in members:
+                asked.append(peer)
+            return await ask(peer)
+
+        async def find() -> list[bytes]:
+            asked_before.append(len(asked))
+            if len(asked_before) == 3:
+                held.extend(each.relay for each in keeper.held)
+                nursery.cancel_scope.cancel()
+            return [relay.host.author, *members]
+
+        monkeypatch.setattr(home.relays, "reserve", reserve)
+        keeper = RelayKeeper(home, Reachability(HIDDEN), bytes(32))
+        monkeypatch.setattr(keeper, "_find", find)
+        nursery.start_soon(keeper.run)
+    assert held == [relay.host.author]
+    assert len(set(asked)) == len(asked)
+    assert asked_before == [0, MAX_STRANGERS - 1, 2 * MAX_STRANGERS - 1]
