@@ -6,8 +6,7 @@ A play whose report is in the folder is not repeated: together they take hours, 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -34,41 +33,19 @@ BESIDE_CLEAN: Final = ("starved", "halves", "flap", "chaos")
 HEADER: Final = ("what befalls them", "what is measured", "measured", "limit")
 
 
-@dataclass(frozen=True, slots=True)
-class FaultFigure:
-    """One figure of one scenario, and its limit."""
-
-    scenario: str
-    what: str
-    measured: str
-    limit: str
+_COLUMNS: Final = ("scenario", "what", "measured", "limit")
 
 
-@dataclass(slots=True)
-class FaultFigures:
-    """The measurements of all scenarios."""
-
-    rows: list[FaultFigure] = field(default_factory=list)
-    """Figures, scenario by scenario."""
-    reasons: list[str] = field(default_factory=list)
-    """Reasons why a play is no pass."""
-
-    def add(self, name: str, play: PlayReport, scenario: Scenario) -> None:
-        """Add the figures of a finished and judged play."""
-        self.rows += [FaultFigure(name, *cells) for cells in _figures(play, scenario)]
-        self.reasons += [f"{name}: {reason}" for reason in play.reasons]
-
-    def report(self, setting: Mapping[str, Any]) -> BenchReport:
-        """Return the table, data and misses; a scenario is named in its first row."""
-        rows, before = [], ""
-        for row in self.rows:
-            name = "" if row.scenario == before else f"`{row.scenario}`: {SCENARIOS[row.scenario]}"
-            rows.append([name, row.what, row.measured, row.limit])
-            before = row.scenario
-        grid = Grid("Faults, and what they cost", HEADER, rows, num_left=2)
-        claims = [Claim(f"`{row.scenario}`: {row.what} (limit {row.limit})", row.measured) for row in self.rows]
-        data = {"rows": [asdict(row) for row in self.rows]}
-        return BenchReport(setting, [grid], data, misses=self.reasons, claims=claims)
+def report(setting: Mapping[str, Any], rows: Sequence[Sequence[str]], reasons: Sequence[str]) -> BenchReport:
+    """Return the table, data and misses; ``rows`` have `_COLUMNS`, and a scenario is named in its first row."""
+    cells, before = [], ""
+    for name, *rest in rows:
+        cells.append(["" if name == before else f"`{name}`: {SCENARIOS[name]}", *rest])
+        before = name
+    grid = Grid("Faults, and what they cost", HEADER, cells, num_left=2)
+    claims = [Claim(f"`{name}`: {what} (limit {limit})", measured) for name, what, measured, limit in rows]
+    data = {"rows": [dict(zip(_COLUMNS, row, strict=True)) for row in rows]}
+    return BenchReport(setting, [grid], data, misses=reasons, claims=claims)
 
 
 def run(
@@ -89,15 +66,18 @@ def run(
     if unknown := set(scenarios or ()) - set(SCENARIOS):
         raise ScenarioError(f"no scenario of faults: {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
     played = {name: load_scenario(name) for name in scenarios or SCENARIOS}
-    figures = FaultFigures()
+    rows: list[Sequence[str]] = []
+    reasons: list[str] = []
     with open_bench("faults", out, write) as bench:
         for name, scenario in played.items():
             folder = out / name
             clean = _play(name, folder / "clean", bench, clean=True) if name in BESIDE_CLEAN else None
             play = _play(name, folder / "faults", bench, clean=False)
-            figures.add(name, judged(play, clean, scenario) if clean else play, scenario)
-            bench.write(figures.report(bench.setting))
-        bench.publish(figures.report(bench.setting))
+            play = judged(play, clean, scenario) if clean else play
+            rows += [(name, *cells) for cells in _figures(play, scenario)]
+            reasons += [f"{name}: {reason}" for reason in play.reasons]
+            bench.write(report(bench.setting, rows, reasons))
+        bench.publish(report(bench.setting, rows, reasons))
 
 
 def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
@@ -114,7 +94,21 @@ def _figures(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, s
     verdict = f"{play.verdict} in {play.seconds / 60:.1f} min, {wedged} wedged"
     yield f"verdict (faults: {len(play.faults)})", verdict, "pass, 0"
     if play.beside is not None:
-        yield from _beside(play, scenario)
+        beside = play.beside
+        if scenario.min_throughput:
+            yield (
+                "tokens a second of the living, of clean",
+                f"{beside.throughput:.1%}",
+                f"{scenario.min_throughput:.1%}",
+            )
+        if scenario.min_throughput_of_others and beside.throughput_of_others is not None:
+            least = f"{scenario.min_throughput_of_others:.1%}"
+            yield "tokens a second of the others, of clean", f"{beside.throughput_of_others:.1%}", least
+        if scenario.max_loss_above_clean is not None and beside.loss_above is not None:
+            losses = f"{beside.loss_above:+.1%} ({beside.loss_merged or 0:.3f} -> {play.loss_merged or 0:.3f})"
+            yield "held-out loss beside clean", losses, f"{scenario.max_loss_above_clean:+.1%}"
+        if scenario.max_spread_over_clean is not None and beside.spread is not None:
+            yield "spread of the weights, of clean", f"{beside.spread:.2f}", f"{scenario.max_spread_over_clean:g}"
     if scenario.max_heal_seconds is not None:
         healed = [fault.healed_in for fault in play.faults if fault.kind == "partition"]
         words = ", ".join("never" if seconds is None else f"{seconds:.1f} s" for seconds in healed)
@@ -125,32 +119,12 @@ def _figures(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, s
         failed = sum(node.exchanges_failed for node in play.nodes)
         yield "an exchange over the ideal (median, worst node)", f"{over:.2f}", f"{scenario.max_exchange_over_ideal:g}"
         yield "exchanges that failed for good", f"{failed}", "0"
-    if scenario.max_growth is not None:
-        yield from _growth(play, scenario.max_growth)
-
-
-def _beside(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
-    beside = play.beside
-    assert beside is not None
-    if scenario.min_throughput:
-        yield "tokens a second of the living, of clean", f"{beside.throughput:.1%}", f"{scenario.min_throughput:.1%}"
-    if scenario.min_throughput_of_others and beside.throughput_of_others is not None:
-        least = f"{scenario.min_throughput_of_others:.1%}"
-        yield "tokens a second of the others, of clean", f"{beside.throughput_of_others:.1%}", least
-    if scenario.max_loss_above_clean is not None and beside.loss_above is not None:
-        losses = f"{beside.loss_above:+.1%} ({beside.loss_merged or 0:.3f} -> {play.loss_merged or 0:.3f})"
-        yield "held-out loss beside clean", losses, f"{scenario.max_loss_above_clean:+.1%}"
-    if scenario.max_spread_over_clean is not None and beside.spread is not None:
-        yield "spread of the weights, of clean", f"{beside.spread:.2f}", f"{scenario.max_spread_over_clean:g}"
-
-
-def _growth(play: PlayReport, most: float) -> Iterator[tuple[str, str, str]]:
     growths = [growth for node in play.nodes for growth in node.growths]
-    if not growths:
-        return
-    trainers = [growth.trainer_memory for growth in growths if growth.trainer_memory is not None]
-    yield "memory an hour, worst life", f"{max(growth.memory for growth in growths):+.2%}", f"{most:+.1%}"
-    if trainers:
-        yield "trainer's memory an hour, worst life", f"{max(trainers):+.2%}", f"{most:+.1%}"
-    more = f"{max(growth.descriptors for growth in growths):+g}, {max(growth.tasks for growth in growths):+g}"
-    yield "descriptors, tasks, worst life", more, "flat"
+    if scenario.max_growth is not None and growths:
+        most = f"{scenario.max_growth:+.1%}"
+        trainers = [growth.trainer_memory for growth in growths if growth.trainer_memory is not None]
+        yield "memory an hour, worst life", f"{max(growth.memory for growth in growths):+.2%}", most
+        if trainers:
+            yield "trainer's memory an hour, worst life", f"{max(trainers):+.2%}", most
+        more = f"{max(growth.descriptors for growth in growths):+g}, {max(growth.tasks for growth in growths):+g}"
+        yield "descriptors, tasks, worst life", more, "flat"

@@ -5,7 +5,7 @@ Each is compared with a run of the honest members alone, with the same seed. Fig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -74,7 +74,15 @@ def run(
     with open_bench(name, out, write, title=title, **choices) as bench:
         screening = STRICT if strict else GuardConfig()
         manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
-        runs = _plays(tried, honest, hostile, rounds, manifests)
+        runs: list[tuple[str, HostileRun]] = []
+        for seed, manifest in enumerate(manifests):
+            alone = HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
+            everybody = replace(alone, honest=total)
+            runs += [(ALONE, alone), (CLEAN, everybody), (UNEQUAL, replace(everybody, slowest=STEPS // 5))]
+            runs.append((AWAY, replace(everybody, are_away=True)))
+            for attack, claim in tried:
+                attacked = replace(alone, attack=attack, hostile=hostile, claimed_tokens=CLAIMS[claim])
+                runs.append((f"{attack}, {claim}", attacked))
         outcomes = play_all(bench.say, [(name, partial(play, run)) for name, run in runs])
         bench.publish(report(bench.setting, tried, outcomes))
 
@@ -92,25 +100,16 @@ def manifest_of(rounds: int, seed: int, screening: ScreeningRules, partners: int
     return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, rounds=each, screening=screening)
 
 
-def _plays(
-    tried: Sequence[tuple[str, str]], honest: int, hostile: int, rounds: int, manifests: Iterable[Manifest]
-) -> Iterable[tuple[str, HostileRun]]:
-    for seed, manifest in enumerate(manifests):
-        yield ALONE, HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
-        everybody = HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)
-        yield CLEAN, everybody
-        yield UNEQUAL, replace(everybody, slowest=STEPS // 5)
-        yield AWAY, replace(everybody, are_away=True)
-        for name, claim in tried:
-            tokens = CLAIMS[claim]
-            played = HostileRun(manifest, name, honest, hostile, rounds, STEPS, claimed_tokens=tokens, seed=seed)
-            yield f"{name}, {claim}", played
-
-
 def report(
     setting: dict[str, Any], tried: Sequence[tuple[str, str]], outcomes: dict[str, list[HostileOutcome]]
 ) -> BenchReport:
-    """Return the table and data."""
+    """Return the table, claims and data.
+
+    Losses are on held-out text in nats a byte, the mean over honest members and seeds; *worst* is the worst member's.
+    *Hostile averaged*: of the exchanges with hostile members, those that counted in full; *clipped*: in part, or for
+    nothing; the others were refused. *Triggered*: held-out sequences that, if they end in a backdoor's trigger, make
+    honest members' models say what it wants.
+    """
     alone = fmean(outcome.loss for outcome in outcomes[ALONE])
     rows = []
     for name in (ALONE, CLEAN, UNEQUAL, AWAY, *(f"{name}, {claim}" for name, claim in tried)):
@@ -135,12 +134,6 @@ def report(
     header = ["attack", "loss", "above alone", "worst", "hostile averaged", "clipped", "honest refused or clipped"]
     header.append("triggered")
     data = {name: [msgspec.to_builtins(outcome) for outcome in outcomes[name]] for name in outcomes}
-    words = [
-        "Loss on held-out text in nats a byte, the mean over honest members, and the worst member's of all seeds. "
-        "*Hostile averaged*: of the exchanges with hostile members, those that counted in full; *clipped*: in part, or "
-        "for nothing; the others were refused. *Many*, *few*: tokens that they claim. *Triggered*: held-out sequences "
-        "that, if they end in a backdoor's trigger, make honest members' models say what it wants."
-    ]
     attacked = [row for row in rows if row[0] not in (ALONE, CLEAN, UNEQUAL, AWAY)]
     clean = [outcome for name in (CLEAN, UNEQUAL, AWAY) for outcome in outcomes[name]]
     touched = sum(outcome.honest_refused + outcome.honest_clipped for outcome in clean)
@@ -153,4 +146,4 @@ def report(
             f"{touched / sum(outcome.honest_exchanges for outcome in clean):.2%}",
         ),
     ]
-    return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words, claims=claims)
+    return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, claims=claims)

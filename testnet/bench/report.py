@@ -46,13 +46,6 @@ class Claim(msgspec.Struct, frozen=True):
     """A peer's figure, or what ours is compared with; the claim says of whom."""
 
 
-class KeptTable(msgspec.Struct, frozen=True):
-    """A table behind the claims; cells are separated by ``|``, and the first row is the header."""
-
-    title: str
-    rows: list[str]
-
-
 class KeptResult(msgspec.Struct, frozen=True):
     """A file of `RESULTS`: a section of the page, and the tables behind it."""
 
@@ -60,7 +53,8 @@ class KeptResult(msgspec.Struct, frozen=True):
     setting: dict[str, str | int | float]
     """Command, date, machine and choices (`farandole.testnet.report.section`)."""
     claims: list[Claim]
-    tables: list[KeptTable] = []
+    tables: list[dict[str, str | list[str]]] = []
+    """The tables behind the claims: title and rows, whose cells are separated by ``|``; the first row is the header."""
     words: list[str] = []
 
     def section(self) -> str:
@@ -117,17 +111,13 @@ class BenchReport:
     """Rows of the page."""
 
     def kept(self, title: str) -> dict[str, Any]:
-        """Return what is kept of the report."""
-        return {
-            "title": title,
-            "setting": dict(self.setting),
-            "claims": msgspec.to_builtins(list(self.claims)),
-            "tables": [
-                {"title": grid.title, "rows": [" | ".join(row) for row in (grid.header, *grid.rows)]}
-                for grid in self.grids
-            ],
-            "words": [text for text in self.words if text],
-        }
+        """Return what is kept of the report: a `KeptResult`."""
+        tables = [
+            {"title": grid.title, "rows": [" | ".join(row) for row in (grid.header, *grid.rows)]} for grid in self.grids
+        ]
+        words = [text for text in self.words if text]
+        claims = msgspec.to_builtins(list(self.claims))
+        return {"title": title, "setting": dict(self.setting), "claims": claims, "tables": tables, "words": words}
 
 
 def missing(problems: Mapping[str, str]) -> list[str]:
