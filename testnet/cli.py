@@ -99,8 +99,8 @@ def run_testnet(
     from .play.judge import check_clean, judged, load_report
     from .play.launch import Testnet, write_report
     from .play.live import open_view
+    from .play.report import plot_losses
     from .play.scenario import load_scenario
-    from .play.verdict import plot_losses
 
     scenario = scenario or ("stages" if stages else "demo")
     console = Console(stderr=as_json)
@@ -156,7 +156,7 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
-    from .play.verdict import course_lines, fault_lines, link_table, stage_lines, throughput_lines
+    from .play.report import course_lines, fault_lines, link_table, stage_lines, throughput_lines
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for line in course_lines(report):

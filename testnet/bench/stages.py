@@ -25,8 +25,7 @@ from farandole.protocol.run.models import preset as preset_model
 from ..report.section import Grid
 from .process import ask_all, open_workers
 from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
-from .worker.stages import MODEL, WARMUP_STEPS, Task
-from .worker.stages_torch import bytes_per_token
+from .worker.stages import MODEL, WARMUP_STEPS, Task, bytes_per_token
 
 # Its microbatches, of 512 tokens, take some hundreds of milliseconds on a core; those of the first model, some tens.
 LARGER: Final = "10M"

@@ -8,7 +8,10 @@ address to one link.
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
+import socket
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -24,6 +27,13 @@ from .rules import LAN, TABLE, UPNP_CHAINS, WAN, router_rules
 ROUTER_LINK_IP, WAN_LINK_IP = "fe80::1", "fe80::2"
 # It writes its process id to a file in /run, which is a private mount here and disappears with it.
 _MINIUPNPD: Final = "mount -t tmpfs none /run && exec miniupnpd -d -f /dev/stdin"
+# linux/netlink.h, linux/netfilter/nfnetlink.h, nfnetlink_conntrack.h
+_NETLINK_NETFILTER: Final = 12
+_NFNL_SUBSYS_CTNETLINK: Final = 1
+_IPCTNL_MSG_CT_DELETE: Final = 2
+_NLM_F_REQUEST, _NLM_F_ACK = 1, 4
+_HEADER: Final = "=IHHII"
+_GENERIC: Final = "=BBH"
 
 
 @dataclass
@@ -96,7 +106,7 @@ class HomeRouter:
             ip link set dev {LAN} down
             ip address flush dev {WAN}
             nft delete table inet {TABLE}
-            {shlex.quote(sys.executable)} -m farandole.testnet.natlab.conntrack
+            {shlex.quote(sys.executable)} -m farandole.testnet.natlab.router
         """)
         if not self.is_translating:
             self.inner_host.run("ip address flush dev eth0")
@@ -130,3 +140,24 @@ class HomeRouter:
         assert daemon.stdin is not None
         daemon.stdin.write("\n".join(line.strip() for line in settings.splitlines()).encode())
         daemon.stdin.close()
+
+
+def flush() -> None:
+    """Delete all tracked connections of this network namespace, as a router does when it reboots; raises `OSError`.
+
+    By netlink, so that the package conntrack is not needed.
+    """
+    size = struct.calcsize(_HEADER) + struct.calcsize(_GENERIC)
+    kind = _NFNL_SUBSYS_CTNETLINK << 8 | _IPCTNL_MSG_CT_DELETE
+    request = struct.pack(_HEADER, size, kind, _NLM_F_REQUEST | _NLM_F_ACK, 1, 0)
+    request += struct.pack(_GENERIC, socket.AF_UNSPEC, 0, 0)  # no attributes: all of them
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as netlink:
+        netlink.sendto(request, (0, 0))
+        answer = netlink.recv(4096)
+    (error,) = struct.unpack_from("=i", answer, struct.calcsize(_HEADER))
+    if error:
+        raise OSError(-error, os.strerror(-error))
+
+
+if __name__ == "__main__":
+    flush()

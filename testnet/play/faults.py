@@ -48,8 +48,17 @@ class FaultContext:
 
 async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
     """Wait for the fault's time, apply it to all its nodes at once, undo it if it ends, and see them train again."""
-    await _moment(fault, context)
-    nodes = _targets(fault, context)
+    if fault.at_seconds is not None:
+        await trio.sleep_until(context.started_at + fault.at_seconds)
+    elif fault.after_start is not None:
+        await context.all_train.wait()
+        await trio.sleep(fault.after_start)
+    elif fault.at_round is not None:
+        await context.reach_round(fault.at_round)
+    nodes = [context.nodes[index] for index in fault.nodes]
+    if fault.of_stage is not None:
+        holders = [node for node in context.nodes if node.is_running and not node.is_frozen]
+        nodes = [node for node in holders if node.record.stage == fault.of_stage][::-1][: fault.count]
     if fault.kind != "join":
         for node in nodes:  # on a busy machine the first may be rounds ahead of the last's start
             await node.joined.wait()
@@ -89,24 +98,6 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
         if record.is_finished or record.wedged or (is_over.is_set() and is_gone):
             standstill[record.index] = None
             return
-
-
-def _targets(fault: Fault, context: FaultContext) -> list[NodeProcess]:
-    if fault.of_stage is None:
-        return [context.nodes[index] for index in fault.nodes]
-    holders = [node for node in context.nodes if node.is_running and not node.is_frozen]
-    holders = [node for node in holders if node.record.stage == fault.of_stage]
-    return holders[::-1][: fault.count]
-
-
-async def _moment(fault: Fault, context: FaultContext) -> None:
-    if fault.at_seconds is not None:
-        await trio.sleep_until(context.started_at + fault.at_seconds)
-    elif fault.after_start is not None:
-        await context.all_train.wait()
-        await trio.sleep(fault.after_start)
-    elif fault.at_round is not None:
-        await context.reach_round(fault.at_round)
 
 
 async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:

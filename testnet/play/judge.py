@@ -15,7 +15,7 @@ from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import FarandoleError
 
 from .fault import FaultReport
-from .record import COUNTERS, Growth, NodeRecord
+from .record import COUNTERS, NodeRecord
 from .report import Beside, Merged, NodeReport, PlayReport, StageReport
 from .scenario import Scenario
 
@@ -59,25 +59,26 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
     )
 
 
-def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[StageReport]:
-    """Return the report of each stage; none where the model is not cut."""
-    num_stages = scenario.manifest(0).model.num_stages
-    return [_stage_report(stage, nodes) for stage in range(num_stages)] if num_stages > 1 else []
-
-
 _MICROBATCHES: Final = ("kept", "dropped", "rerouted", "taken_out", "refused")
 
 
-def _stage_report(stage: int, nodes: Sequence[NodeReport]) -> StageReport:
-    parts = [(node, node.pipeline) for node in nodes if node.pipeline is not None and node.pipeline.stage == stage]
-    live = [node for node, _ in parts if node.is_alive]
-    return StageReport(
-        stage=stage,
-        providers=len(live),
-        inner_steps=round(_mean(float(node.inner_steps) for node in live) or 0),
-        **{name: sum(getattr(pipeline, name) for _, pipeline in parts) for name in _MICROBATCHES},
-        utilisation=_mean(node.recent_utilisation for node in live),
-    )
+def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[StageReport]:
+    """Return the report of each stage; none where the model is not cut."""
+    num_stages = scenario.manifest(0).model.num_stages
+    reports = []
+    for stage in range(num_stages if num_stages > 1 else 0):
+        parts = [(node, node.pipeline) for node in nodes if node.pipeline is not None and node.pipeline.stage == stage]
+        live = [node for node, _ in parts if node.is_alive]
+        reports.append(
+            StageReport(
+                stage=stage,
+                providers=len(live),
+                inner_steps=round(_mean(float(node.inner_steps) for node in live) or 0),
+                **{name: sum(getattr(pipeline, name) for _, pipeline in parts) for name in _MICROBATCHES},
+                utilisation=_mean(node.recent_utilisation for node in live),
+            )
+        )
+    return reports
 
 
 def make_report(
@@ -92,7 +93,12 @@ def make_report(
     faults: Sequence[FaultReport] = (),
 ) -> PlayReport:
     """Sum up and judge a play; ``problems`` are reasons against a pass that the nodes' figures do not show."""
-    reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, faults)]
+    reasons = [*problems, *_reasons(scenario, nodes, merged)]
+    healing = [fault.healed_in for fault in faults if fault.kind == "partition"]
+    limit = scenario.max_heal_seconds
+    if limit is not None and any(seconds is None or seconds > limit for seconds in healing):
+        words = ", ".join("not at all" if seconds is None else f"{seconds:.1f} s" for seconds in healing)
+        reasons.append(f"after partitions all nodes had one run state in: {words}; not within {limit:g} s")
     tokens = sum(node.tokens for node in nodes)
     return PlayReport(
         name=str(scenario.run.get("name", "")),
@@ -118,15 +124,6 @@ def make_report(
     )
 
 
-def _heal_problems(scenario: Scenario, faults: Sequence[FaultReport]) -> list[str]:
-    most = scenario.max_heal_seconds
-    healing = [fault.healed_in for fault in faults if fault.kind == "partition"]
-    if most is None or all(seconds is not None and seconds <= most for seconds in healing):
-        return []
-    words = ", ".join("not at all" if seconds is None else f"{seconds:.1f} s" for seconds in healing)
-    return [f"after partitions all nodes had one run state in: {words}; not within {most:g} s"]
-
-
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
     """Return whether all live nodes have the same root; False if there are none."""
     roots = {node.state_root for node in nodes if node.is_alive}
@@ -146,7 +143,13 @@ def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | N
         yield "no node lived long enough to see whether it grows"
     if scenario.every_round:
         yield from _speed_problems(scenario, nodes)
-    yield from _stage_problems(scenario, nodes)
+    stages = stage_reports(scenario, nodes)
+    yield from (f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers)
+    whole = num_parameters(scenario.manifest(0).model)
+    if stages:
+        yield from (
+            f"node {node.index} held all {whole:,} parameters" for node in nodes if node.num_parameters >= whole
+        )
 
 
 def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
@@ -174,8 +177,15 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
         yield from _exchange_problems(scenario, scenario.max_exchange_over_ideal, node)
     if scenario.max_growth is not None:
         for growth in node.growths:
-            yield from _growth_problems(scenario.max_growth, growth)
-    if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
+            for name, share in (("memory", growth.memory), ("trainer's memory", growth.trainer_memory)):
+                if share is not None and share > scenario.max_growth:
+                    yield f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h"
+            for name, more in (("descriptors", growth.descriptors), ("tasks", growth.tasks)):
+                if more > MAX_MORE:
+                    yield f"grew: {more:g} more {name} after {growth.hours:.1f} h"
+    taken = {round_index for round_index, _ in node.losses}
+    missed = [index for index in range(min(taken, default=0), scenario.rounds) if index not in taken]
+    if scenario.every_round and missed:
         yield f"took no part in rounds {missed}"
 
 
@@ -197,27 +207,6 @@ def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> Ite
         yield f"had {node.exchanges_failed} exchanges that failed"
 
 
-def _growth_problems(most: float, growth: Growth) -> Iterator[str]:
-    for name, share in (("memory", growth.memory), ("trainer's memory", growth.trainer_memory)):
-        if share is not None and share > most:
-            yield f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h"
-    for name, more in (("descriptors", growth.descriptors), ("tasks", growth.tasks)):
-        if more > MAX_MORE:
-            yield f"grew: {more:g} more {name} after {growth.hours:.1f} h"
-
-
-def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
-    """Report stages without a provider at the end, and nodes that held the whole model."""
-    stages = stage_reports(scenario, nodes)
-    problems = [f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers]
-    if stages:
-        whole = num_parameters(scenario.manifest(0).model)
-        problems += [
-            f"node {node.index} held all {whole:,} parameters" for node in nodes if node.num_parameters >= whole
-        ]
-    return problems
-
-
 def _required_partners(scenario: Scenario, node: NodeReport) -> int:
     """Return how many partners a node must have: fewer if it joined when few rounds were left.
 
@@ -227,12 +216,6 @@ def _required_partners(scenario: Scenario, node: NodeReport) -> int:
     if not first or scenario.exchanges_after_faults:
         return scenario.min_partners
     return min(scenario.min_partners, max(scenario.rounds - first - 1, 1))
-
-
-def _rounds_missed(node: NodeReport, rounds: int) -> list[int]:
-    """Return the rounds that a node missed after the first one that it took part in."""
-    taken = {round_index for round_index, _ in node.losses}
-    return [index for index in range(min(taken, default=0), rounds) if index not in taken]
 
 
 def _speed_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:

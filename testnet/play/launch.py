@@ -278,13 +278,18 @@ class Testnet:
             started_at=self._started_at,
             start=start,
             all_train=self._all_train,
-            reach_round=self._reach_round,
+            reach_round=lambda index: self._rounds_waited_for.setdefault(index, trio.Event()).wait(),
             is_settled=self._is_settled,
             say=self._say,
         )
+
+        async def befall(fault: Fault) -> None:
+            self._fault_reports.append(await run_fault(fault, context))
+            self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
+
         async with trio.open_nursery() as nursery:
             for fault in self.scenario.fault:
-                nursery.start_soon(self._run_fault, fault, context)
+                nursery.start_soon(befall, fault)
             nursery.start_soon(self._start_nodes, start)
             while self._is_training():
                 self._watch()
@@ -305,18 +310,19 @@ class Testnet:
         return [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
 
     def _is_training(self) -> bool:
+        needed = self.scenario.exchanges_after_faults
+
+        def is_done(record: NodeRecord) -> bool:
+            if not needed or record.is_finished:
+                return record.is_finished
+            num_exchanges = record.total("exchanges_ok") - self._exchanges_before.get(record.index, 0)
+            return num_exchanges >= needed and len(record.all_partners) >= self.scenario.min_partners
+
         return (
             len(self._fault_reports) < len(self.scenario.fault)
             or not all(node.joined.is_set() for node in self._early_nodes)
-            or any(node.is_running and not self._is_done(node.record) for node in self._nodes)
+            or any(node.is_running and not is_done(node.record) for node in self._nodes)
         )
-
-    def _is_done(self, record: NodeRecord) -> bool:
-        needed = self.scenario.exchanges_after_faults
-        if not needed or record.is_finished:
-            return record.is_finished
-        num_exchanges = record.total("exchanges_ok") - self._exchanges_before.get(record.index, 0)
-        return num_exchanges >= needed and len(record.all_partners) >= self.scenario.min_partners
 
     def _watch(self) -> None:
         now = trio.current_time()
@@ -337,13 +343,6 @@ class Testnet:
             if farthest >= round_index:
                 event.set()
         self.view.show(self._nodes, now - self._started_at, self.scenario)
-
-    async def _reach_round(self, round_index: int) -> None:
-        await self._rounds_waited_for.setdefault(round_index, trio.Event()).wait()
-
-    async def _run_fault(self, fault: Fault, context: FaultContext) -> None:
-        self._fault_reports.append(await run_fault(fault, context))
-        self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
         """Start the first node, and when it can be dialled intruders and the others, one after the other."""
@@ -370,16 +369,12 @@ class Testnet:
                     await self._watched.park()
                 await begin(node)
         if self.scenario.start_together:
-            await self._train_together()
-
-    async def _train_together(self) -> None:
-        """Resume all paused nodes, now that all have paused."""
-        daemons = [node for node, intruder in zip(self._intruding, self.intruders, strict=True) if intruder.is_daemon]
-        async with trio.open_nursery() as nursery:
-            for node in (*self._early_nodes, *daemons):
-                node.record.excuse(trio.current_time())
-                nursery.start_soon(node.resume)
-        self._say("all nodes are up, and begin to train")
+            daemons = [node for node, each in zip(self._intruding, self.intruders, strict=True) if each.is_daemon]
+            async with trio.open_nursery() as nursery:
+                for node in (*self._early_nodes, *daemons):
+                    node.record.excuse(trio.current_time())
+                    nursery.start_soon(node.resume)
+            self._say("all nodes are up, and begin to train")
 
     def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
         """Return what the node joins with: None if it was in the run before, since it remembers it."""

@@ -94,13 +94,15 @@ class NodeProcess:
         ``source`` is the invite or manifest for ``join``; None for a node that was here before.
         """
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Without settings that the user has for a node of their own.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
         with (self.home / "output").open("ab") as output:
             process = await trio.lowlevel.open_process(
                 [*self.command, "join", *([source] if source else []), "--home", str(self.home), *self.options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**_environment(), **self.environment},
+                env={**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", **self.environment},
                 **OF_ITS_OWN,
             )
         # Between starting and holding there is no checkpoint: a cancellation cannot come between.
@@ -134,15 +136,10 @@ class NodeProcess:
 
     async def _poll(self) -> None:
         while True:
-            if not self.is_frozen:
-                await self._ask()
+            if not self.is_frozen and (told := await ask_daemon(self.home, "status")) is not None:
+                self.is_up.set()
+                self.record.observe(msgspec.convert(told, NodeStatus), trio.current_time())
             await trio.sleep(POLL_INTERVAL)
-
-    async def _ask(self) -> None:
-        told = await ask_daemon(self.home, "status")
-        if told is not None:
-            self.is_up.set()
-            self.record.observe(msgspec.convert(told, NodeStatus), trio.current_time())
 
     @property
     def _live(self) -> trio.Process | None:
@@ -230,9 +227,3 @@ class NodeProcess:
         """Wait until the daemon is gone."""
         if self._process is not None:
             await self._ended.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment, without settings that the user has for a node of their own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}

@@ -67,6 +67,13 @@ def conduct_of(folder: Path, report: PlayReport) -> Conduct:
     hostile = [[met for met in each if met.partner not in honest] for each in meetings]
     with_hostile = [met for each in hostile for met in each]
     all_rounds = [record for each in rounds for record in each]
+    # The short names of the processes that are no nodes of the scenario, as logs show them.
+    intruders = [
+        peer_id_of(public_bytes(load_or_create_key(home / "key")))[-8:]
+        for home in sorted((folder / "nodes").iterdir())[len(homes) :]
+    ]
+    seconds = [node.resources.processor_seconds for node in report.nodes if node.resources is not None]
+    known = [each for each in seconds if each is not None]
     return Conduct(
         losses=list(_losses(folder, homes)),
         rounds=len(all_rounds),
@@ -77,9 +84,12 @@ def conduct_of(folder: Path, report: PlayReport) -> Conduct:
         hostile_met=len(with_hostile),
         hostile_used=sum(met.is_committed for met in with_hostile),
         hostile_clipped=sum(met.clip < 1.0 for met in with_hostile),
-        detected_after=[_detected_after(each) for each in hostile],
-        warnings=list(_warnings(homes, _intruders(folder, len(homes)))),
-        processor_share=_processor_share(report),
+        detected_after=[
+            next((index + 1 for index, met in enumerate(each) if met.is_refused or met.clip == 0.0), None)
+            for each in hostile
+        ],
+        warnings=list(_warnings(homes, intruders)),
+        processor_share=sum(known) / len(known) / report.seconds if known else None,
     )
 
 
@@ -107,16 +117,6 @@ def _meetings(rounds: Iterable[RoundRecord]) -> Iterator[_Meeting]:
             yield _Meeting(record.partner, record.verdict, record.clip)
 
 
-def _detected_after(meetings: Sequence[_Meeting]) -> int | None:
-    return next((index + 1 for index, met in enumerate(meetings) if met.is_refused or met.clip == 0.0), None)
-
-
-def _intruders(folder: Path, num_honest: int) -> list[str]:
-    """Return the short names of the processes that are no nodes of the scenario, as logs show them."""
-    homes = sorted((folder / "nodes").iterdir())[num_honest:]
-    return [peer_id_of(public_bytes(load_or_create_key(home / "key")))[-8:] for home in homes]
-
-
 def _warnings(homes: Sequence[Path], intruders: Sequence[str]) -> Iterator[str]:
     for home in homes:
         lines = (home / "output").read_text(errors="replace").splitlines()
@@ -134,9 +134,3 @@ def _losses(folder: Path, homes: Sequence[Path]) -> Iterator[float]:
         if newest is not None:
             learner.checkpoint.load(newest)
             yield learner.evaluate(VALIDATION_BATCHES)
-
-
-def _processor_share(report: PlayReport) -> float | None:
-    seconds = [node.resources.processor_seconds for node in report.nodes if node.resources is not None]
-    known = [each for each in seconds if each is not None]
-    return sum(known) / len(known) / report.seconds if known else None

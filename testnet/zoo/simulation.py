@@ -65,8 +65,6 @@ class HostileRun:
     """Number of honest members that join, one in each round up to that of the last."""
     lag: int = 0
     """Age of the weights that a newcomer gets from another member, in rounds."""
-    places: int = 0
-    """Members are in this many places, in turns, and near those of their own; 0: nobody is near."""
     claimed_tokens: int = 10**12
     """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
@@ -125,7 +123,6 @@ class _Member:
         self.partners: set[bytes] = set()  # of committed exchanges
         self.suspects = OwnSuspects()
         self.back_at = run.joining_round(index)
-        self.place = index % run.places if run.places else -1 - index
 
     def learn(self, steps: int) -> None:
         for _ in range(steps):
@@ -140,9 +137,6 @@ class _Member:
         if not self.is_hostile:
             return self.suspects.entry
         return Suspects(tuple(other.key[:PARTNER_BYTES] for other in others if not other.is_hostile))
-
-    def is_near(self, other: _Member) -> bool:
-        return self.place == other.place
 
     def puts_off(self, other: _Member, round_index: int) -> bool:
         return not self.is_hostile and self.backoff.puts_off(other.key, round_index)
@@ -189,7 +183,10 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
     pairs = itertools.combinations(slow, 2)
     apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
     outcome.spread = max(apart, default=0.0)
-    outcome.triggered = fmean(_triggered(learner) for learner in learners)
+    outcome.triggered = fmean(
+        trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
+        for learner in learners
+    )
     learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
     outcome.merged = learners[0].evaluate(VALIDATION_BATCHES)
     return outcome
@@ -210,7 +207,7 @@ def _meet_all(
 ) -> None:
     """Pair the members of a round, and have each pair exchange its contributions."""
     honest = [member.sent for member in present if not member.is_hostile]
-    for pair in _pairs(present, meeting, run.manifest.rounds.far_every, rng):
+    for pair in _pairs(present, meeting, rng):
         _meet(run, members, pair, meeting, honest, generator, outcome)
 
 
@@ -235,28 +232,17 @@ def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index:
                 members[index].learner.catch_up(round_index * run.manifest.rounds.partners)
 
 
-def _triggered(learner: Learner) -> float:
-    return trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
-
-
-def _pairs(members: list[_Member], round_index: int, far_every: int, rng: random.Random) -> Iterator[list[_Member]]:
-    """Pair each member with the first in random order that neither of them puts off, else with the first.
-
-    With ``far_every`` above 1 (`RoundConfig.far_every`), near members meet in most rounds, and far ones in the others.
-    """
+def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:
+    """Pair each member with the first in random order that neither of them puts off, else with the first."""
     free = rng.sample(members, len(members))
-    is_for_far = round_index % far_every == 0
     while free:
         member = free.pop()
-        others = free
-        if far_every > 1:
-            others = sorted(free, key=member.is_near) if is_for_far else list(filter(member.is_near, free))
         good = (
             other
-            for other in others
+            for other in free
             if not member.puts_off(other, round_index) and not other.puts_off(member, round_index)
         )
-        other = next(good, others[0] if others else None)
+        other = next(good, free[0] if free else None)
         if other is None:
             yield [member]
             continue
@@ -285,14 +271,17 @@ def _meet(
     sent = [each.contribution for each in pair]
     for index, member in enumerate(pair):
         if member.is_hostile:
-            sent[index] = _forge(run, member, pair[1 - index], honest, generator)
+            slow, victim = member.learner.round_end.slow_weights(), pair[1 - index].sent
+            view = AttackView(member.sent, slow, member.initial, victim, honest, generator)
+            sent[index] = forge(ATTACKS[run.attack](view), form_of(run.manifest.outer.codec))
     are_accepting = True
     encounters, does_count = [], [True, True]
     for index, member in enumerate(pair):
         other = pair[1 - index]
-        suspected = _is_suspected(member, other, members)
-        is_near = run.manifest.rounds.far_every > 1 and member.is_near(other)
-        encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected, is_near))
+        believed = [each for each in members if each.key in member.partners and each is not other]
+        told = [each.suspects_as_told(members) for each in believed]
+        suspected = is_suspected(other.key, told, len(believed))
+        encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
         if member.is_hostile:
             continue
         verdict = member.learner.round_end.screen(sent[1 - index], encounters[index])
@@ -322,16 +311,3 @@ def _meet(
             )
         except ScreeningError:  # a hostile member's: the honest were asked before
             member.learner.round_end.apply(None)
-
-
-def _is_suspected(member: _Member, peer: _Member, members: Sequence[_Member]) -> bool:
-    believed = [other for other in members if other.key in member.partners and other is not peer]
-    return is_suspected(peer.key, [other.suspects_as_told(members) for other in believed], len(believed))
-
-
-def _forge(
-    run: HostileRun, member: _Member, victim: _Member, honest: list[Tensor], generator: torch.Generator
-) -> bytes:
-    slow = member.learner.round_end.slow_weights()
-    view = AttackView(member.sent, slow, member.initial, victim.sent, honest, generator)
-    return forge(ATTACKS[run.attack](view), form_of(run.manifest.outer.codec))

@@ -1,4 +1,4 @@
-"""The parts of the benchmark of training: a plain loop, and a trainer that times the parts of a round's end.
+"""The parts of the benchmarks of training and saving: a plain loop, and trainers that end rounds, or save in one way.
 
 The plain loop has the same model, batches, precision and loss as a node, `torch.optim.AdamW` (fused on CUDA), clipping,
 and nothing else.
@@ -16,16 +16,18 @@ from typing import Any, Final, TypeVar
 import torch
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
+from farandole.node.store.folder import CheckpointFolder, Saver
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
-from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.protocol.trainer.trainer_messages import Saved, TrainerSettings
 from farandole.training.base.device import Device, choose_device
+from farandole.training.base.durable import sync_folder
 from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import build_model, language_loss
 from farandole.training.screening.rule import Encounter
 
-from .server import Server
+from .server import Server, UsageMeter
 
 RUN_ID: Final = bytes(32)
 # A partner that the guard has not met before, and of whose contribution it asks for the losses.
@@ -131,7 +133,13 @@ class EndingTrainer:
         """End a round with a partner whose contribution equals this one; return each part's seconds."""
         learner, self._seconds = self._learner, {}
         learner.learn()
-        size = self._time("encode", self._encode)
+
+        def encode() -> int:
+            size = learner.round_end.contribution()
+            learner.round_end.encode(memoryview(self._outgoing)[:size])
+            return size
+
+        size = self._time("encode", encode)
         incoming = memoryview(self._incoming)[:size]
         incoming[:] = memoryview(self._outgoing)[:size]
         self._time("decode", lambda: learner.round_end.take_in(incoming, size))
@@ -141,11 +149,6 @@ class EndingTrainer:
         self._time("load", lambda: learner.checkpoint.load(self._path, saved.hashes))
         return {"seconds": self._seconds, "checkpoint_bytes": self._path.stat().st_size}
 
-    def _encode(self) -> int:
-        size = self._learner.round_end.contribution()
-        self._learner.round_end.encode(memoryview(self._outgoing)[:size])
-        return size
-
     def _time(self, part: str, call: Callable[[], Result]) -> Result:
         began_at = time.perf_counter()
         result = call()
@@ -153,3 +156,72 @@ class EndingTrainer:
             torch.cuda.synchronize()
         self._seconds[part] = time.perf_counter() - began_at
         return result
+
+
+class SavingTrainer:
+    """Trains, and saves at the beginning of each round; `begin` must be called once, first."""
+
+    _learner: Learner
+    _meter: UsageMeter
+    _save: Callable[[], None]
+
+    def __init__(self, server: Server) -> None:
+        os.nice(TRAINING_NICENESS)  # as trainers are
+        self._reports: list[tuple[float, Saved]] = []
+
+    def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:
+        """Set up the trainer; ``way`` is none, behind, or torch, which is `torch.save` and fsync."""
+        torch.set_num_threads(threads)
+        checked = manifest_from_dict(manifest)
+        self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
+        self._folder = CheckpointFolder(Path(folder), 0)
+        self._folder.path.mkdir(parents=True)
+        self._saver = Saver(self._folder, lambda saved: self._reports.append((time.monotonic(), saved)))
+        self._save = {
+            "none": lambda: None,
+            "behind": lambda: self._saver.save_behind(self._learner.checkpoint.snapshot()),
+            "torch": self._torch_save,
+        }[way]
+        self._take_step()  # one-time allocations happen here
+        self._meter = UsageMeter([])
+        return {"num_parameters": self._learner.checkpoint.layout.num_elements}
+
+    def play(self, steps: int) -> dict[str, Any]:
+        """Run a round (a save, inner steps, an outer step); return its duration and the save's, until durable."""
+        self._reports.clear()
+        with self._meter.running() as figures:
+            began_at = time.monotonic()
+            self._save()
+            held = time.monotonic() - began_at
+            for _ in range(steps):
+                self._take_step()
+            self._learner.round_end.apply(None)
+            self._synchronize()
+            seconds = time.monotonic() - began_at
+            self._saver.wait()
+        for durable_at, saved in self._reports:
+            if saved.problem:
+                raise OSError(saved.problem)
+            figures |= {"write_seconds": durable_at - began_at, "size": saved.size}
+        return {**figures, "seconds": seconds, "held_seconds": held}
+
+    def _take_step(self) -> None:
+        self._learner.learn()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait for the GPU's queue, so that queued work is in the time."""
+        if self._learner.device.torch_device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _torch_save(self) -> None:
+        temporary, path = self._folder.path / "torch.tmp", self._folder.path / "torch"
+        with temporary.open("wb") as file:
+            torch.save(self._learner.checkpoint.vectors(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(self._folder.path)
+        counters = self._learner.checkpoint.counters
+        saved = Saved(counters.round, counters.steps, counters.tokens, str(path), path.stat().st_size)
+        self._reports.append((time.monotonic(), saved))

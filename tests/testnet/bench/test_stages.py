@@ -13,8 +13,7 @@ import pytest
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.bench.stages import VARIANTS, Throughput, Turn, measure, report, turn_of
-from farandole.testnet.bench.worker.stages import Task
-from farandole.testnet.bench.worker.stages_torch import bytes_per_token
+from farandole.testnet.bench.worker.stages import Task, bytes_per_token
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 TASK = Task(num_stages=2, steps=2, num_microbatches=4, model=TINY)

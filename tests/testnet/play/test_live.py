@@ -14,9 +14,8 @@ from farandole.testnet.play.judge import make_report, node_report
 from farandole.testnet.play.live import open_view, summary, table
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.record import NodeRecord
-from farandole.testnet.play.report import Merged
+from farandole.testnet.play.report import Merged, plot_losses
 from farandole.testnet.play.scenario import parse_scenario
-from farandole.testnet.play.verdict import plot_losses
 
 from .test_record import status
 

@@ -10,9 +10,8 @@ import pytest
 from farandole.testnet.bench.faults import BESIDE_CLEAN
 from farandole.testnet.play.judge import judged
 from farandole.testnet.play.launch import Testnet
-from farandole.testnet.play.report import PlayReport
+from farandole.testnet.play.report import PlayReport, fault_lines, throughput_lines
 from farandole.testnet.play.scenario import load_scenario, parse_scenario
-from farandole.testnet.play.verdict import fault_lines, throughput_lines
 
 # FARANDOLE_SOAK_STARTS=20 for a shorter run.
 NUM_STARTS = int(os.environ.get("FARANDOLE_SOAK_STARTS", "100"))

@@ -21,7 +21,7 @@ from farandole.protocol.rounds.pairing_events import (
 from farandole.protocol.run.manifest import RoundConfig
 from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.protocol.wire.timers import TimerFired
-from farandole.testnet.zoo.greedy import GreedyPairing
+from farandole.testnet.zoo.daemon import GreedyPairing
 
 OWN, ALICE, BOB = (bytes((number,)) * 32 for number in range(3))
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from farandole.protocol.checkpoints.sketches import NEAR
 from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
 from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
 from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
-from farandole.testnet.bench.members import STRICT, manifest_of
+from farandole.testnet.bench.members import STRICT
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation
 from farandole.testnet.zoo.simulation import HostileOutcome, HostileRun, play
@@ -75,15 +73,6 @@ def test_exchanges_that_overlap_with_the_next_round_end_within_it(monkeypatch: p
     assert blocking.merged != overlapping.merged
     monkeypatch.setattr(simulation, "LATE_SHARE", 0.0)
     assert overlap_outcome(overlap=True) == blocking
-
-
-def test_members_meet_near_ones_in_most_rounds_and_far_ones_in_the_others() -> None:
-    run = HostileRun(manifest_of(4, 0, GuardConfig()), honest=8, places=2)
-    members = [simulation._Member(run, index) for index in range(8)]
-    for round_index in range(8):
-        pairs = list(simulation._pairs(members, round_index, 4, random.Random(round_index)))
-        assert len(pairs) == 4
-        assert {one.is_near(other) for one, other in pairs} == {round_index % 4 != 0}
 
 
 def overlap_outcome(*, overlap: bool) -> HostileOutcome:
