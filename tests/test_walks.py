@@ -1,0 +1,74 @@
+"""How many files a contribution, a heartbeat and a microbatch pass on their way, recorded while real nodes run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from .node.daemons import joined
+from .node.small_runs import TINY, small_manifest, write_run, write_text
+
+ROOT = Path(__file__).parent.parent
+BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["farandole"]["budget"]
+# The functions that carry a thing, each in the task or thread that calls it.
+WHOLE = {
+    "contribution": [
+        *(
+            ("node/trainer_process/exchange.py", f"EngineExchange.{name}")
+            for name in (
+                "contribute",
+                "encode",
+                "_encode",
+                "take_in",
+                "_take_in",
+                "screen",
+                "_screen",
+                "take_outer_step",
+            )
+        ),
+        ("node/loop/trainer_session.py", "TrainerSession.contribute"),
+        ("node/loop/training.py", "Training._exchange"),
+        ("node/bulk/exchange_service.py", "ExchangeSession._run"),
+        ("node/bulk/pipe.py", "BulkPipe.run.<locals>.until_failed"),
+        ("protocol/rounds/training_loop.py", "TrainingLoop._contribute"),
+        ("protocol/rounds/training_loop.py", "TrainingLoop._finish_round"),
+    ],
+    "heartbeat": [
+        ("node/state/membership.py", "Announcer.beat"),
+        ("node/state/gossip.py", "GossipService._tick"),
+        ("node/state/gossip.py", "GossipService._receive_push"),
+    ],
+}
+CUT = {
+    "microbatch": [
+        ("node/loop/activation_links.py", "ActivationLink._until_broken"),
+        ("node/loop/pipeline_service.py", "PipelineService.handle"),
+        ("training/engine/stage_worker.py", "StageWorker.forward"),
+        ("training/engine/stage_worker.py", "StageWorker.tail"),
+        ("training/engine/stage_worker.py", "StageWorker.backward"),
+    ]
+}
+
+
+@pytest.mark.parametrize(("walks", "model"), [(WHOLE, TINY), (CUT, TINY | {"num_layers": 2, "num_stages": 2})])
+async def test_few_files_are_passed(
+    walks: dict[str, list[tuple[str, str]]], model: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "walks.json").write_text(json.dumps(walks))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "walks"))
+    monkeypatch.setenv("FARANDOLE_WALKS", str(tmp_path))
+    signed, text = write_run(tmp_path, small_manifest(model=model)), str(write_text(tmp_path))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", text) as alice:
+        await alice.says("listening")
+        async with joined(tmp_path / "bob", alice.invite(signed.run_id), "--data", text) as bob:
+            await bob.says("round 2")
+            (tmp_path / "begin").touch()
+            for _ in range(3):
+                await bob.says("round")
+    for walk, functions in walks.items():
+        passed = {name for path in tmp_path.glob(f"{walk}-*.txt") for name in path.read_text().split()}
+        assert {file for file, _ in functions} <= passed, "a function of the walk has another name"
+        assert len(passed) <= BUDGET["files_of_a_walk"][walk], sorted(passed)
