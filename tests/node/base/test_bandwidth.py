@@ -125,14 +125,6 @@ def move_bulk(shaper: Shaper, clock: Clock, seconds: float, flood: float = 0.0) 
     return moved
 
 
-def test_bulk_pays_for_what_control_has_taken() -> None:
-    clock = Clock()
-    shaper = Shaper(125_000, clock)
-    shaper.charge(round(shaper.burst) + 200_000)
-    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * BULK_SHARE * 125_000, abs=2 * shaper.quantum)
-    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
-
-
 @pytest.mark.parametrize("rate", RATES)
 def test_a_flood_of_control_slows_bulk_down_and_never_stops_it(rate: float) -> None:
     clock = Clock()

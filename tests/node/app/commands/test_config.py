@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from farandole.node.base.exits import Exit
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
 
 
 def shown(run: Run, *arguments: str | Path) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +11,7 @@ from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.config.setting import PANELS
 from farandole.node.base.exits import Exit
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
 
 
 def panels_of(run: Run, *command: str) -> dict[str, str]:
@@ -35,19 +33,6 @@ def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
     assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
 
 
-@pytest.mark.parametrize(
-    ("command", "titles"),
-    [
-        (["relay"], ["Arguments", "Options", "Limits", "Network", "Page and log"]),
-        (["doctor"], ["Arguments", "Options", "Run", "Limits", "Network"]),
-        (["checkpoint", "list"], ["Arguments", "Options", "Network"]),
-        (["service", "install"], ["Arguments", "Options"]),
-    ],
-)
-def test_a_command_that_takes_some_settings_has_their_panels(run: Run, command: list[str], titles: list[str]) -> None:
-    assert list(panels_of(run, *command)) == titles
-
-
 @pytest.mark.parametrize("command", [["run", "create"], ["run", "invite"], ["id"], ["status"], ["leave"]])
 def test_a_command_has_an_example(run: Run, command: list[str]) -> None:
     assert "Example" in run(*command, "--help")[1]
@@ -58,15 +43,3 @@ def test_one_sentence_says_how_variables_are_called(run: Run, command: str) -> N
     out = run(command, "--help")[1]
     assert re.findall(r"FARANDOLE_\w+", out) == ["FARANDOLE_UPLOAD_MBIT"]
     assert "env var" not in out
-
-
-@pytest.mark.parametrize("width", [80, 140])
-def test_paragraphs_are_wrapped_at_the_terminal_s_width_only(
-    run: Run, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    text = run("join", "--help")[1].partition("╭")[0]
-    (paragraph,) = (part for part in re.split(r"\n\s*\n", text) if "Examples" in part)
-    lines = [line.strip() for line in paragraph.splitlines()]
-    for line, following in itertools.pairwise(lines):
-        assert len(f" {line} {following.split()[0]} ") > width, "the next line's first word fits into this line"

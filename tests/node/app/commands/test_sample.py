@@ -163,16 +163,6 @@ def test_without_a_run_or_a_checkpoint_it_says_what_to_do(run: Run, home: Path, 
     assert "holds no model" in says
 
 
-async def test_before_the_first_checkpoint_it_says_when(home: Path, tmp_path: Path, run: Run) -> None:
-    await node_of(home, manifest_for(MODELS["own"]), rounds=0)
-    code, _, says = run("sample")
-    assert code == Exit.BAD_INPUT
-    assert "there is no checkpoint" in says
-    assert "(60 s by its settings)" in says
-    (home / "checkpoints" / "stage-0-round-1.safetensors").write_bytes(b"half")
-    assert "can be read" in run("sample")[2]
-
-
 async def test_a_checkpoint_of_another_run_is_not_taken(home: Path, run: Run) -> None:
     await node_of(home, manifest_for(MODELS["own"]), rounds=1)
     async with open_store(home / "store.sqlite") as store:

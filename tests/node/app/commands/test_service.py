@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from farandole.node.app.commands.service import STOP_SECONDS, unit_text
 from farandole.node.base.exits import Exit
 from farandole.protocol.run.invite import Invite, encode_invite
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
+
 INVITE = encode_invite(Invite(bytes(32), ()))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from farandole.node.base.identity import locked
 from farandole.node.base.settings import InHome, NodeSettings
 from farandole.node.base.system.unix_socket import bound_socket
 
-Run = Callable[..., tuple[int, str, str]]
+from .conftest import Run
+
 MADE = (
     *("store.sqlite", "store.sqlite-wal", "store.sqlite.mark", "log", "log.1", "rounds.jsonl"),
     *("checkpoints/stage-0-round-3.safetensors", "checkpoints/copy-0-ab.blocks.index", "tokens/ab.tokens"),

@@ -22,31 +22,16 @@ from farandole.node.base.control import serve_control
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import NodeSettings
-from farandole.node.cli import EXTENSIONS, add_extensions, main, with_whole_invites
+from farandole.node.cli import EXTENSIONS, add_extensions, with_whole_invites
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.run.manifest import decode_manifest
 
-from ..patience import PATIENCE
-from .statuses import ALICE, BOB, STATUS
+from ....patience import PATIENCE
+from ...statuses import ALICE, BOB, STATUS
+from .conftest import Run
 
 ADDRESS = f"/ip4/203.0.113.7/tcp/4001/p2p/{ALICE}"
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process, in its own home; return exit code, standard output, standard error."""
-    monkeypatch.setenv("FARANDOLE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
