@@ -1,28 +1,18 @@
-"""Admission of inbound handshakes: which may begin, and which goes on next.
+"""Admission of strangers: where they come from, which may come in after a flood, and whose handshake goes on next.
 
-A handshake costs this node about 2 ms, and a stranger next to nothing. So the number of unfinished handshakes is
-bounded. At the bound, the handshake that has kept us waiting for longest is dropped: at the address, and in the
-network, that has most. Refusing newcomers instead would let an attacker with enough silent sockets keep all others
-out. If no handshake keeps us waiting, this node is the slow side. Then the newcomer is refused, since making room would
-only prevent every handshake from finishing.
-
-Each pass of the event loop processes a few steps of unauthenticated handshakes, round-robin over the addresses: a flood
-from one address delays neither the others nor connected peers.
+A handshake costs this node about 2 ms, and a stranger next to nothing. Each pass of the event loop processes a few
+steps of unauthenticated handshakes, round-robin over the addresses: a flood from one address delays neither the others
+nor connected peers.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import math
-from collections import Counter, OrderedDict, deque
-from typing import Final, NamedTuple, Protocol
+from collections import OrderedDict, deque
+from typing import Final, NamedTuple
 
 import trio
 
-# Unfinished inbound handshakes by address and in all. Behind one address may sit many honest peers (carrier NAT, a
-# laboratory), but few dial in the same second. A task, a socket and 600 bytes each.
-MAX_HANDSHAKES_PER_ADDRESS: Final = 64
-MAX_HANDSHAKES: Final = 256
 # Steps of handshakes in one pass of the event loop: each takes up to 1 ms, which is how long everything else waits.
 STEPS_PER_PASS: Final = 2
 # A peer that floods is shut out, and can come back under another key at no cost. So after a flood, one stranger from
@@ -58,64 +48,6 @@ def site_of(host: str) -> Site:
     widths = (24, 32) if address.version == 4 else (48, 64)
     network, narrow = (ipaddress.ip_network((address, width), strict=False) for width in widths)
     return Site(str(network), str(narrow))
-
-
-class Pending(Protocol):
-    """The socket of an unfinished handshake."""
-
-    site: Site
-    waiting_since: float
-    """When we began to wait for the other end's next bytes (`trio.current_time`); infinity while it waits for us."""
-
-    def abort(self) -> None:
-        """Close it at once."""
-
-
-class Handshakes:
-    """Unfinished inbound handshakes."""
-
-    def __init__(self) -> None:
-        self._pending: set[Pending] = set()
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def make_room(self, site: Site) -> bool:
-        """Return whether a newcomer from this site may begin a handshake; may drop another one for it."""
-        neighbours = [pending for pending in self._pending if pending.site.address == site.address]
-        if len(neighbours) >= MAX_HANDSHAKES_PER_ADDRESS:
-            return self._drop_slowest(neighbours)
-        if len(self._pending) < MAX_HANDSHAKES:
-            return True
-        networks = Counter(pending.site.network for pending in self._pending)
-        busiest = max(networks, key=lambda network: (networks[network], network == site.network))
-        crowd = [pending for pending in self._pending if pending.site.network == busiest]
-        address, _ = Counter(pending.site.address for pending in crowd).most_common(1)[0]
-        crowd = [pending for pending in crowd if pending.site.address == address]
-        if self._drop_slowest(crowd):
-            return True
-        if busiest != site.network:
-            self._drop(crowd[-1])
-        return busiest != site.network
-
-    def add(self, pending: Pending) -> None:
-        """Add a handshake that begins."""
-        self._pending.add(pending)
-
-    def remove(self, pending: Pending) -> None:
-        """Remove a handshake that is over."""
-        self._pending.discard(pending)
-
-    def _drop_slowest(self, crowd: list[Pending]) -> bool:
-        slowest = min(crowd, key=lambda pending: pending.waiting_since)
-        if slowest.waiting_since == math.inf:
-            return False
-        self._drop(slowest)
-        return True
-
-    def _drop(self, pending: Pending) -> None:
-        self._pending.discard(pending)
-        pending.abort()
 
 
 class FloodedNetworks:

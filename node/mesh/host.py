@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -32,7 +34,7 @@ from ..base.project import VERSION
 from ..base.streams import DIAL_TIMEOUT
 from ..base.system.sockets import NO_IPV6, listen_alone, share_port
 from .addresses import OwnAddresses, multiaddr_of
-from .admission import Handshakes, site_of
+from .admission import Site, site_of
 from .connections import ConnectionPool
 from .dht import Dht
 from .dialler import Dialler
@@ -49,6 +51,10 @@ PING_INTERVAL = 10.0
 PING_TIMEOUT = 10.0
 # Connections accepted in one pass of the event loop; refusing one costs 0.1 ms.
 MAX_ACCEPTS_PER_PASS = 16
+# Unfinished inbound handshakes by address and in all. Behind one address may sit many honest peers (carrier NAT, a
+# laboratory), but few dial in the same second. A task, a socket and 600 bytes each.
+MAX_HANDSHAKES_PER_ADDRESS: Final = 64
+MAX_HANDSHAKES: Final = 256
 # After an accept that failed because descriptors ran out.
 ACCEPT_PAUSE = 0.5
 # Connections that the kernel queues between two accepts; it caps this by net.core.somaxconn itself.
@@ -129,12 +135,17 @@ async def _answer_pings(stream: Libp2pStream) -> None:
 class Acceptor:
     """The listening sockets of one host, and the handshakes of what comes in by them.
 
-    That is strangers, and peers that this node dials at the same time.
+    That is strangers, and peers that this node dials at the same time. The number of unfinished handshakes is bounded.
+    At the bound, the handshake that has kept us waiting for longest is dropped: at the address, and in the network,
+    that has most. Refusing newcomers instead would let an attacker with enough silent sockets keep all others out. If
+    no handshake keeps us waiting, this node is the slow side. Then the newcomer is refused, since making room would
+    only prevent every handshake from finishing.
     """
 
     def __init__(self, nursery: trio.Nursery, pool: ConnectionPool, upgrader: Upgrader, own: OwnAddresses) -> None:
         """``own``: gets the addresses of the listening sockets."""
-        self.handshakes = Handshakes()
+        self.handshakes: set[Socket] = set()
+        """Those that have not finished."""
         self._nursery = nursery
         self._pool = pool
         self._upgrader = upgrader
@@ -190,7 +201,7 @@ class Acceptor:
                 try:
                     for _ in range(MAX_ACCEPTS_PER_PASS):
                         connection, (host, *_) = listening.accept()
-                        if self._pool.is_offline or not self.handshakes.make_room(site_of(host)):
+                        if self._pool.is_offline or not make_room(self.handshakes, site_of(host)):
                             connection.close()
                             continue
                         stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
@@ -211,13 +222,32 @@ class Acceptor:
             try:
                 muxed = await self._upgrader.upgrade(pending, expected, is_initiator=False)
             finally:
-                self.handshakes.remove(pending)
+                self.handshakes.discard(pending)
             conn = await self._pool.add(muxed, is_outbound=False, is_punched=muxed.peer in self._expected)
             await conn.finished.wait()
         except Exception as error:  # handshakes raise whatever strangers' bytes lead to
             logger.debug("inbound connection failed: %r", error)
         finally:
             pending.abort()
+
+
+def make_room(handshakes: set[Socket], site: Site) -> bool:
+    """Return whether a newcomer from this site may begin a handshake; may drop another one for it."""
+    crowd, is_neighbour = [each for each in handshakes if each.site.address == site.address], True
+    if len(crowd) < MAX_HANDSHAKES_PER_ADDRESS:
+        if len(handshakes) < MAX_HANDSHAKES:
+            return True
+        networks = Counter(each.site.network for each in handshakes)
+        busiest = max(networks, key=lambda network: (networks[network], network == site.network))
+        crowd = [each for each in handshakes if each.site.network == busiest]
+        address, _ = Counter(each.site.address for each in crowd).most_common(1)[0]
+        crowd, is_neighbour = [each for each in crowd if each.site.address == address], busiest == site.network
+    slowest = min(crowd, key=lambda each: each.waiting_since)
+    if slowest.waiting_since == math.inf and is_neighbour:
+        return False
+    handshakes.discard(slowest)
+    slowest.abort()
+    return True
 
 
 class Host:

@@ -49,11 +49,6 @@ class RawLink(ABC):
         self._encryptor: CipherContext | None = None
         self._decryptor: CipherContext | None = None
 
-    @property
-    def is_shaking_hands(self) -> bool:
-        """Return whether reads are still counted."""
-        return self._handshake_bytes_left is not None
-
     def finish_handshake(self) -> None:
         """Note that the peer is authenticated: reads are no longer counted."""
         self._handshake_bytes_left = None
@@ -164,7 +159,7 @@ class Socket(RawLink):
         self.waiting_since = math.inf
 
     async def _receive(self) -> bytes:
-        is_shaking_hands = self.is_shaking_hands
+        is_shaking_hands = self._handshake_bytes_left is not None
         data = await super()._receive()
         if is_shaking_hands and self._turns is not None:
             await self._turns.take(self.site)
@@ -233,15 +228,6 @@ class NoiseSession:
         return bytes(self._state.decrypt(await self._link.read(size)))
 
     def write_now(self, message: bytes) -> None:
-        """Send a message as far as this needs no wait. `flush` sends the rest; send nothing else before."""
+        """Send a message as far as this needs no wait. The link's `flush` sends the rest; send nothing else before."""
         sealed = self._state.encrypt(message)
         self._link.write_now(len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed)
-
-    @property
-    def has_unwritten(self) -> bool:
-        """Return whether `flush` has something to send."""
-        return self._link.has_unwritten
-
-    async def flush(self) -> None:
-        """Send the rest of a message. Raises `trio.BrokenResourceError` if the connection is over."""
-        await self._link.flush()

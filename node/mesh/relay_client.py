@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import trio
@@ -84,28 +83,21 @@ class RelayClient:
         except (trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"{short_name(relay)} gives no answer to a reservation") from error
         stream.reset()
-        address = self._address_of(relay, multiaddr_texts(answer.reservation.addrs))
-        if address is None:
+        # Others dial the address that reaches farthest of those that the relay reports; of equals the one that we
+        # dialled, if any. Few peers lack IPv4, and many lack IPv6.
+        told = [address.partition("/p2p/")[0] for address in multiaddr_texts(answer.reservation.addrs)]
+        dialled = [address for address in self._dialler.connections.remote_addresses(relay) if address in told]
+        circuits = (circuit_address(address, relay) for address in sorted((*dialled, *told), key=distance_class))
+        circuit = next((circuit for circuit in circuits if parse_circuit(circuit) is not None), None)
+        if circuit is None:
             raise PeerUnreachableError(f"{short_name(relay)} has no address that others could dial")
         expires_at = trio.current_time() + seconds_left(answer.reservation.expire, time.time())
-        held = self._reservations[relay] = Reservation(relay, circuit_address(address, relay), expires_at)
+        held = self._reservations[relay] = Reservation(relay, circuit, expires_at)
         return held
 
     def forget(self, relay: bytes) -> None:
         """Accept nothing more from a relay, without notifying it; its reservation lapses."""
         self._reservations.pop(relay, None)
-
-    def _address_of(self, relay: bytes, told: Iterable[str]) -> str | None:
-        """Return the relay's address for others: the one that reaches farthest of those that it reports.
-
-        Of equals it is the one that we dialled, if any. Few peers lack IPv4, and many lack IPv6.
-        """
-        known = [address.partition("/p2p/")[0] for address in told]
-        dialled = [address for address in self._dialler.connections.remote_addresses(relay) if address in known]
-        for address in sorted((*dialled, *known), key=distance_class):
-            if parse_circuit(circuit_address(address, relay)) is not None:
-                return address
-        return None
 
     async def _accept(self, stream: Libp2pStream) -> None:
         """Accept a circuit that a relay offers: do the handshake, and keep the circuit while the connection lasts."""

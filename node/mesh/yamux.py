@@ -120,8 +120,8 @@ class MuxedConn:
     async def _write_frames(self) -> None:
         while True:
             self.write_now()
-            if self.session.has_unwritten:
-                await self.session.flush()
+            if self.link.has_unwritten:
+                await self.link.flush()
                 self._note_written()
             else:
                 self._work = trio.Event()
@@ -132,12 +132,12 @@ class MuxedConn:
 
         Waking that task would cost each message a pass through the event loop.
         """
-        while not self.session.has_unwritten and (data := self.state.data_to_send()):
+        while not self.link.has_unwritten and (data := self.state.data_to_send()):
             self._shaping.up.charge(self.state.num_counted_out - self._num_charged)
             self._num_charged = self.state.num_counted_out
             self._num_writing = len(data)
             self.session.write_now(data)
-            if not self.session.has_unwritten:
+            if not self.link.has_unwritten:
                 self._note_written()
 
     def _note_written(self) -> None:

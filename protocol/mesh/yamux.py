@@ -362,7 +362,12 @@ class Yamux:
             if kind == GO_AWAY:
                 self.end()  # what was received can still be read
             elif kind == PING:
-                self._handle_ping(flags, length, now)
+                self._charge_useless(PING_COST, now)
+                if flags & SYN:
+                    self.queue(PING, ACK, 0, length)
+                elif (sent_at := self._pings.pop(length, None)) is not None:
+                    self.round_trip = now - sent_at
+                    self.least_round_trip = min(self.round_trip, self.least_round_trip or self.round_trip)
             else:
                 self._handle_frame(kind, flags, stream_id, length, now, changed)
         return min(missing, len(data))
@@ -384,15 +389,6 @@ class Yamux:
         if not left:
             self._handle_ending(stream_id, flags, changed)
         return len(piece)
-
-    def _handle_ping(self, flags: int, number: int, now: float) -> None:
-        self._charge_useless(PING_COST, now)
-        sent_at = self._pings.pop(number, None) if not flags & SYN else None
-        if flags & SYN:
-            self.queue(PING, ACK, 0, number)
-        elif sent_at is not None:
-            self.round_trip = now - sent_at
-            self.least_round_trip = min(self.round_trip, self.least_round_trip or self.round_trip)
 
     def _handle_frame(self, kind: int, flags: int, stream_id: int, length: int, now: float, changed: list[int]) -> None:
         if kind == DATA and length > MAX_WINDOW:

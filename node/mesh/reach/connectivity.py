@@ -152,7 +152,12 @@ class RelayKeeper:
         return [peer for peer in dict.fromkeys(peers) if peer not in self._held and self._backoff.is_due(peer, (), now)]
 
     async def _ask_some(self, peers: list[bytes]) -> None:
-        asked = sorted(peers, key=lambda peer: not self._is_far(peer))
+        def is_far(peer: bytes) -> bool:
+            """Return whether others on the internet could dial the peer, judging by our own connections to it."""
+            addresses = (*self._host.remote_addresses(peer), *self._host.dialler.known.of(peer))
+            return any(is_global(parts[2]) for parts in (a.split("/") for a in addresses) if len(parts) > 2)
+
+        asked = sorted(peers, key=is_far, reverse=True)
         while asked and len(self._held) < NUM_RELAYS:
             batch, asked = asked[:NUM_ASKED], asked[NUM_ASKED:]
             async with trio.open_nursery() as nursery:
@@ -178,11 +183,6 @@ class RelayKeeper:
                 self._former.popitem(last=False)
         else:
             self._host.relays.forget(relay)
-
-    def _is_far(self, peer: bytes) -> bool:
-        """Return whether others on the internet could dial the peer, judging by our own connections to it."""
-        addresses = [a.split("/") for a in (*self._host.remote_addresses(peer), *self._host.dialler.known.of(peer))]
-        return any(is_global(parts[2]) for parts in addresses if len(parts) > 2)
 
     def _announce(self) -> None:
         verdict, through = self._reachability.verdict, [held.address for held in self.held]

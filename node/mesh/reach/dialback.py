@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 import trio
@@ -142,17 +142,28 @@ class Dialback:
 
     async def _serve(self, stream: Libp2pStream) -> None:
         request = decode_request(await hear(stream))
-        ip, port = stream.remote_address or ("", 0)
-        reached: Sequence[int] = ()
-        site = site_of(ip).address
+        ip, seen = stream.remote_address or ("", 0)
+        site, reached = site_of(ip).address, list[int]()
+
+        async def dial(port: int) -> None:
+            try:
+                await self._host.upgrader.prove(stream.peer, (ip, port))
+            except Exception as error:  # whatever the handshake raises, the port was not reached
+                logger.debug("cannot dial %s port %d back: %r", ip, port, error)
+            else:
+                reached.append(port)
+
         may_dial = bool(ip and request.ports) and self._may_dial(stream.peer, site)
         if may_dial:
             self._dialling[site] += 1
             try:
-                reached = await self._dial_all(stream.peer, ip, request.ports)
+                with trio.move_on_after(DIAL_BACK_TIMEOUT):
+                    async with trio.open_nursery() as nursery:
+                        for port in request.ports:
+                            nursery.start_soon(dial, port)
             finally:
                 self._dialling -= Counter((site,))
-        await tell(stream, DialBackAnswer(ip.partition("%")[0], port, may_dial, tuple(reached)))
+        await tell(stream, DialBackAnswer(ip.partition("%")[0], seen, may_dial, tuple(reached)))
 
     def _may_dial(self, peer: bytes, site: str) -> bool:
         now = trio.current_time()
@@ -164,23 +175,6 @@ class Dialback:
         if len(self._dialled_at) > MAX_ASKERS:
             self._dialled_at.popitem(last=False)
         return True
-
-    async def _dial_all(self, peer: bytes, ip: str, ports: Sequence[int]) -> list[int]:
-        reached: list[int] = []
-
-        async def dial(port: int) -> None:
-            try:
-                await self._host.upgrader.prove(peer, (ip, port))
-            except Exception as error:  # whatever the handshake raises, the port was not reached
-                logger.debug("cannot dial %s port %d back: %r", ip, port, error)
-            else:
-                reached.append(port)
-
-        with trio.move_on_after(DIAL_BACK_TIMEOUT):
-            async with trio.open_nursery() as nursery:
-                for port in ports:
-                    nursery.start_soon(dial, port)
-        return reached
 
 
 async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:

@@ -69,22 +69,18 @@ class PortKeeper:
             while True:
                 await self._open(router)
                 self.has_tried.set()
-                await self._watch(router)
+                look_at = trio.current_time() + CHECK_INTERVAL
+                while self._asked == set(self._ports()) and trio.current_time() < self._renew_at:
+                    await trio.sleep(PORTS_INTERVAL)
+                    if trio.current_time() >= look_at:
+                        look_at = trio.current_time() + CHECK_INTERVAL
+                        if any([await router.has_forgotten(opened) for opened in self._opened.values()]):
+                            logger.info("the router %s has begun anew, or has another address", router.ip)
+                            break
         except trio.Cancelled:  # this node leaves
             with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
                 await self._close(router, self._opened.values())
             raise
-
-    async def _watch(self, router: UpnpRouter) -> None:
-        """Wait until ports must be opened or renewed; raises `MappingError` if the router fails."""
-        look_at = trio.current_time() + CHECK_INTERVAL
-        while self._asked == set(self._ports()) and trio.current_time() < self._renew_at:
-            await trio.sleep(PORTS_INTERVAL)
-            if trio.current_time() >= look_at:
-                look_at = trio.current_time() + CHECK_INTERVAL
-                if any([await router.has_forgotten(opened) for opened in self._opened.values()]):
-                    logger.info("the router %s has begun anew, or has another address", router.ip)
-                    return
 
     async def _open(self, router: UpnpRouter) -> None:
         """Open libp2p's port, and the others if the router allows it."""

@@ -1,20 +1,21 @@
 import math
+from typing import Any
 
 import pytest
 import trio
 import trio.lowlevel
 
-from farandole.node.mesh import admission
+from farandole.node.mesh import admission, host
 from farandole.node.mesh.admission import (
     AFTERMATH_SECONDS,
     MAX_FLOODED,
     STRANGER_SECONDS,
     FloodedNetworks,
-    Handshakes,
     Site,
     Turns,
     site_of,
 )
+from farandole.node.mesh.host import make_room
 
 
 class _Socket:
@@ -27,11 +28,11 @@ class _Socket:
         self.is_aborted = True
 
 
-def begin(handshakes: Handshakes, *sockets: _Socket) -> list[bool]:
+def begin(handshakes: set[Any], *sockets: _Socket) -> list[bool]:
     """Admit and count each socket if there is room; return whether each was admitted."""
     admitted = []
     for socket in sockets:
-        admitted.append(handshakes.make_room(socket.site))
+        admitted.append(make_room(handshakes, socket.site))
         if admitted[-1]:
             handshakes.add(socket)
     return admitted
@@ -73,8 +74,8 @@ def test_networks_that_flooded_last_are_remembered() -> None:
 
 
 def test_at_one_address_who_keeps_us_waiting_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_HANDSHAKES_PER_ADDRESS", 3)
-    handshakes = Handshakes()
+    monkeypatch.setattr(host, "MAX_HANDSHAKES_PER_ADDRESS", 3)
+    handshakes: set[Any] = set()
     sockets = [_Socket("1.1.1.1"), _Socket("1.1.1.1", 5.0), _Socket("1.1.1.1", 4.0)]
     assert begin(handshakes, *sockets, _Socket("1.1.1.1"), _Socket("2.2.2.2")) == [True] * 5
     assert [socket.is_aborted for socket in sockets] == [False, False, True]
@@ -82,8 +83,8 @@ def test_at_one_address_who_keeps_us_waiting_for_longest_makes_room(monkeypatch:
 
 
 def test_where_all_wait_for_us_newcomers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_HANDSHAKES_PER_ADDRESS", 2)
-    handshakes = Handshakes()
+    monkeypatch.setattr(host, "MAX_HANDSHAKES_PER_ADDRESS", 2)
+    handshakes: set[Any] = set()
     sockets = [_Socket("1.1.1.1"), _Socket("1.1.1.1"), _Socket("1.1.1.1")]
     assert begin(handshakes, *sockets) == [True, True, False]
     assert not any(socket.is_aborted for socket in sockets)
@@ -93,8 +94,8 @@ def test_where_all_wait_for_us_newcomers_are_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("waiting_since", [1.0, math.inf])
 def test_the_busiest_network_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch, waiting_since: float) -> None:
-    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 5)
-    handshakes = Handshakes()
+    monkeypatch.setattr(host, "MAX_HANDSHAKES", 5)
+    handshakes: set[Any] = set()
     honest = [_Socket("2.2.2.2", 0.5), _Socket("2001:db8::1", 0.5)]
     crowd = [_Socket(f"9.9.9.{number}", waiting_since) for number in range(3)]
     assert begin(handshakes, *honest, *crowd) == [True] * 5
@@ -105,8 +106,8 @@ def test_the_busiest_network_makes_room_for_the_others(monkeypatch: pytest.Monke
 
 
 def test_the_busiest_network_has_no_room_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 3)
-    handshakes = Handshakes()
+    monkeypatch.setattr(host, "MAX_HANDSHAKES", 3)
+    handshakes: set[Any] = set()
     sockets = [_Socket("9.9.9.1"), _Socket("9.9.9.2"), _Socket("2.2.2.2", 0.5)]
     assert begin(handshakes, *sockets, _Socket("9.9.9.3")) == [True, True, True, False]
     assert not any(socket.is_aborted for socket in sockets)

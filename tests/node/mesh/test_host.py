@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import socket
-from typing import Any
 
 import pytest
 import trio
@@ -67,21 +66,6 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
         assert alice.connections.path(bob.author) == ""
 
 
-async def test_the_listener_knows_who_dialled() -> None:
-    async with connected_pair() as (alice, bob):
-        callers: list[bytes] = []
-        is_done = trio.Event()
-
-        async def note_caller(stream: Libp2pStream) -> None:
-            callers.append(stream.peer)
-            is_done.set()
-
-        bob.set_handler("/who/1", note_caller)
-        await alice.open_stream(bob.author, "/who/1")
-        await is_done.wait()
-        assert callers == [alice.author]
-
-
 async def test_a_connection_has_a_name_that_its_ends_share_and_no_other_connection_has() -> None:
     names: list[bytes] = []
 
@@ -115,35 +99,6 @@ async def test_sixteen_megabytes_arrive_intact_in_both_directions_at_once() -> N
             nursery.start_soon(send)
             received = await receive_all(stream)
         assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
-
-
-async def test_a_slow_reader_slows_its_own_stream_and_no_other() -> None:
-    async with connected_pair() as (alice, bob):
-        may_read = trio.Event()
-        total = 0
-
-        async def read_late(stream: Libp2pStream) -> None:
-            nonlocal total
-            await may_read.wait()
-            total = len(await receive_all(stream))
-            await stream.send_all(b"done")
-
-        bob.set_handler("/late/1", read_late)
-        late = await alice.open_stream(bob.author, "/late/1")
-        async with trio.open_nursery() as nursery:
-
-            async def send_much() -> None:
-                await late.send_all(bytes(4 * 1024 * 1024))
-                await late.send_eof()
-
-            nursery.start_soon(send_much)
-            async with await alice.open_stream(bob.author, ECHO) as other:
-                for _ in range(10):
-                    await other.send_all(b"ping")
-                    assert await other.receive_some() == b"ping"
-            may_read.set()
-            assert await late.receive_some() == b"done"
-        assert total == 4 * 1024 * 1024
 
 
 async def test_a_wait_that_is_cancelled_loses_nothing_and_breaks_nothing() -> None:
@@ -204,26 +159,6 @@ async def test_many_who_want_one_peer_share_one_connection() -> None:
                 nursery.start_soon(alice.connect, bob.author)
         assert alice.connected == {bob.author}
         assert len(alice.connections.live) == 1
-
-
-async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with host_at_loopback() as alice, host_at_loopback() as bob:
-        dial_one, won = alice.dialler.dial_one, list[Any]()
-
-        async def dialled(peer: bytes, address: str) -> Any:
-            won.append(await dial_one(peer, address))
-            scope.cancel()
-            return won[0]
-
-        monkeypatch.setattr(alice.dialler, "dial_one", dialled)
-        dial = alice.dialler._dials[bob.author, False] = Dial(False, [])
-        dial.offer(bob.addresses)
-        with trio.CancelScope() as scope:
-            await alice.dialler._run(bob.author, dial)
-        assert scope.cancelled_caught
-        (muxed,) = won
-        with pytest.raises(trio.BrokenResourceError):
-            await muxed.link.write(b"nobody has closed this")
 
 
 async def test_both_may_dial_at_once() -> None:

@@ -15,9 +15,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import yamux
-from farandole.node.mesh.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.mesh.connections import MAX_NEGOTIATIONS_PER_CONNECTION
-from farandole.node.mesh.host import Host
+from farandole.node.mesh.host import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS, Host
 from farandole.testnet.bench.worker.hostile_attacks import (
     ATTACKS,
     AUTHENTICATED,

@@ -69,7 +69,8 @@ async def open_conn(
 ) -> AsyncIterator[tuple[MuxedConn, trio.StapledStream]]:
     """Open an inbound connection, and yield it with the dialler's bare end."""
     near, far = memory_stream_pair()
-    conn = MuxedConn(cast("Any", Pipe(near)), cast("Any", None), PEER, shaping, budget, is_initiator=False)
+    pipe = cast("Any", Pipe(near))
+    conn = MuxedConn(pipe, pipe, PEER, shaping, budget, is_initiator=False)
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)

@@ -93,28 +93,6 @@ def test_no_more_is_wanted_than_the_record_and_the_next_header() -> None:
     assert len(opener.wanted) == len(wire)
 
 
-def test_nothing_counts_before_the_whole_record_is_there() -> None:
-    wire, opener, memory = seal(sealer_of(), b"data"), Opener(SECRET), memoryview(bytearray(4))
-    for position in range(len(wire)):
-        assert opener.take(memory) == 0
-        feed(opener, wire[position:], 1)
-        assert not opener.is_clean
-    assert opener.take(memory) == 4
-    assert bytes(memory) == b"data"
-
-
-def test_what_the_caller_has_no_room_for_waits() -> None:
-    opener, memory = Opener(SECRET), memoryview(bytearray(b"-----"))
-    feed(opener, (wire := seal(sealer_of(), b"abcdef")))
-    opener.take(memory)
-    feed(opener, wire[HEADER_BYTES:])
-    assert opener.take(memory[:4]) == 4
-    assert not opener.is_clean
-    assert opener.take(memory) == 2
-    assert opener.is_clean
-    assert bytes(memory) == b"efcd-"
-
-
 @pytest.mark.parametrize("flag", [0, NEXT_KEY])
 @pytest.mark.parametrize("length", [0, 1, TAG_BYTES - 1, RECORD_BYTES + TAG_BYTES + 1, 2**30, 2**31 - 1])
 def test_a_length_is_refused_before_anything_is_read_or_allocated(length: int, flag: int) -> None:
@@ -212,11 +190,6 @@ def test_a_key_that_has_been_used_long_enough_seals_nothing_more() -> None:
     wires = [seal(sealer, b"data", now) for now in (0.0, 9.9, 10.0, 19.9, 20.0, 1_000.0)]
     assert [bool(wire[0] & 0x80) for wire in wires] == [False, False, True, False, True, True]
     assert read(opener, b"".join(wires)) == b"data" * 6
-
-
-def test_no_two_records_are_sealed_alike() -> None:
-    sealer = sealer_of(life=life_of(3))
-    assert len({seal(sealer, b"data") for _ in range(20)}) == 20
 
 
 def test_who_uses_a_key_for_too_long_is_refused() -> None:

@@ -30,7 +30,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import ECHO, assert_echo, echo
+from ...hosts import ECHO, echo
 from ...relayed import open_home, open_public, open_relay, relayed_pair, reserve, until
 
 RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
@@ -84,24 +84,6 @@ async def test_direct_addresses_go_first() -> None:
         await alice.connect(bob.author, [address, *bob.addresses])
         assert alice.connections.path(bob.author) == "direct"
         assert relay.server.table.num_circuits == 0
-
-
-async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None:
-    async with open_relay() as relay, open_home() as alice, open_public() as bob:
-        seen: list[bool] = []
-
-        async def note(stream: Libp2pStream) -> None:
-            seen.append(stream.is_relayed)
-            await echo(stream)
-
-        bob.set_handler(ECHO, note)
-        await alice.connect(bob.author, [await reserve(bob, relay.host)])
-        for addresses in ([], bob.addresses):
-            if addresses:
-                await alice.dialler.connect(bob.author, addresses, is_direct=True)
-            await assert_echo(alice, bob)
-        assert seen == [True, False]
-        assert alice.connections.path(bob.author) == "direct"
 
 
 async def test_without_a_reservation_nobody_is_reached() -> None:
@@ -181,16 +163,6 @@ async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_new
             assert 0 < 2 * num_echoed * len(payload) < STRANGERS_CIRCUIT_BYTES
         else:
             assert num_echoed == num_pieces
-
-
-async def test_strangers_are_told_of_their_limits() -> None:
-    async with open_relay() as relay, open_home() as bob:
-        for members, expected in ((frozenset({bob.author}), Limits()), (frozenset(), Limits().for_strangers)):
-            relay.server.members = members
-            await bob.connect(relay.host.author, relay.host.addresses)
-            answer = await ask(bob, relay.host, RESERVE)
-            assert (answer.limit.data, answer.limit.duration) == (expected.circuit_bytes, expected.circuit_seconds)
-        assert answer.limit.data == STRANGERS_CIRCUIT_BYTES
 
 
 @pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])
