@@ -30,19 +30,6 @@ _UP_TABLE, _DOWN_TABLE = 1_000, 2_000
 
 
 @dataclass
-class Line:
-    """The line from a home to the internet; a rate of None is unlimited."""
-
-    up_mbit: float | None = None
-    down_mbit: float | None = None
-    delay_ms: float = 0.0
-    """Delay of each packet, one way."""
-    loss: float = 0.0
-    """Probability that a packet is lost, in each direction."""
-    is_cut: bool = False
-
-
-@dataclass
 class Home:
     """Hosts behind a router, or two; made by `Lab.add_home`."""
 
@@ -55,7 +42,11 @@ class Home:
     leash: Leash
     machines: list[Namespace]
     """Where the hosts are."""
-    line: Line = field(default_factory=Line)
+    delay_ms: float = 0.0
+    """The line's delay of each packet, one way."""
+    loss: float = 0.0
+    """Probability that a packet is lost, in each direction."""
+    is_cut: bool = False
     _lease: int = 1
     _late: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -78,13 +69,12 @@ class Home:
 
     def set_rate(self, up_mbit: float | None, down_mbit: float | None) -> None:
         """Set the line's rates in Mbit/s, out and in."""
-        self.line.up_mbit, self.line.down_mbit = up_mbit, down_mbit
         _set_rate(self.routers[0].namespace, WAN, up_mbit)
         _set_rate(self.internet, self._link, down_mbit)
 
     def set_delay(self, delay_ms: float) -> None:
         """Set the delay of each packet, one way. Packets on the way are lost."""
-        self.line.delay_ms = delay_ms
+        self.delay_ms = delay_ms
         self._late.close()
         if delay_ms:
             tun = self._late.enter_context(open_tun(self.internet, self._late_link))
@@ -94,21 +84,21 @@ class Home:
 
     def set_loss(self, loss: float) -> None:
         """Lose each packet with this probability, in and out."""
-        self.line.loss = loss
+        self.loss = loss
         self._set_fate()
 
     def cut(self) -> None:
         """Drop all packets between the home and the internet, without any notice to either side."""
-        self.line.is_cut = True
+        self.is_cut = True
         self._set_fate()
 
     def heal(self) -> None:
         """Undo `cut`."""
-        self.line.is_cut = False
+        self.is_cut = False
         self._set_fate()
 
     def _set_fate(self) -> None:
-        self.routers[0].namespace.run("nft -f -", line_rules(self.line.loss, is_cut=self.line.is_cut))
+        self.routers[0].namespace.run("nft -f -", line_rules(self.loss, is_cut=self.is_cut))
 
     # Hosts and routers
 
@@ -159,7 +149,7 @@ class Home:
         """Set the routes to the home, and from it, through the detour that delays."""
         up, down = _UP_TABLE + self.index, _DOWN_TABLE + self.index
         self.internet.run(f"ip rule del lookup {up} 2>&- || true; ip rule del lookup {down} 2>&- || true")
-        if not self.line.delay_ms:
+        if not self.delay_ms:
             self.internet.run(f"ip route replace {self.address} dev {self._link}")
             return
         self.internet.run(f"""

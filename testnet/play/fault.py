@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Final, Literal, get_args
 
 import msgspec
@@ -161,19 +160,6 @@ class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"chaos has no {', '.join(sorted(unknown))}; it has {', '.join(DURATIONS)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Busy:
-    """The time in which nodes have a fault, or recover from it."""
-
-    nodes: frozenset[int]
-    begins_at: float
-    ends_at: float
-    is_partition: bool
-
-    def meets(self, begins_at: float, ends_at: float) -> bool:
-        return self.begins_at < ends_at and begins_at < self.ends_at
-
-
 def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
     """Draw the schedule's faults, in the order in which they begin; `ChaosError` if there is no room for them."""
     rng = random.Random(f"chaos {seed}")
@@ -183,18 +169,15 @@ def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
     kinds = [chaos.kinds[index % len(chaos.kinds)] for index in range(chaos.faults)]
     rng.shuffle(kinds)
     faults: list[Fault] = []
-    busy: list[_Busy] = []
+    recovery = min(RECOVERY, RECOVERY * chaos.seconds / FULL_LENGTH)
     for index, kind in enumerate(kinds):
         # Evenly spaced first; where that has no room, at random.
         even = begins_at + (ends_at - begins_at) * index / len(kinds)
         for attempt in range(_ATTEMPTS):
             at = even if attempt < _ATTEMPTS // 2 else rng.uniform(begins_at, ends_at)
             fault = _draw(kind, at, chaos.seconds, nodes, rng)
-            recovery = min(RECOVERY, RECOVERY * chaos.seconds / FULL_LENGTH)
-            taken = _busy(fault, recovery)
-            if taken.ends_at - recovery <= ends_at and _has_room(taken, busy, len(nodes)):
+            if (fault.after_start or 0.0) + fault.seconds <= ends_at and _has_room(fault, faults, recovery, len(nodes)):
                 faults.append(fault)
-                busy.append(taken)
                 break
         else:
             raise ChaosError(f"no room for {chaos.faults} faults among {len(nodes)} nodes in {chaos.seconds:g} s")
@@ -216,19 +199,19 @@ def _draw(kind: FaultKind, at: float, seconds: float, nodes: Sequence[int], rng:
     )
 
 
-def _busy(fault: Fault, recovery: float) -> _Busy:
-    assert fault.after_start is not None
-    assert fault.duration is not None
-    ends_at = fault.after_start + fault.duration + recovery
-    return _Busy(frozenset(fault.nodes), fault.after_start, ends_at, fault.kind == "partition")
-
-
-def _has_room(taken: _Busy, busy: Sequence[_Busy], num_nodes: int) -> bool:
+def _has_room(fault: Fault, others: Sequence[Fault], recovery: float, num_nodes: int) -> bool:
     """Return whether a fault fits: no node twice, no second partition, and half of the nodes without a fault.
 
-    All faults that overlap it are counted together, though they may not all overlap each other.
+    Until its recovery a node counts as one with a fault. All faults that overlap are counted together, though they may
+    not all overlap each other.
     """
-    met = [other for other in busy if other.meets(taken.begins_at, taken.ends_at)]
-    if any(other.nodes & taken.nodes or (other.is_partition and taken.is_partition) for other in met):
+
+    def meets(other: Fault) -> bool:
+        early, late = sorted((each.after_start or 0.0, each.seconds) for each in (fault, other))
+        return late[0] < early[0] + early[1] + recovery
+
+    met = list(filter(meets, others))
+    nodes = set(fault.nodes)
+    if any(nodes & set(other.nodes) or other.kind == fault.kind == "partition" for other in met):
         return False
-    return len(taken.nodes.union(*(other.nodes for other in met))) <= num_nodes // 2
+    return len(nodes.union(*(other.nodes for other in met))) <= num_nodes // 2

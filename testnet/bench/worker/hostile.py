@@ -19,7 +19,7 @@ from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import public_key_of
 
 from .exchange import LOOPBACK, PROTOCOL
-from .hostile_attacks import AttackTarget, attack
+from .hostile_attacks import attack
 from .server import Server, memory_mb
 
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
@@ -96,15 +96,14 @@ class Attackers(HostileProcess):
         A connection starts when it is due at ``per_second``, but not while `MAX_AT_ONCE` are open, so the rate may be
         lower.
         """
-        target = AttackTarget(port, public_key_of(peer))
-        rng = random.Random(0)
+        target, rng = public_key_of(peer), random.Random(0)
         limit = trio.CapacityLimiter(MAX_AT_ONCE)
         started_at = trio.current_time()
         num_begun = 0
 
         async def one(index: int) -> None:
             try:
-                await attack(kinds[index % len(kinds)], target, _source(index, sources), rng, patience)
+                await attack(kinds[index % len(kinds)], port, target, _source(index, sources), rng, patience)
             finally:
                 limit.release_on_behalf_of(index)
 

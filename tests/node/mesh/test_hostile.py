@@ -21,7 +21,6 @@ from farandole.testnet.bench.worker.hostile_attacks import (
     ATTACKS,
     AUTHENTICATED,
     RAW,
-    AttackTarget,
     TargetError,
     attack,
 )
@@ -33,12 +32,11 @@ from ..hosts import ECHO, assert_answers, echo, host_at_loopback
 @asynccontextmanager
 async def attacked(host: Host, names: Sequence[str], number: int, sources: int = 1) -> AsyncIterator[None]:
     """Attack with ``number`` connections, of these kinds in turn, all at once, until the block ends."""
-    target = AttackTarget(int(host.addresses[0].split("/")[4]), host.author)
-    rng = random.Random(0)
+    port, rng = int(host.addresses[0].split("/")[4]), random.Random(0)
     async with trio.open_nursery() as nursery:
         for index in range(number):
             source = f"127.0.0.{1 + index % sources}"
-            nursery.start_soon(attack, names[index % len(names)], target, source, rng)
+            nursery.start_soon(attack, names[index % len(names)], port, host.author, source, rng)
         yield
         nursery.cancel_scope.cancel()
 
@@ -133,4 +131,4 @@ async def test_descriptors_stay_as_they_were_whoever_comes_and_goes() -> None:
 
 async def test_attacks_are_for_loopback_only() -> None:
     with pytest.raises(TargetError):
-        await attack("silence", AttackTarget(1, bytes(32)), "192.0.2.1", random.Random(0))
+        await attack("silence", 1, bytes(32), "192.0.2.1", random.Random(0))
