@@ -19,14 +19,13 @@ from typing import Final
 import trio
 
 from farandole.protocol.checkpoints.blocks import decode_signed_index, max_index_bytes
-from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
+from farandole.protocol.checkpoints.copies import copied_author, is_copier
 from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
-from ..base.figures import duration
 from ..store.folder import index_of
 from .donor import DonorBusyError
 from .fetch import Downloads
@@ -38,9 +37,6 @@ logger = logging.getLogger(__name__)
 COPY_SUFFIX: Final = ".blocks"
 # Copies take no more than this share of the time for downloads, however large the stage or slow the line.
 COPY_SHARE: Final = 0.1
-# A copy that arrives more rounds behind than newcomers accept is not worth its traffic. A node whose line is that slow
-# looks again after this, in seconds: it may have become faster.
-SLOW_COPY_INTERVAL: Final = 86_400.0
 # An author that did not give the checkpoint to copy is skipped for this long: the next copy is another author's.
 PASS_OVER_SECONDS: Final = 300.0
 # The interval for announcing another one to the DHT: twenty peers keep each, for hours, and the run state has the
@@ -59,7 +55,6 @@ class CopyService:
         self._passed_over: dict[bytes, float] = {}  # until when
         self._provided: bytes | None = None
         self._provide_after = -math.inf
-        self._slow_since: float | None = None
 
     async def run(self) -> None:
         """Take up an earlier life's copy, and keep it new, until cancelled."""
@@ -85,7 +80,7 @@ class CopyService:
                 await self._take(None)
             return
         found = self._choose(stage)
-        if found is None or (copy is not None and copy.id == found[1].id) or self._is_in_vain(stage):
+        if found is None or (copy is not None and copy.id == found[1].id):
             return
         author, notice = found
         try:
@@ -111,29 +106,6 @@ class CopyService:
                 await self._take(path, await trio.to_thread.run_sync(keep))
             except OSError as error:
                 logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
-
-    def _is_in_vain(self, stage: int) -> bool:
-        """Return whether a copy would be too old for newcomers on arrival, at the rate of the last download.
-
-        If the model is cut, an old copy is better than none: it is all that is left of a stage that has died out.
-        """
-        downloads, now = self._downloads, trio.current_time()
-        round_seconds = self._files.manifest.rounds.round_seconds
-        seconds = self._files.required_bytes(stage) / downloads.rate
-        is_slow = downloads.is_measured and 0 < MAX_ROUNDS_OLDER * round_seconds < seconds
-        if not is_slow or self._files.num_stages > 1:
-            self._slow_since = None
-            return False
-        if self._slow_since is None:
-            self._slow_since = now
-            downloads.journal.note(
-                f"a copy of another's checkpoint takes {duration(seconds)} of this line, and would be "
-                f"{seconds / round_seconds:.0f} rounds old: none is made for a day"
-            )
-        if now < self._slow_since + SLOW_COPY_INTERVAL:
-            return True
-        self._slow_since = None
-        return False
 
     def _choose(self, stage: int) -> tuple[bytes, CheckpointNotice] | None:
         """Choose the author and the checkpoint of a stage that this node must copy; None if there is none."""

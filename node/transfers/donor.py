@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.checkpoints import block_transfer as messages
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, block_range
+from farandole.protocol.checkpoints.blocks import block_range
 from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -75,7 +75,7 @@ class DonorSession:
         self._stream = stream
         self._parser = parser
         self._asked: set[int] = set()
-        self._buffers: dict[int, bytearray] = {}  # of blocks on their way
+        self._buffers: dict[int, memoryview] = {}  # of blocks on their way
         self._bulk: BulkPipe | None = None
         self._progress = 0
 
@@ -99,27 +99,21 @@ class DonorSession:
         """Take what is asked for, of a checkpoint of ``size`` bytes, until cancelled.
 
         ``on_ready`` is called once, when blocks may be asked for. ``on_block`` is called with each block that has
-        arrived; the block is unverified, and its memory is reused when the call returns. Raises `DonorBusyError`,
-        `RemoteProtocolError`, `trio.TooSlowError`, `trio.BrokenResourceError` or `trio.ClosedResourceError` when
-        nothing more comes.
+        arrived, unverified. Raises `DonorBusyError`, `RemoteProtocolError`, `trio.TooSlowError`,
+        `trio.BrokenResourceError` or `trio.ClosedResourceError` when nothing more comes.
         """
         pipe = Pipe(True, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
         bulk = self._bulk = BulkPipe(pipe, self._stream, self._conditions.channels, self._conditions.shaping)
-        come, coming = trio.open_memory_channel[tuple[int, bytearray]](NUM_BUFFERS)
-        free, freed = trio.open_memory_channel[bytearray](NUM_BUFFERS)
-        for _ in range(NUM_BUFFERS):
-            free.send_nowait(bytearray())
-
-        def part_of(block: int, memory: bytearray) -> memoryview:
-            start, end = block_range(size, block)
-            return memoryview(memory)[: end - start]
+        come, coming = trio.open_memory_channel[tuple[int, memoryview]](NUM_BUFFERS)
+        free = trio.Semaphore(NUM_BUFFERS)
 
         async def hear(payload: bytes) -> None:
             match messages.decode_given(payload):
                 case messages.Give(block) if block in self._asked and block not in self._buffers:
-                    # If none is free, two blocks are here to be written: this waits for no transfer.
-                    memory = self._buffers[block] = await freed.receive() or bytearray(BLOCK_BYTES)
-                    pipe.expect(block, part_of(block, memory))
+                    await free.acquire()  # if none is, two blocks are here to be written: this waits for no transfer
+                    start, end = block_range(size, block)
+                    self._buffers[block] = memoryview(bytearray(end - start))
+                    pipe.expect(block, self._buffers[block])
                 case messages.Busy(seconds):
                     raise DonorBusyError(seconds)
                 case message:
@@ -131,8 +125,8 @@ class DonorSession:
 
         async def hand_on() -> None:
             async for block, memory in coming:
-                await on_block(block, part_of(block, memory))
-                free.send_nowait(memory)
+                await on_block(block, memory)
+                free.release()
 
         async def tell_when_ready() -> None:
             await bulk.wait_routed()

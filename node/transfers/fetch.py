@@ -354,8 +354,6 @@ class Downloads:
     journal: Journal
     rate: float = field(init=False)
     """The last download's rate in bytes a second; before the first one, the cap, or a guess."""
-    is_measured: bool = field(init=False, default=False)
-    """Whether a download has measured the rate."""
 
     def __post_init__(self) -> None:
         self.rate = self.conditions.shaping.down.rate or USUAL_RATE
@@ -409,5 +407,4 @@ class Downloads:
         self.journal.exchanges.bytes_received += fetched.num_bytes
         if fetched.num_bytes:
             self.rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
-            self.is_measured = True
         return fetched

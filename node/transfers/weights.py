@@ -306,29 +306,21 @@ class Weights:
         return True
 
     async def _is_fit(self, found: _Found, fetched: Fetched, comparison: Comparison, *, is_last_resort: bool) -> bool:
-        """Return whether fetched weights are of the round that their author states, and like other members' weights."""
-        signed, index, _ = found
-        self._taken.add(signed.id)
-        if (await self.rounds())[1] not in (None, index.round):
-            self._journal.warn(f"{short_name(index.author)} lied about the round of its weights")
-            self._membership.credit.lose([index.author], trio.current_time())
-            return False
-        verdict = await self._compare(comparison, index, tuple(fetched.num_by_donor))
-        if verdict is SketchVerdict.DISPUTED:
-            self._disputed[index.author] = found
-            return is_last_resort
-        return verdict is not SketchVerdict.UNFIT
+        """Return whether fetched weights are of the round that their author states, and like other members' weights.
 
-    async def _compare(self, comparison: Comparison, index: Index, donors: Sequence[bytes]) -> SketchVerdict:
-        """Compare weights that were fetched with other members', and report the result.
-
-        If most of these are far, the author is doubted. If the only answering member's are, that member may be the
+        If most members' are far, the author is doubted. If the only answering member's are, that member may be the
         liar: neither is doubted, so that neither can have the other's word discounted.
         """
-        journal = self._journal
+        signed, index, _ = found
+        journal, author = self._journal, index.author
+        self._taken.add(signed.id)
+        if (await self.rounds())[1] not in (None, index.round):
+            journal.warn(f"{short_name(author)} lied about the round of its weights")
+            self._membership.credit.lose([author], trio.current_time())
+            return False
         if journal.state.phase == "fetching weights":  # not while this node trains, and would move to another stage
             journal.enter(journal.state.phase, "comparing the weights with other members'", "other members' sketches")
-        whose = f"the weights of round {index.round} from {short_name(index.author)}"
+        whose = f"the weights of round {index.round} from {short_name(author)}"
         judgement = await comparison.judge(self.files.fetched(index.stage))
         match judgement.verdict:
             case SketchVerdict.FIT:
@@ -339,11 +331,14 @@ class Weights:
                 journal.warn(f"{whose} are not compared with another member's: {why}. Only {judges} is judged")
             case SketchVerdict.DISPUTED:
                 journal.warn(f"{whose} are {judgement}: they are taken only if there are no others")
+                self._disputed[author] = found
+                return is_last_resort
             case SketchVerdict.UNFIT:
-                self._refused.add(index.author)
-                names = self._doubt(index, donors)
+                self._refused.add(author)
+                names = self._doubt(index, tuple(fetched.num_by_donor))
                 journal.warn(f"{whose} are {judgement}: {names} is not believed for a while")
-        return judgement.verdict
+                return False
+        return True
 
     async def _take_own_copy(self, stage: int, after: int, show: Show) -> bool:
         """Take the copy that this node kept for others: its blocks are verified again, and no peer is asked."""

@@ -88,14 +88,11 @@ def is_what_was_wanted(path: Path) -> bool:
     }
 
 
-@pytest.mark.parametrize("is_bulk", [True, False])
 async def test_two_donors_give_different_blocks_of_what_is_wanted(
-    tmp_path: Path, is_bulk: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "MAX_WINDOW", 2)  # otherwise the first ready donor is asked for all
     async with open_members(3) as (newcomer, *donors):
-        if not is_bulk:
-            newcomer.conditions.channels = None
         newcomer.conditions.shaping = Shaping.of_mbit(0, 100)  # otherwise one has given all before the other is asked
         for number, donor in enumerate(donors):
             await newcomer.host.connect(donor.host.author)

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import trio
 import trio.testing
@@ -15,19 +14,17 @@ import trio.testing
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
-from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import fetch as downloads
-from farandole.node.transfers.copies import PASS_OVER_SECONDS, SLOW_COPY_INTERVAL, CopyService
-from farandole.node.transfers.donor import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Conditions, fresh_save_timeout
-from farandole.node.transfers.fetch import Downloads, Fetched
+from farandole.node.transfers.copies import PASS_OVER_SECONDS
+from farandole.node.transfers.donor import ANSWER_TIMEOUT, MAX_FRESH_SAVE, fresh_save_timeout
+from farandole.node.transfers.fetch import Fetched
 from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, Provider
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
-from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
 
-from .donors import ANN, BOB, ME, MODEL, World, content_of
+from .donors import ANN, BOB, ME, World, content_of
 from .files import KEY, RUN, index_of
 
 
@@ -225,27 +222,3 @@ async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
 ) -> None:
     assert await LargeProvider(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
     assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
-
-
-async def test_a_copy_that_would_be_too_old_when_it_is_here_is_not_made(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
-    """The model is not cut. The line is measured again after a day."""
-    whole = Manifest("whole", msgspec.structs.replace(MODEL, num_stages=1))
-    files = WeightFiles(world.settings, whole)
-    host: Any = SimpleNamespace(author=ME)
-    membership: Any = world
-    line = Downloads(host, Conditions(host, RUN), files, membership, world.journal)
-    provider: Any = SimpleNamespace()
-    copies = CopyService(line, provider)
-    too_slow = files.required_bytes(0) / (6 * whole.rounds.round_seconds)
-
-    assert not copies._is_in_vain(0)  # nothing is measured
-    line.is_measured, line.rate = True, 2 * too_slow
-    assert not copies._is_in_vain(0)
-    line.rate = too_slow
-    assert copies._is_in_vain(0)
-    assert "would be 6 rounds old" in world.journal.events[-1].text
-    await trio.sleep(SLOW_COPY_INTERVAL)
-    assert not copies._is_in_vain(0)  # once, to measure it
-    assert copies._is_in_vain(0)

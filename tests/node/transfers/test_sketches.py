@@ -62,16 +62,6 @@ async def test_a_members_sketch_is_that_of_its_file(tmp_path: Path) -> None:
             assert await ask_for_sketch(newcomer, member.author, SketchQuestion(b"x" * 32, 0, SEED)) is None
 
 
-async def test_a_file_that_has_been_replaced_is_still_what_was_announced(tmp_path: Path) -> None:
-    holding = hold(tmp_path / "theirs", CONTENT)
-    expected = values_of(await sketch_path(tmp_path / "theirs", SEED))
-    (tmp_path / "theirs").unlink()
-    (tmp_path / "theirs").write_bytes(b"something else")
-    async with newcomer_and_member(holding) as (newcomer, member):
-        with trio.fail_after(PATIENCE):
-            assert await ask_for_sketch(newcomer, member.author, QUESTION) == expected
-
-
 @pytest.mark.parametrize("lie", [b"", b"\xc1", encode_answer(b"short"), encode_answer(b"\xff" * 1_024), b"x" * 2_000])
 async def test_what_is_no_sketch_is_the_members_fault(lie: bytes) -> None:
     async with host_at_loopback() as newcomer, host_at_loopback() as liar:

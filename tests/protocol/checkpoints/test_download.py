@@ -220,13 +220,6 @@ def test_a_liar_is_asked_for_nothing_more_and_reported() -> None:
     assert set(world.arrived) == set(range(120))
 
 
-def test_a_donor_is_asked_only_for_what_it_holds() -> None:
-    donors = {ANN: Donor(20.0, num_held=30), BOB: Donor(2.0)}
-    world = World(donors, 50)
-    world.run()
-    assert 25 <= donors[ANN].num_given <= 30
-
-
 def test_donors_that_have_nothing_more_make_room() -> None:
     donors = {name: Donor(20.0, num_held=10) for name in (ANN, BOB, CYD, DAN)} | {EVE: Donor(20.0)}
     assert World(donors, 50).run() <= 50 / 20 + 2
@@ -247,14 +240,6 @@ def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> Non
     assert End(False) not in download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
     assert End(False) not in download.tick(128.0 + 2 * PATIENCE)
     assert End(False) in download.tick(130.0 + 2 * PATIENCE)
-
-
-def test_what_is_here_is_not_asked_for() -> None:
-    world = World({ANN: Donor(20.0)}, 100, have=frozenset(range(0, 100, 2)))
-    world.run()
-    assert set(world.arrived) == set(range(1, 100, 2))
-    world = World({ANN: Donor(20.0)}, 100, have=frozenset(range(100)))
-    assert world.completed == 1
 
 
 def test_no_more_donors_are_remembered_than_needed() -> None:

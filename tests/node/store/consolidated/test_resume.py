@@ -51,13 +51,6 @@ def test_what_a_run_file_leaves_out_is_as_it_was(folder: Consolidated) -> None:
     assert resumed(folder, {}).model.num_stages == 1
 
 
-def test_it_may_go_on_for_longer_in_tokens(folder: Consolidated) -> None:
-    before = folder.manifest
-    tokens = 100 * before.inner.batch_size * before.model.context
-    after = resumed(folder, {"name": "longer", "inner": {"total_tokens": tokens}})
-    assert (after.inner.total_steps, after.inner.warmup_steps) == (100, before.inner.warmup_steps)
-
-
 EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 
 
