@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.run.rules import GuardConfig
 from farandole.training import screening
 from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
 

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from farandole.protocol.rounds.audits import RoundClaim, replay_of
 from farandole.protocol.run.models import stage_parameters
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, max_checkpoint_bytes
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_checkpoint_bytes
 from farandole.protocol.state.entries import Kind
 from farandole.protocol.trainer.trainer_messages import Prepare, Replayed, TrainerSettings
 from farandole.protocol.wire.errors import ManifestError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.figures import count

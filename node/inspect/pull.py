@@ -23,7 +23,7 @@ from farandole.protocol.epochs.lease_claims import epoch_progress
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.manifest import EpochsConfig
 from farandole.protocol.run.models import stage_parameters
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from farandole.protocol.planning.planning import choices, complete, given_by
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.run.outer_rules import SLOW
 from farandole.protocol.run.own_model import recipe_hash
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.cluster.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
 from farandole.training.model.stages import build_module

@@ -20,7 +20,7 @@ from typing import Final
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.models import stage_parameters
-from farandole.protocol.run.outer_rules import max_checkpoint_bytes, required_bytes
+from farandole.protocol.run.rules import max_checkpoint_bytes, required_bytes
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 

@@ -20,9 +20,8 @@ from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
 from farandole.protocol.run.models import PRESETS, preset
-from farandole.protocol.run.outer_rules import with_kind
 from farandole.protocol.run.own_model import FunctionName, Settings
-from farandole.protocol.run.screening_rules import DEFAULT_SCREENING
+from farandole.protocol.run.rules import DEFAULT_SCREENING, with_kind
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.model.own_function import require_allowed

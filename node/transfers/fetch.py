@@ -30,7 +30,7 @@ from farandole.protocol.checkpoints.blocks import (
     select,
 )
 from farandole.protocol.mesh.kademlia import checkpoint_key
-from farandole.protocol.run.outer_rules import is_required
+from farandole.protocol.run.rules import is_required
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.safetensors import header_size, parse_header

@@ -169,61 +169,50 @@ COMPARISON_TIMEOUT: Final = 15.0
 SECONDS_PER_BYTE: Final = 30e-9
 
 
-class Comparison:
-    """Other members' sketches for one checkpoint; made by `open_comparison`."""
+Judge = Callable[[Path], Awaitable[Judgement]]
+"""Compares the checkpoint that is at a path now with the sketches of all members that answer in time.
 
-    def __init__(self, downloads: Downloads, index: Index, judges: list[bytes]) -> None:
-        self.num_asked = len(judges)
-        self._downloads = downloads
-        self._question = SketchQuestion(index.run_id, index.stage, secrets.token_bytes(SEED_BYTES))
-        self._judges = judges
-        self._sketches: list[Sketch] = []
-        self._has_all = trio.Event()
-
-    async def run(self) -> None:
-        """Ask all members at once, and wait for their answers until the deadline."""
-        host, journal = self._downloads.host, self._downloads.journal
-
-        async def ask(member: bytes) -> None:
-            try:
-                sketch = await ask_for_sketch(host, member, self._question)
-            except PeerUnreachableError as error:
-                journal.note(f"weights are not compared with those of {short_name(member)}: {error}")
-                return
-            if sketch is not None:
-                self._sketches.append(sketch)
-
-        num_bytes = self._downloads.files.required_bytes(self._question.stage)
-        with trio.move_on_after(COMPARISON_TIMEOUT + SECONDS_PER_BYTE * num_bytes):
-            async with trio.open_nursery() as nursery:
-                for member in self._judges:
-                    nursery.start_soon(ask, member)
-        self._has_all.set()
-
-    async def judge(self, path: Path) -> Judgement:
-        """Compare the checkpoint, which is at ``path`` now, with the sketches of all members that answer in time.
-
-        A file that cannot be read is left to the trainer, which reports why.
-        """
-        await self._has_all.wait()
-        if not self._sketches:
-            return Judgement(SketchVerdict.UNKNOWN)
-        try:
-            sketch = await sketch_path(path, self._question.seed)
-        except (OSError, RemoteProtocolError) as error:
-            self._downloads.journal.note(f"{path} cannot be compared: {error}")
-            return Judgement(SketchVerdict.UNKNOWN)
-        return judge(values_of(sketch), self._sketches)
+A file that cannot be read is left to the trainer, which reports why.
+"""
 
 
 @asynccontextmanager
-async def open_comparison(downloads: Downloads, index: Index, holders: frozenset[bytes]) -> AsyncIterator[Comparison]:
-    """Ask members about a checkpoint while the block runs; ``holders`` state that they have it."""
-    membership = downloads.membership
+async def open_comparison(downloads: Downloads, index: Index, holders: frozenset[bytes]) -> AsyncIterator[Judge]:
+    """Ask members about a checkpoint while the block runs, all at once; ``holders`` state that they have it."""
+    membership, journal = downloads.membership, downloads.journal
     training = membership.nodes_of_stages()[index.stage] - {index.author}  # paused members have old weights
     members = [member for member in membership.donors(0, index.stage) if member in training]
     judges = choose_judges(members, {index.author, *holders}, membership.networks())
-    comparison = Comparison(downloads, index, judges)
+    question = SketchQuestion(index.run_id, index.stage, secrets.token_bytes(SEED_BYTES))
+    sketches: list[Sketch] = []
+    has_all = trio.Event()
+
+    async def ask(member: bytes) -> None:
+        try:
+            sketch = await ask_for_sketch(downloads.host, member, question)
+        except PeerUnreachableError as error:
+            journal.note(f"weights are not compared with those of {short_name(member)}: {error}")
+            return
+        if sketch is not None:
+            sketches.append(sketch)
+
+    async def ask_all() -> None:
+        num_bytes = downloads.files.required_bytes(index.stage)
+        with trio.move_on_after(COMPARISON_TIMEOUT + SECONDS_PER_BYTE * num_bytes):
+            async with trio.open_nursery() as asking:
+                for member in judges:
+                    asking.start_soon(ask, member)
+        has_all.set()
+
+    async def judge_file(path: Path) -> Judgement:
+        await has_all.wait()
+        if sketches:
+            try:
+                return judge(values_of(await sketch_path(path, question.seed)), sketches)
+            except (OSError, RemoteProtocolError) as error:
+                journal.note(f"{path} cannot be compared: {error}")
+        return Judgement(SketchVerdict.UNKNOWN, num_silent=len(judges))
+
     async with open_service_nursery() as nursery:
-        nursery.start_soon(comparison.run)
-        yield comparison
+        nursery.start_soon(ask_all)
+        yield judge_file

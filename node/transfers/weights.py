@@ -35,7 +35,7 @@ from .copies import CopyService
 from .fetch import Downloads, Fetched, FetchProgress, Show
 from .holdings import Provider
 from .partial_file import partial_path
-from .sketches import Comparison, open_comparison
+from .sketches import Judge, open_comparison
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0
@@ -286,12 +286,12 @@ class Weights:
             return False
         path, is_fit = self.files.fetched(index.stage), False
         holders = frozenset((*donors, *self._membership.holders(index.stage, signed.id)))
-        async with open_comparison(self._downloads, index, holders) as comparison:
+        async with open_comparison(self._downloads, index, holders) as judge:
             fetched = await self._downloads.fetch(signed, index, donors, path, show, is_copy=False)
             if fetched is None:
                 return False
             try:
-                is_fit = await self._is_fit((signed, index, donors), fetched, comparison, is_last_resort=is_last_resort)
+                is_fit = await self._is_fit((signed, index, donors), fetched, judge, is_last_resort=is_last_resort)
             finally:
                 if not is_fit:  # or this node ends before that is known: a next life would use the file as it is
                     with trio.CancelScope(shield=True):
@@ -305,7 +305,7 @@ class Weights:
         self._journal.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
         return True
 
-    async def _is_fit(self, found: _Found, fetched: Fetched, comparison: Comparison, *, is_last_resort: bool) -> bool:
+    async def _is_fit(self, found: _Found, fetched: Fetched, judge: Judge, *, is_last_resort: bool) -> bool:
         """Return whether fetched weights are of the round that their author states, and like other members' weights.
 
         If most members' are far, the author is doubted. If the only answering member's are, that member may be the
@@ -321,13 +321,14 @@ class Weights:
         if journal.state.phase == "fetching weights":  # not while this node trains, and would move to another stage
             journal.enter(journal.state.phase, "comparing the weights with other members'", "other members' sketches")
         whose = f"the weights of round {index.round} from {short_name(author)}"
-        judgement = await comparison.judge(self.files.fetched(index.stage))
+        judgement = await judge(self.files.fetched(index.stage))
         match judgement.verdict:
             case SketchVerdict.FIT:
                 journal.note(f"{whose} are {judgement}")
             case SketchVerdict.UNKNOWN:
                 judges = "their loss on held-out text" if self.files.num_stages == 1 else "their magnitude"
-                why = f"none of {comparison.num_asked} members answered" if comparison.num_asked else "there is none"
+                num_silent = judgement.num_silent
+                why = f"none of {num_silent} members answered" if num_silent else "there is none"
                 journal.warn(f"{whose} are not compared with another member's: {why}. Only {judges} is judged")
             case SketchVerdict.DISPUTED:
                 journal.warn(f"{whose} are {judgement}: they are taken only if there are no others")

@@ -143,6 +143,8 @@ class Judgement:
     """From the checkpoint to each member's weights, the least first."""
     bound: float = FAR
     """Distances up to this are near."""
+    num_silent: int = 0
+    """The members that were asked, if none answered."""
 
     def __str__(self) -> str:
         text = ", ".join(f"{each:.0%}" if math.isfinite(each) else "not finite" for each in self.distances)

@@ -43,7 +43,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from ..run.outer_rules import Codec
+from ..run.rules import Codec
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.framing import LENGTH_BYTES, FrameParser, frame
 from ..wire.messagepack import PRINTABLE, MessageDecoder, Session, encode

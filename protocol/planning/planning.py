@@ -24,7 +24,7 @@ import msgspec
 
 from ..run.manifest import Manifest
 from ..run.models import num_parameters
-from ..run.outer_rules import OuterConfig, PlainConfig
+from ..run.rules import OuterConfig, PlainConfig
 from ..wire.errors import ManifestError
 from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, busy_share, needs_of
 

@@ -21,9 +21,8 @@ from .exclusions import exclusions_in
 from .families import HFConfig
 from .families.base import NumLayers
 from .invitations import Roster
-from .outer_rules import NoLoCoConfig, OuterRules, with_kind
 from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
-from .screening_rules import DEFAULT_SCREENING, ScreeningRules
+from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_kind
 from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without

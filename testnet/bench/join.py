@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.store.folder import index_of
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, encode_signed_index, hash_block, sign_index
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
 from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.safetensors import encode_header, parse_header
 

@@ -16,8 +16,7 @@ import msgspec
 import typer
 
 from farandole.protocol.run.manifest import MAX_PARTNERS, InnerConfig, Manifest, RoundConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig
-from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
+from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, ScreeningRules
 
 from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..report.section import Grid

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import build_learner
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig, OuterConfig, PlainConfig, encoded_bytes
+from farandole.protocol.run.rules import Codec, NoLoCoConfig, OuterConfig, PlainConfig, encoded_bytes
 from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.base.parameters import bind_, layout_of
 from farandole.training.data.batches import draw

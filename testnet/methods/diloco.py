@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import Momentum, OuterConfig
+from farandole.protocol.run.rules import Momentum, OuterConfig
 from farandole.training.outer.rule import Meeting, OuterRule, OwnVectors
 
 

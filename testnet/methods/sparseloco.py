@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import Codec, OuterConfig
+from farandole.protocol.run.rules import Codec, OuterConfig
 from farandole.training.outer.codec import form_of
 from farandole.training.outer.rule import weighted_mean
 

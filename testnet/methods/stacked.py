@@ -25,7 +25,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, OuterConfig
+from farandole.protocol.run.rules import Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.data.dataset import Sampler

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import CheckpointError
 from farandole.training.base.parameters import Layout

@@ -8,7 +8,7 @@ from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.planning.planning import complete
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.models import PRESETS, num_parameters, preset
-from farandole.protocol.run.outer_rules import encoded_bytes
+from farandole.protocol.run.rules import encoded_bytes
 
 CODECS: Final = ("fp32", "int8", "int4")
 

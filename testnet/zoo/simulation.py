@@ -25,7 +25,7 @@ from torch import Tensor
 
 from farandole.protocol.rounds.pairing_order import PartnerBackoff
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.protocol.state.believing import OwnSuspects, is_suspected
 from farandole.protocol.state.entries import PARTNER_BYTES, Suspects
 from farandole.protocol.trainer.trainer_messages import TrainerSettings

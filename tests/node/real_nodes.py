@@ -18,7 +18,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
-from farandole.protocol.run.outer_rules import Codec
+from farandole.protocol.run.rules import Codec
 
 from .hosts import LOOPBACK
 

@@ -24,7 +24,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.status.round_log import RoundRecord, read_rounds
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.run.invite import decode_invite
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.training.model.model import build_model
 
 from ..patience import PATIENCE

@@ -8,8 +8,7 @@ import pytest
 import safetensors.torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig, RoundConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterConfig
-from farandole.protocol.run.screening_rules import ScreeningConfig
+from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.data.batches import Found

@@ -23,9 +23,8 @@ from blake3 import blake3
 from torch import distributed, nn
 
 from farandole.protocol.run.manifest import Manifest, ModelConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
+from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, ScreeningRules
 from farandole.training.base.errors import DivergedError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.cluster.ranks import (

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import DROPPED, is_square
+from farandole.protocol.run.rules import DROPPED, is_square
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, encode_header, header_size
 

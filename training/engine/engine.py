@@ -33,7 +33,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 
 from ..base.device import Device

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, RoundConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterConfig
-from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, OuterConfig, ScreeningConfig
 
 from ..base.device import Device, host_memory
 from ..base.parameters import flatten_, layout_of

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from farandole.protocol.checkpoints.sketches import NUM_BUCKETS, SEED_BYTES
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, Header, header_size, parse_header
 
 Read = Callable[[int, int], bytes]

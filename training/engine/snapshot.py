@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import FAST, OPTIMIZER_VECTORS, SLOW, required_vectors
+from farandole.protocol.run.rules import FAST, OPTIMIZER_VECTORS, SLOW, required_vectors
 from farandole.protocol.wire.safetensors import FP32_BYTES
 
 from ..base.device import Device
@@ -148,7 +148,7 @@ class Checkpoint:
         """Return the vectors' tensors by ``VECTOR/PARAMETER``, not copied; of all `vectors` by default.
 
         They are fp32, except for the bf16 means of `farandole.training.inner.lean`. VECTOR is one of
-        `farandole.protocol.run.outer_rules`, PARAMETER is a name of the layout. Muon keeps no mean of squares for
+        `farandole.protocol.run.rules`, PARAMETER is a name of the layout. Muon keeps no mean of squares for
         matrices.
         """
         parts = NO_PARTS if self._optimizer is None else self._optimizer.parts

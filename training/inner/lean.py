@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import InnerConfig
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 
 from ..base.parameters import Layout, bind_
 from ..base.permutation import keyed_digest

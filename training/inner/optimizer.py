@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import InnerConfig
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 
 from ..base.parameters import Layout
 from .muon import matrices_of, muon_

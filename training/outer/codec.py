@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import DEFAULT_TOPK, SCALE_BYTES, SIZES, TOPK_BLOCK, CodecSize, topk_bytes
+from farandole.protocol.run.rules import DEFAULT_TOPK, SCALE_BYTES, SIZES, TOPK_BLOCK, CodecSize, topk_bytes
 
 from ..base.errors import CodecError
 

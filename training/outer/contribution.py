@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import SENT, OuterConfig
+from farandole.protocol.run.rules import SENT, OuterConfig
 
 from ..base.workers import in_order
 from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices

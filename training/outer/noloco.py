@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.rules import NoLoCoConfig
 
 from .rule import Meeting, OuterRule, OwnVectors
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import DRIFT, SLOW, OuterConfig
+from farandole.protocol.run.rules import DRIFT, SLOW, OuterConfig
 
 from ..base.workers import each_piece, one_thread
 from .codec import slices

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import PlainConfig
+from farandole.protocol.run.rules import PlainConfig
 
 from .rule import Meeting, OuterRule, OwnVectors
 

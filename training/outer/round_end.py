@@ -26,8 +26,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import OuterConfig
-from farandole.protocol.run.screening_rules import ScreeningConfig
+from farandole.protocol.run.rules import OuterConfig, ScreeningConfig
 
 from ..base.errors import CodecError, DataError, DivergedError, ScreeningError
 from ..base.parameters import Layout

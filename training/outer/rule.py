@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import OuterConfig
+from farandole.protocol.run.rules import OuterConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.run.rules import GuardConfig
 
 from .rule import Accept, Encounter, History, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
 

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.screening_rules import ScreeningConfig
+from farandole.protocol.run.rules import ScreeningConfig
 
 # Peers that are remembered, the most recently met ones: more than a node meets in a day of one-minute rounds.
 MAX_PEERS = 2_048

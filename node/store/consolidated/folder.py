@@ -35,7 +35,7 @@ from farandole.protocol.checkpoints.blocks import (
 )
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
 from farandole.protocol.run.models import shapes_of, stage_of
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, max_whole_bytes
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_whole_bytes
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.safetensors import Shape

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -24,7 +23,7 @@ from farandole.protocol.run.families import HFConfig
 from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.models import shapes_of
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.safetensors import Shape, parse_tensors
 from farandole.training.base.errors import DataError
 from farandole.training.data.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
@@ -42,15 +41,8 @@ _ROTARY_BASE = 10_000.0
 _NORM_EPSILON = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of one of our parameters."""
-
-    name: str
-    first: int
-    """The first row."""
-    shape: Shape
-    """The shape of the part: its first number is the number of rows."""
+Part = tuple[str, int, Shape]
+"""Rows of one of our parameters: its name, the first row, and the part's shape, which begins with their number."""
 
 
 def config_of(model: ModelConfig) -> HFConfig:
@@ -81,23 +73,23 @@ def config_of(model: ModelConfig) -> HFConfig:
 def parts_of(manifest: Manifest) -> dict[str, Part]:
     """Return the part of our parameters for each name in transformers, in the order in which they are written."""
     if manifest.model.hf is not None:  # the names are transformers' own
-        return {name: Part(name, 0, shape) for name, shape in shapes_of(manifest.model).items()}
+        return {name: (name, 0, shape) for name, shape in shapes_of(manifest.model).items()}
     model = manifest.model
     width, hidden = model.width, model.hidden
-    parts = {"model.embed_tokens.weight": Part("embedding.weight", 0, (model.vocabulary, width))}
+    parts: dict[str, Part] = {"model.embed_tokens.weight": ("embedding.weight", 0, (model.vocabulary, width))}
     for index in range(model.num_layers):
         theirs, ours = f"model.layers.{index}", f"layers.{index}"
         for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            rows = Part(f"{ours}.attention.qkv.weight", number * width, (width, width))
+            rows = (f"{ours}.attention.qkv.weight", number * width, (width, width))
             parts[f"{theirs}.self_attn.{name}.weight"] = rows
-        parts[f"{theirs}.self_attn.o_proj.weight"] = Part(f"{ours}.attention.out.weight", 0, (width, width))
+        parts[f"{theirs}.self_attn.o_proj.weight"] = (f"{ours}.attention.out.weight", 0, (width, width))
         for number, name in enumerate(("gate_proj", "up_proj")):
-            rows = Part(f"{ours}.mlp.gate_up.weight", number * hidden, (hidden, width))
+            rows = (f"{ours}.mlp.gate_up.weight", number * hidden, (hidden, width))
             parts[f"{theirs}.mlp.{name}.weight"] = rows
-        parts[f"{theirs}.mlp.down_proj.weight"] = Part(f"{ours}.mlp.down.weight", 0, (width, hidden))
-        parts[f"{theirs}.input_layernorm.weight"] = Part(f"{ours}.attention_norm.weight", 0, (width,))
-        parts[f"{theirs}.post_attention_layernorm.weight"] = Part(f"{ours}.mlp_norm.weight", 0, (width,))
-    parts["model.norm.weight"] = Part("norm.weight", 0, (width,))
+        parts[f"{theirs}.mlp.down_proj.weight"] = (f"{ours}.mlp.down.weight", 0, (width, hidden))
+        parts[f"{theirs}.input_layernorm.weight"] = (f"{ours}.attention_norm.weight", 0, (width,))
+        parts[f"{theirs}.post_attention_layernorm.weight"] = (f"{ours}.mlp_norm.weight", 0, (width,))
+    parts["model.norm.weight"] = ("norm.weight", 0, (width,))
     return parts
 
 
@@ -130,7 +122,7 @@ def export_hf(
     loaded = _load_tokenizer(manifest, tokenizer)
     end_token = None if loaded is None else loaded.separator
     parts = parts_of(manifest)
-    num_bytes = sum(4 * math.prod(part.shape) for part in parts.values())
+    num_bytes = sum(4 * math.prod(shape) for _, _, shape in parts.values())
     with new_folder(to, num_bytes) as temporary, open_tensors(folder.checkpoint) as file:
         _write_weights(temporary, file, parts, max_shard_bytes)
         write_json(temporary / "config.json", config_json(config, end_token=end_token))
@@ -147,11 +139,10 @@ def write_json(path: Path, value: object) -> None:
 
 def _write_weights(to: Path, file: TensorFile, parts: dict[str, Part], max_shard_bytes: int) -> None:
     def tensor_of(name: str) -> Floats:
-        part = parts[name]
-        whole = file.read(f"{SLOW}/{part.name}")
-        return whole[part.first : part.first + part.shape[0]]
+        ours, first, shape = parts[name]
+        return file.read(f"{SLOW}/{ours}")[first : first + shape[0]]
 
-    shapes = {name: part.shape for name, part in parts.items()}
+    shapes = {name: shape for name, (_, _, shape) in parts.items()}
     files = shards(shapes, max_shard_bytes)
     if len(files) == 1:
         names = ["model.safetensors"]

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.planning.planning import BY_TOKENS, complete, given_by
 from farandole.protocol.run.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
 from farandole.protocol.run.models import shapes_of
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import ManifestError
 
 from ..run_file import manifest_of

@@ -26,7 +26,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
-from farandole.protocol.run.outer_rules import Codec
+from farandole.protocol.run.rules import Codec
 from farandole.protocol.wire.identity import public_key_of
 from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.training.outer.codec import decode, encode, encoded_size

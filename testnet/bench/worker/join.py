@@ -28,7 +28,7 @@ from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
-from farandole.protocol.run.outer_rules import NoLoCoConfig, is_required
+from farandole.protocol.run.rules import NoLoCoConfig, is_required
 from farandole.protocol.wire.identity import public_key_of
 
 from .exchange import check_committed, exchange_with

@@ -16,7 +16,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.manifest import DataConfig, Manifest
 from farandole.protocol.run.models import preset
-from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.rules import NoLoCoConfig
 
 LARGE = Manifest("large", preset("125M"), outer=NoLoCoConfig(codec="int8"))
 GB = 1_000_000_000

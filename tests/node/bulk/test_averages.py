@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from farandole.protocol.exchange.pipe import BULK_FROM
-from farandole.protocol.run.outer_rules import Codec
+from farandole.protocol.run.rules import Codec
 from farandole.training.base.parameters import flatten_, layout_of
 from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farandole.node.base.config.toml_file import MAX_FILE_BYTES, read_toml
 from farandole.node.store.run_file import manifest_of, manifest_of_file
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.run.rules import GuardConfig
 from farandole.protocol.wire.errors import ManifestError
 
 from ...tokenizer_files import word_level

@@ -18,8 +18,7 @@ from farandole.node.base.system.memory import SharedCounter, counted_size, map_s
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import TrainerProcess
-from farandole.protocol.run.outer_rules import PlainConfig
-from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.run.rules import GuardConfig, PlainConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.device import choose_device
 from farandole.training.base.parameters import Layout

@@ -24,7 +24,7 @@ from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import TrainerProcess, make_engine
 from farandole.protocol.run.manifest import DataConfig, Manifest
-from farandole.protocol.run.screening_rules import ScreeningConfig
+from farandole.protocol.run.rules import ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import (
     LENGTH,
     Contributed,

@@ -25,7 +25,7 @@ from farandole.node.transfers.serve import BlockService
 from farandole.node.transfers.start import Start
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
-from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 
 from ..store.consolidated.runs import KEY, MODELS, manifest_for, save_stages, trained
 from .files import RUN

@@ -16,8 +16,8 @@ from farandole.protocol.planning.planning import (
 )
 from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
 from farandole.protocol.run.models import PRESETS, preset
-from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
 from farandole.protocol.run.own_model import ExternalModel
+from farandole.protocol.run.rules import NoLoCoConfig, PlainConfig
 
 RUN = Manifest("a", preset("3M"))
 

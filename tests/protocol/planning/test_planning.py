@@ -15,8 +15,8 @@ from farandole.protocol.planning.planning import (
 )
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, RoundConfig
 from farandole.protocol.run.models import PRESETS, preset
-from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
+from farandole.protocol.run.rules import NoLoCoConfig
 
 HOME = Machine(USUAL_RATE, USUAL_RATE)
 GB = 1_000_000_000

@@ -58,7 +58,7 @@ from farandole.protocol.rounds.training_loop import (
     TrainingLoop,
 )
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig
+from farandole.protocol.run.rules import NoLoCoConfig
 from farandole.protocol.state.node_state import TrainingState
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor

@@ -19,7 +19,8 @@ from farandole.protocol.run.manifest import (
     manifest_from_dict,
     sign_manifest,
 )
-from farandole.protocol.run.outer_rules import (
+from farandole.protocol.run.rules import (
+    DEFAULT_SCREENING,
     FAST,
     OPTIMIZER_VECTORS,
     SENT,
@@ -28,7 +29,6 @@ from farandole.protocol.run.outer_rules import (
     OuterRules,
     gamma_limit,
 )
-from farandole.protocol.run.screening_rules import DEFAULT_SCREENING
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import sign
 

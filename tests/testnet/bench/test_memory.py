@@ -23,7 +23,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from farandole.protocol.planning.needs import activation_bytes, needs_of
 from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.protocol.run.models import parts_of, preset
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device
 from farandole.training.data.batches import Batch, Batches

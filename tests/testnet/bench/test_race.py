@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.protocol.run.outer_rules import SLOW
+from farandole.protocol.run.rules import SLOW
 from farandole.testnet.bench.process import BenchError, BenchWorker, ask_all, open_workers
 from farandole.testnet.bench.race import (
     Replacement,

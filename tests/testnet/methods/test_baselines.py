@@ -6,7 +6,7 @@ import torch
 from msgspec.structs import asdict
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, Momentum, NoLoCoConfig, OuterConfig
+from farandole.protocol.run.rules import Codec, Momentum, NoLoCoConfig, OuterConfig
 from farandole.testnet.methods.baselines import Ensemble, Method, methods, rule_for, train
 from farandole.testnet.methods.diloco import DiLoCoConfig
 from farandole.training.data.dataset import Sampler, Text

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farandole.protocol.run.outer_rules import Momentum, NoLoCoConfig
+from farandole.protocol.run.rules import Momentum, NoLoCoConfig
 from farandole.testnet.methods.co2 import CO2, CO2Config
 from farandole.testnet.methods.diloco import DiLoCo, DiLoCoConfig
 from farandole.testnet.methods.gasloc import GASLoC, GASLoCConfig

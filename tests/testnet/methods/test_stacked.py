@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig, PlainConfig
+from farandole.protocol.run.rules import Codec, NoLoCoConfig, PlainConfig
 from farandole.testnet.methods.baselines import Method, train
 from farandole.testnet.methods.co2 import CO2Config
 from farandole.testnet.methods.diloco import DiLoCoConfig

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.protocol.run.manifest import SignedManifest, decode_manifest, sign_manifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.testnet.play.scenario import load_scenario
 
 from ...node.daemons import Daemon, started

@@ -6,8 +6,7 @@ import pytest
 
 from farandole.protocol.checkpoints.sketches import NEAR
 from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig
-from farandole.protocol.run.screening_rules import GuardConfig, ScreeningRules
+from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, PlainConfig, ScreeningRules
 from farandole.testnet.bench.members import STRICT
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation

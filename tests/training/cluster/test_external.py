@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.screening_rules import DEFAULT_SCREENING, ScreeningRules
+from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, ScreeningRules
 from farandole.training.base.errors import DataError, DivergedError, TrainingError
 from farandole.training.cluster.external import (
     ExternalEngine,

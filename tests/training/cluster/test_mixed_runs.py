@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
-from farandole.protocol.run.outer_rules import NoLoCoConfig, OuterRules, PlainConfig
+from farandole.protocol.run.rules import NoLoCoConfig, OuterRules, PlainConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.engine.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.methods.baselines import Method
 from farandole.testnet.methods.stacked import Trial, train_stacked

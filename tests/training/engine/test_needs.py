@@ -10,7 +10,7 @@ from torch import Tensor
 from farandole.protocol.planning.needs import MESH_BYTES, TRAINER_BYTES, activation_bytes, needs_of
 from farandole.protocol.run.manifest import InnerConfig, InnerName, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.models import num_parameters, preset
-from farandole.protocol.run.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.training.model.model import build_model, language_loss
 
 from ..conftest import MakeReplica

@@ -13,8 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.outer_rules import Codec, Momentum, NoLoCoConfig
-from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.run.rules import Codec, GuardConfig, Momentum, NoLoCoConfig
 from farandole.training.base.errors import DivergedError, ScreeningError
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner

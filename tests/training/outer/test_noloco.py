@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import Momentum, NoLoCoConfig
+from farandole.protocol.run.rules import Momentum, NoLoCoConfig
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of, weighted_mean
 from farandole.training.screening.rule import MIN_SHARE, share_by_tokens
 

@@ -1,6 +1,6 @@
 import torch
 
-from farandole.protocol.run.outer_rules import NoLoCoConfig, PlainConfig, required_bytes
+from farandole.protocol.run.rules import NoLoCoConfig, PlainConfig, required_bytes
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 
 

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from farandole.protocol.run.outer_rules import OuterConfig, OuterRules, required_vectors
+from farandole.protocol.run.rules import OuterConfig, OuterRules, required_vectors
 from farandole.training.engine.learner import Learner
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.screening_rules import GuardConfig
+from farandole.protocol.run.rules import GuardConfig
 from farandole.training.outer.codec import CODECS
 from farandole.training.screening.guard import (
     COMPARED,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.run.screening_rules import GuardConfig, ScreeningConfig, ScreeningRules
+from farandole.protocol.run.rules import GuardConfig, ScreeningConfig, ScreeningRules
 from farandole.training.engine.learner import HeldOutLoss, Learner
 from farandole.training.outer import partner
 from farandole.training.screening.rule import (

@@ -8,7 +8,7 @@ from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.folder import consolidate
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
 from ...store.consolidated.runs import KEY, learner_of, save_stages

@@ -12,7 +12,7 @@ from farandole.node.cli import main
 from farandole.node.store.consolidated.folder import consolidate, read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import InnerConfig, decode_manifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.wire.identity import peer_id_of
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained

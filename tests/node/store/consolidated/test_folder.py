@@ -22,7 +22,7 @@ from farandole.node.store.consolidated.folder import (
 )
 from farandole.node.store.consolidated.tensors import ConsolidatedError, open_tensors
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.outer_rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained

@@ -14,7 +14,7 @@ from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
 from .runs import GPT2, KEY, LLAMA, MODELS, assert_same_logits, manifest_for, save_stages, trained

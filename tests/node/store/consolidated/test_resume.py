@@ -16,7 +16,7 @@ from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.run.outer_rules import NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.wire.errors import ManifestError
 
 from ....tokenizer_files import word_level
