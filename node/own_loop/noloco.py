@@ -77,8 +77,12 @@ class NoLoCo:
         self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
         self._member: Attachment | Follower
         if ranks.is_leader:
-            if run is None:
-                _check_run_known(self.home)
+            store = NodeSettings(home=self.home).store
+            if run is None and read_fact(store, MANIFEST_FACT) is None and not await_node(self.home):
+                raise ManifestError(
+                    f"which run? {self.home} knows none: give run= an invite, or a directory of farandole.create_run; "
+                    "or start a node with `farandole join INVITE --trainer external`"
+                )
             loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
             door = NodeSettings(home=self.home).door
             self._member = Attachment(door, run_id, loop, self._node.why_gone, self._node.why_resting)
@@ -179,15 +183,6 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
         )
     manifest = start / MANIFEST_NAME
     return decode_manifest(manifest.read_bytes())[1].run_id, [str(manifest), "--start", str(start)], folder
-
-
-def _check_run_known(home: Path) -> None:
-    """Raise `ManifestError` if no node runs in this data directory, and one would not know its run."""
-    if read_fact(NodeSettings(home=home).store, MANIFEST_FACT) is None and not await_node(home):
-        raise ManifestError(
-            f"which run? {home} knows none: give run= an invite, or a directory of farandole.create_run; or start a "
-            "node with `farandole join INVITE --trainer external`"
-        )
 
 
 def _home_of(run_id: bytes) -> Path:

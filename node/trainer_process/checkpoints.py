@@ -55,7 +55,7 @@ class Checkpoints:
         elif resumed is None:
             self._engine.begin_anew()
         with contextlib.suppress(OSError, ValueError), self._folder.histories.open("rb") as file:
-            self._engine.round_end.histories = Histories.decode(file.read(MAX_BYTES))
+            self._engine.round_end.partner.histories = Histories.decode(file.read(MAX_BYTES))
         return resumed, problem
 
     def _adopt(self, fetched: Path, prepare: Prepare, manifest: Manifest) -> Saved:
@@ -126,7 +126,7 @@ class Checkpoints:
 
     def _save_histories(self) -> None:
         """Save the histories; a disk error is ignored, because the checkpoint's own save reports it."""
-        if encoded := self._engine.round_end.histories.encode():
+        if encoded := self._engine.round_end.partner.histories.encode():
             with contextlib.suppress(OSError):
                 self._folder.path.mkdir(parents=True, exist_ok=True)
                 with replacing(self._folder.histories) as file:

@@ -57,7 +57,7 @@ class EngineExchange:
         self.claim = 0
         """The tokens that the newest contribution's offer claims."""
         for memory in (self._outgoing, self._incoming):
-            round_end.pin(memory)
+            round_end.outer.copier.pin(memory)
 
     def contribute(self, round_index: int, fragment: int, *, takes_steps: bool) -> int:
         """Freeze the round's contribution; returns its size in bytes. `encode` comes next.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,46 +32,24 @@ _MAX_REENCODED: Final = 1.1
 _NUM_REENCODED: Final = 8
 
 
-class Tokenizer(Protocol):
-    """A tokenizer as the data loader needs it."""
-
-    @property
-    def identity(self) -> str:
-        """Equal where all texts become the same tokens."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens; ids are below it."""
-
-    @property
-    def separator(self) -> int:
-        """The token put after every document."""
-
-    @property
-    def has_separator(self) -> bool:
-        """Whether the vocabulary has a token for this; otherwise `separator` is 0, a token with another meaning."""
-
-    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        """Tokens (n,) of a document."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text for people; what is not valid becomes a replacement character."""
-
-
 class ByteTokenizer:
     """Every byte is a token. The separator is NUL, which text does not contain."""
 
-    identity = "bytes"
-    vocabulary = 256
-    separator = 0
-    has_separator = True
+    identity: str = "bytes"
+    """Equal where all texts become the same tokens."""
+    vocabulary: int = 256
+    """Number of tokens; ids are below it."""
+    separator: int = 0
+    """The token put after every document."""
+    has_separator: bool = True
+    """Whether the vocabulary has a token for this; otherwise `separator` is 0, a token with another meaning."""
 
-    def encode(self, text: bytes) -> npt.NDArray[np.uint8]:
+    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         """The bytes (n,)."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text for people."""
+        """Text for people; what is not valid becomes a replacement character."""
         return bytes(tokens).decode(errors="replace")
 
 
@@ -94,6 +72,9 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text for people."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 class TextStream:
@@ -166,7 +147,16 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
         return ByteTokenizer()
     if path is None:
         raise DataError(f"this run needs the tokenizer file with SHA-256 {config.sha256}: name it with --tokenizer")
-    raw = _read(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_TOKENIZER_FILE_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check --tokenizer") from error
+    if len(raw) > MAX_TOKENIZER_FILE_BYTES:
+        raise DataError(
+            f"{path} has more than {MAX_TOKENIZER_FILE_BYTES} bytes: it is no tokenizer file. Name a tokenizer.json "
+            "with --tokenizer"
+        )
     found = hashlib.sha256(raw).hexdigest()
     if found != config.sha256:
         raise DataError(
@@ -183,17 +173,3 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
         return FileTokenizer(HuggingFaceTokenizer.from_str(raw.decode()), found)
     except Exception as error:  # the package raises bare Exception
         raise DataError(f"{path} is no tokenizer file: {error}. Name a tokenizer.json with --tokenizer") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_TOKENIZER_FILE_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check --tokenizer") from error
-    if len(raw) > MAX_TOKENIZER_FILE_BYTES:
-        raise DataError(
-            f"{path} has more than {MAX_TOKENIZER_FILE_BYTES} bytes: it is no tokenizer file. Name a tokenizer.json "
-            "with --tokenizer"
-        )
-    return raw

@@ -132,7 +132,12 @@ class UsualTraffic:
         deviations = (distance / by_level, -distance / by_level, (self._cosine - cosine) / by_cosine)
         is_outlier = not abs(distance) < OUTLIER_LEVEL
         if is_warm:
-            self._sum_up(sender, deviations, (SMALL_LEVEL / by_level, SMALL_LEVEL / by_level, self._cosine / by_cosine))
+            alternatives = (SMALL_LEVEL / by_level, SMALL_LEVEL / by_level, self._cosine / by_cosine)
+            for fault, (deviation, alternative) in enumerate(zip(deviations, alternatives, strict=True)):
+                slack = min(max(alternative / 2, SLACK[0]), SLACK[1])
+                signal = deviation if alternative >= LEAST_SIGNAL else 0.0
+                excess = min(max(signal, -MAX_DEVIATION), MAX_DEVIATION) - slack
+                sender.sums[fault] = min(max(sender.sums[fault] + excess / MAX_SUMS[fault], 0.0), 1.0)
             is_outlier |= cosine < 0.0 and deviations[2] > OUTLIER_COSINE
         if max(sender.sums) >= 1.0 and self._is_common(sender):
             self._begin()
@@ -158,15 +163,6 @@ class UsualTraffic:
             self._senders.popitem(last=False)
         return sender
 
-    @staticmethod
-    def _sum_up(sender: _Sender, deviations: tuple[float, ...], alternatives: tuple[float, ...]) -> None:
-        for fault, (deviation, alternative) in enumerate(zip(deviations, alternatives, strict=True)):
-            if alternative < LEAST_SIGNAL:
-                deviation = 0.0
-            slack = min(max(alternative / 2, SLACK[0]), SLACK[1])
-            excess = min(max(deviation, -MAX_DEVIATION), MAX_DEVIATION) - slack
-            sender.sums[fault] = min(max(sender.sums[fault] + excess / MAX_SUMS[fault], 0.0), 1.0)
-
     def _is_common(self, sender: _Sender) -> bool:
         """Return whether most senders deviate as this one does, which means that the model has changed."""
         fault = sender.sums.index(max(sender.sums))
@@ -187,15 +183,12 @@ class UsualTraffic:
         if sender.num_known == 1:
             sender.direction = direction.copy()
         sender.direction += max(RATE, 1 / sender.num_known) * (direction - sender.direction)
-        if self._num_seen % 4 == 1 or self._num_seen < MIN_KNOWN:
-            self._expected = self._expect()
-
-    def _expect(self) -> Direction:
-        """Return the expected direction of the next microbatch, of norm 1: the median over known senders."""
-        first = [sender for sender in self._senders.values() if sender.num_known]
-        known = [sender for sender in first if sender.num_known >= MIN_KNOWN] or first
-        directions = [_unit(sender.direction) for sender in known]
-        return _unit(np.median(directions, axis=0) if len(known) > 2 else sum(directions[1:], directions[0]))
+        if self._num_seen % 4 == 1 or self._num_seen < MIN_KNOWN:  # of norm 1: the median over known senders
+            first = [sender for sender in self._senders.values() if sender.num_known]
+            known = [sender for sender in first if sender.num_known >= MIN_KNOWN] or first
+            directions = [_unit(sender.direction) for sender in known]
+            median = np.median(directions, axis=0) if len(known) > 2 else sum(directions[1:], directions[0])
+            self._expected = _unit(median)
 
 
 class LinkStatistics:

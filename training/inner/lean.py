@@ -19,7 +19,6 @@ with mean 0, and exchanges average it. Numbers that are bf16 already are not cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -159,27 +158,22 @@ class LeanOptimizer(InnerOptimizer):
     ) -> None:
         super().__init__(settings, module, layout, weights, gradient, drift)
         self._rounding = rounding
-        self._spans = [*self._muon_spans(layout), *self._adamw_spans(layout)]
-
-    def _muon_spans(self, layout: Layout) -> Iterator[_Span]:
+        self._spans: list[_Span] = []
         squares = self.parts[OPTIMIZER_VECTORS[1]]
-        vectors = [self._weights, self._gradient, self._mean, *([] if self._drift is None else [self._drift])]
-        views = [layout.views(vector) for vector in vectors]
+        views = [layout.views(vector) for vector in (weights, gradient, self._mean)]
+        drifts = {} if drift is None else layout.views(drift)
         for name in layout.names:
             if name not in squares.names:
-                weights, gradient, mean, *drift = (by_name[name] for by_name in views)
-                yield _Span(weights, gradient, mean, None, drift[0] if drift else None, self.factors[name], True)
-
-    def _adamw_spans(self, layout: Layout) -> Iterator[_Span]:
-        squares = self.parts[OPTIMIZER_VECTORS[1]]
+                matrix, its_gradient, mean = (by_name[name] for by_name in views)
+                self._spans.append(_Span(matrix, its_gradient, mean, None, drifts.get(name), self.factors[name], True))
         shapes = dict(zip(squares.names, squares.shapes, strict=True))
         kinds = {name: (self.factors[name], len(shape) > 1) for name, shape in shapes.items()}
         for factor, is_decayed in dict.fromkeys(kinds.values()):
             names = {name for name, kind in kinds.items() if kind == (factor, is_decayed)}
             for place, square_place in runs_of(layout, squares, names):
-                drift = None if self._drift is None else self._drift[place]
-                vectors = self._weights[place], self._gradient[place], self._mean[place], self._square[square_place]
-                yield _Span(*vectors, drift, factor, is_decayed)
+                vectors = weights[place], gradient[place], self._mean[place], self._square[square_place]
+                part = None if drift is None else drift[place]
+                self._spans.append(_Span(*vectors, part, factor, is_decayed))
 
     def step(self, steps: int, divisor: int) -> float:
         """Implement `InnerOptimizer.step`; the gradient stays as it is."""
@@ -192,20 +186,17 @@ class LeanOptimizer(InnerOptimizer):
         scale = ((clip / (norm + CLIP_EPSILON)).clamp(max=1.0) if clip else torch.ones_like(norm)) / divisor
         self._num_skipped = self._num_skipped + is_fit.logical_not()
         for span in self._spans:
-            if span.square is None:
-                self._step_matrix(span, rate, scale, is_fit)
-            else:
+            if span.square is not None:
                 self._step_vectors(span, span.square, number, rate, scale, is_fit)
+                continue
+            weights, momentum = span.weights.float(), span.mean.float()
+            decay_(weights, span.factor * rate, self._settings)
+            muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
+            if span.drift is not None:
+                weights.add_(span.drift, alpha=rate)
+            self._store(span.weights, weights, is_fit)
+            self._store(span.mean, momentum, is_fit)
         return rate
-
-    def _step_matrix(self, span: _Span, rate: float, scale: Tensor, is_fit: Tensor) -> None:
-        weights, momentum = span.weights.float(), span.mean.float()
-        decay_(weights, span.factor * rate, self._settings)
-        muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
-        if span.drift is not None:
-            weights.add_(span.drift, alpha=rate)
-        self._store(span.weights, weights, is_fit)
-        self._store(span.mean, momentum, is_fit)
 
     def _step_vectors(
         self, span: _Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor

@@ -30,7 +30,7 @@ from farandole.protocol.run.rules import OuterConfig, ScreeningConfig
 
 from ..base.errors import CodecError, DataError, DivergedError, ScreeningError
 from ..base.parameters import Layout
-from ..screening.rule import UNKNOWN, Encounter, Histories, Partner, Refuse, Verdict, rule_of
+from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
 from .codec import Buffer
 from .contribution import Contribution
 from .copying import copier_for
@@ -173,15 +173,6 @@ class RoundEnd:
         return self.outer.contributor.largest_bytes
 
     @property
-    def histories(self) -> Histories:
-        """What the screening rule remembers of peers. It is local to this node, so it is not in checkpoints."""
-        return self.partner.histories
-
-    @histories.setter
-    def histories(self, histories: Histories) -> None:
-        self.partner.histories = histories
-
-    @property
     def awaits_outer_step(self) -> bool:
         """Return whether a contribution awaits its outer step. Until then, inner steps count for the next round."""
         return self.ended is not None
@@ -311,10 +302,6 @@ class RoundEnd:
         self.ended = None
         self.partner.expect(None)
 
-    def pin(self, memory: Buffer) -> None:
-        """Prepare memory that contributions are written to, or arrive in, for copies; it must stay mapped."""
-        self.outer.copier.pin(memory)
-
     # The partner's
 
     def take_in(self, data: Buffer, available: int) -> None:
@@ -414,7 +401,7 @@ class RoundEnd:
         if is_late and not corrects:
             self.weights.read()
         self._movements.keep(ended)
-        known = self.histories.of(b"")["movement"][-WINDOW:]  # of rounds that ended with an exchange
+        known = self.partner.histories.of(b"")["movement"][-WINDOW:]  # of rounds that ended with an exchange
         movement = statistics.median(known) if len(known) >= MIN_KNOWN else self._movements.norm(ended)
         if movement:
             self.outer.limit_momentum(made.part, movement)

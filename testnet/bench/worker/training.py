@@ -126,7 +126,7 @@ class EndingTrainer:
         self._learner.learn()
         self._outgoing, self._incoming = (bytearray(self._learner.round_end.contribution_bytes) for _ in range(2))
         for memory in (self._outgoing, self._incoming):
-            self._learner.round_end.pin(memoryview(memory))
+            self._learner.round_end.outer.copier.pin(memoryview(memory))
         return {"num_parameters": self._learner.checkpoint.layout.num_elements}
 
     def play(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def test_a_whole_round_of_an_engine_of_ones_own(meet: Callable[[Engine], Mesh]) 
     assert again.receive(messages.Prepared).resumed == msgspec.structs.replace(saved, seconds=0.0)
     assert (other.totals.round, other.totals.steps, other.totals.tokens) == (1, 3, 30)
     assert torch.equal(other.round_end.fast_weights(), engine.slow)
-    assert other.round_end.histories.of(BOB)["tokens"] == (70.0,)
+    assert other.round_end.partner.histories.of(BOB)["tokens"] == (70.0,)
 
 
 def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_steps(
@@ -197,7 +197,7 @@ def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_step
         mesh.tell(messages.Screen(SIZE, round_index + 1, BOB, claim), messages.Screened)
         mesh.tell(messages.TakeOuterStep(round_index), messages.OuterStepTaken)
     assert own == [30, 1, 1]
-    assert engine.round_end.histories.of(BOB)["tokens"] == (10.0**12, 1.0, 0.0)
+    assert engine.round_end.partner.histories.of(BOB)["tokens"] == (10.0**12, 1.0, 0.0)
 
 
 def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[[Engine], Mesh]) -> None:

@@ -78,7 +78,7 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
     gpu, cpu = make("cuda", ALICE, name, model, inner, text), make("cpu", BOB, name, model, inner, text)
     memory = {each: mmap.mmap(-1, each.round_end.contribution_bytes) for each in (gpu, cpu)}
     for each in (gpu, cpu):
-        each.round_end.pin(memoryview(memory[each]))
+        each.round_end.outer.copier.pin(memoryview(memory[each]))
         each.learn()
     sizes = [each.round_end.contribute(memoryview(memory[each]))[0] for each in (gpu, cpu)]
     errors = []

@@ -95,32 +95,6 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
     assert {lean.checkpoint.vectors()[name].dtype for name in ("mean", "square")} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
-    make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = msgspec.structs.replace(
-        inner, learning_rate=2e-4, warmup_steps=0, total_steps=1_000_000, optimizer=optimizer, weight_decay=0.0
-    )
-
-    def loss_after(*, is_lean: bool) -> tuple[float, float]:
-        node = make_replica(inner_settings=settings, is_lean=is_lean)
-        before = node.evaluate()
-        train(node, 150)
-        return before, node.evaluate()
-
-    first, plain = loss_after(is_lean=False)
-    _, lean = loss_after(is_lean=True)
-    monkeypatch.setattr(Rounding, "write_", lambda _, target, values: target.copy_(values))
-    _, nearest = loss_after(is_lean=True)
-    print(optimizer, first, plain, lean, nearest)
-
-    progress = first - plain
-    assert progress > 0.01
-    assert abs(lean - plain) < 0.15 * progress
-    assert nearest - plain > 0.3 * progress
-
-
 def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE, is_lean=True)
     bob = make_replica(BOB)

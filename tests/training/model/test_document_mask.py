@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
-from farandole.protocol.run.models import preset
 from farandole.protocol.trainer.trainer_messages import Replay, TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.errors import DataError
@@ -195,33 +193,6 @@ def test_a_round_is_replayed_with_the_mask(inner: InnerConfig, text: Text, tmp_p
     assert (replayed.end, replayed.contribution, replayed.problem) == (digest, contribution, "")
     other = replay_round(auditor, msgspec.structs.replace(run, data=DataConfig()), command, lambda: False)
     assert other.end != digest
-
-
-def test_the_mask_is_kept_once_for_all_layers_and_is_counted() -> None:
-    model = msgspec.structs.replace(preset("0.5M"), context=512)
-    module = build_model(model, seed=0)
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def kept_bytes(separator: int | None, dtype: torch.dtype | None) -> int:
-        module.separator = separator
-        kept.clear()
-        device = Device(torch.device("cpu"), dtype, "CPU")
-        with device.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            assert language_loss(module, torch.zeros(1, model.context + 1, dtype=torch.long)).requires_grad
-        return sum(kept.values())
-
-    run = Manifest("a", model)
-    counted = activation_bytes(msgspec.structs.replace(run, data=MASKED), 0) - activation_bytes(run, 0)
-    assert counted == 4 * 512 * 512
-    assert kept_bytes(SEPARATOR, None) - kept_bytes(None, None) == pytest.approx(counted, rel=0.01)
-    assert kept_bytes(SEPARATOR, torch.bfloat16) - kept_bytes(None, torch.bfloat16) == pytest.approx(
-        counted / 2, rel=0.01
-    )
 
 
 def sampler_of(tmp_path: Path, write: Callable[[Path], None], data: DataConfig) -> Batches:

@@ -1,6 +1,5 @@
 """A model of transformers', in stages: it computes, starts and learns as the whole one of transformers does."""
 
-import dataclasses
 import math
 import sys
 from typing import Any
@@ -19,7 +18,6 @@ from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Recipe
-from farandole.training.engine.stage_worker import StageWorker
 from farandole.training.model.model import cross_entropy
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
@@ -208,18 +206,6 @@ def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
     assert losses[0] == pytest.approx(math.log(64), rel=0.05)
     assert losses[-1] < losses[0] - 0.5
     assert max(worker.checkpoint.layout.num_elements for worker in workers) < num_parameters(model) / 2
-
-
-def test_stages_learn_in_bf16(no_clip: InnerConfig, text: Text) -> None:
-    """As on a GPU, where activations travel in bf16 and matrices multiply in it."""
-    workers = [bf16(worker) for worker in workers_of(hf_model("llama"), no_clip, text, 3, codec="bf16")]
-    losses = [learn(workers) for _ in range(20)]
-    assert losses[-1] < losses[0] - 0.5
-
-
-def bf16(worker: StageWorker) -> StageWorker:
-    worker.device = dataclasses.replace(worker.device, autocast_dtype=torch.bfloat16)
-    return worker
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

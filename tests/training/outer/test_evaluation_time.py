@@ -38,13 +38,6 @@ def test_a_machine_that_was_busy_at_first_is_not_slow_for_ever() -> None:
     assert machine.contributions(8)[-1] == EVALUATION_BATCHES
 
 
-def test_a_machine_that_gets_slower_takes_fewer_batches() -> None:
-    machine = Machine(0.1 * EVALUATION_SECONDS)
-    assert machine.contributions(2) == [EVALUATION_BATCHES] * 2
-    machine.seconds = 0.4 * EVALUATION_SECONDS
-    assert machine.contributions(8)[-1] == 2
-
-
 def test_a_partner_does_not_wait_for_a_machine_that_is_far_too_slow() -> None:
     machine = Machine(100 * EVALUATION_SECONDS)
     assert set(machine.contributions(20)) == {0}

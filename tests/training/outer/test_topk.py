@@ -1,6 +1,5 @@
 import math
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -163,28 +162,6 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
     errors = (told - meant).abs()
     assert float(errors.max()) <= float(meant.abs().max()) / 127
     assert torch.equal(told, alice.checkpoint.vectors()["sent"])
-
-
-def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica: MakeReplica, tmp_path: Path) -> None:
-    alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
-
-    def round_of(node: Learner) -> bytes:
-        node.learn()
-        node.learn()
-        of_node = sent(node)
-        bob.learn()
-        node.round_end.apply(sent(bob), Encounter(b"", 1, 1))
-        bob.round_end.apply(None)
-        return bytes(of_node)
-
-    round_of(alice)
-    alice.checkpoint.save(tmp_path / "alice.safetensors")
-    resumed = make_replica(ALICE, **SETTINGS)
-    resumed.checkpoint.load(tmp_path / "alice.safetensors")
-    for node in (alice, resumed):
-        node.learn()
-
-    assert sent(alice) == sent(resumed)
 
 
 def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> None:
