@@ -29,7 +29,7 @@ WHOLE = {
                 "take_outer_step",
             )
         ),
-        ("node/loop/trainer_session.py", "TrainerSession.contribute"),
+        ("node/loop/training.py", "TrainerSession.contribute"),
         ("node/loop/training.py", "Training._exchange"),
         ("node/bulk/exchange_service.py", "ExchangeSession._run"),
         ("node/bulk/pipe.py", "BulkPipe.run.<locals>.until_failed"),
