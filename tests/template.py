@@ -42,7 +42,6 @@ IMPORTED: Final = (
     *("farandole.node.cli", "farandole.node.daemon", "farandole.node.relay_node"),
     *("farandole.node.trainer_process.main", "farandole.node.trainer_process.process"),
     *(
-        "farandole.node.trainer_process.engines",
         "farandole.training.base.device",
         "farandole.training.base.determinism",
     ),

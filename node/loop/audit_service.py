@@ -199,15 +199,12 @@ class AuditService:
                 changed, self._changed = self._changed, trio.Event()
                 changed.set()
             case machine.Denounce(claim, path):
-                self._denounce(claim, Path(path))
+                if claim.signed is not None and self._fetched is not None:
+                    self.starts.keep_proof(Path(path), *self._fetched)
+                    newest = Accusation(claim.author, claim.signed.body, claim.signed.signature)
+                    others = {author: each for author, each in self._accusations.items() if author != claim.author}
+                    kept = [(claim.author, newest), *others.items()][: RULES[Kind.ACCUSATION].slots]
+                    self._accusations = dict(kept)
             case machine.Distrust(reason):
                 journal.warn(reason)
                 self._rest.begin(FAULT, reason)
-
-    def _denounce(self, claim: RoundClaim, path: Path) -> None:
-        if claim.signed is None or self._fetched is None:
-            return
-        self.starts.keep_proof(path, *self._fetched)
-        slots = RULES[Kind.ACCUSATION].slots
-        newest = {claim.author: Accusation(claim.author, claim.signed.body, claim.signed.signature)}
-        self._accusations = dict([*newest.items(), *self._accusations.items()][:slots])

@@ -183,45 +183,33 @@ class IdleWatch:
 
     def look(self, seen: Seen, now: float) -> str:
         """Return why the node must rest, for display; empty if it may train. ``now``: seconds, never decreasing."""
-        found = self._find(seen)
+        found: dict[Reason, str] = {}  # the plainest first
+        if seen.on_battery:
+            found[Reason.BATTERY] = "this machine runs on its battery"
+        if seen.gpu_users:
+            found[Reason.GPU] = f"the GPU is used by {', '.join(seen.gpu_users)}"
         self._since = {reason: self._since.get(reason, now) for reason in found}
         # Before the first trainer has begun a rest costs nothing.
         is_first, self._has_looked = not self._has_looked, True
         due = [reason for reason in found if is_first or now - self._since[reason] >= BEGIN_SECONDS[reason]]
-        if self.is_resting:
-            self._go_on(found, now)
-        elif due:
-            self._begin(found[due[0]], now)
-        return self._words
-
-    def _begin(self, words: str, now: float) -> None:
-        is_soon = now - self._rested_until < SOON_SECONDS
-        self._calm_needed = min(2 * self._calm_needed, MAX_CALM_SECONDS) if is_soon else CALM_SECONDS
-        self._calm_since = None
-        self._words = self._explain(words)
-
-    def _go_on(self, found: dict[Reason, str], now: float) -> None:
-        if found:
+        if self._words and found:
             self._calm_since = None
             self._words = self._explain(next(iter(found.values())))
-        elif self._calm_since is None:
-            self._calm_since = now
-        elif now - self._calm_since >= self._calm_needed:
-            self._words, self._rested_until = "", now
+        elif self._words:
+            self._calm_since = now if self._calm_since is None else self._calm_since
+            if now - self._calm_since >= self._calm_needed:
+                self._words, self._rested_until = "", now
+        elif due:
+            is_soon = now - self._rested_until < SOON_SECONDS
+            self._calm_needed = min(2 * self._calm_needed, MAX_CALM_SECONDS) if is_soon else CALM_SECONDS
+            self._calm_since = None
+            self._words = self._explain(found[due[0]])
+        return self._words
 
     def _explain(self, words: str) -> str:
         minutes = self._calm_needed / 60
         after = "a minute" if minutes == 1 else f"{minutes:.0f} minutes"
         return f"{words}; trains again {after} after that ends, or at once without --only-when-idle"
-
-    def _find(self, seen: Seen) -> dict[Reason, str]:
-        """Return the reasons against training, the plainest first."""
-        found: dict[Reason, str] = {}
-        if seen.on_battery:
-            found[Reason.BATTERY] = "this machine runs on its battery"
-        if seen.gpu_users:
-            found[Reason.GPU] = f"the GPU is used by {', '.join(seen.gpu_users)}"
-        return found
 
 
 IN_USE: Final = "in use"
@@ -266,7 +254,14 @@ class IdleService:
     async def look(self) -> None:
         """Look once; the first look is before anything is trained."""
         own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
-        users = await self._look_at_gpu(own)
+        users = None
+        if self._looks_at_gpu:
+            try:
+                users = await self._gpu.users(own)
+            except ProbeError as error:
+                if not self._has_warned:
+                    self._warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
+                self._has_warned = True
         on_battery = None
         with trio.move_on_after(READ_TIMEOUT):
             on_battery = await in_a_thread_left_alone(is_on_battery)
@@ -275,14 +270,3 @@ class IdleService:
             self._rest.begin(IN_USE, words)
         else:
             self._rest.end(IN_USE)
-
-    async def _look_at_gpu(self, own: set[int]) -> tuple[str, ...] | None:
-        if not self._looks_at_gpu:
-            return None
-        try:
-            return await self._gpu.users(own)
-        except ProbeError as error:
-            if not self._has_warned:
-                self._warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
-            self._has_warned = True
-            return None

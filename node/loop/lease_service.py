@@ -102,7 +102,14 @@ class LeaseService:
     async def run(self) -> None:
         """Follow the run and keep the leases, until cancelled."""
         while True:
-            self._tick()
+            if self._leases is None:
+                # A stage that draws no data: note when the members that draw some have reached its end.
+                said = (self._state.payload(author, Lease) for author in self._membership.origins())
+                epoch = median_epoch(lease for lease in said if lease is not None)
+                if epoch is not None and epoch >= self._manifest.data.epochs:
+                    self.over.set()
+            else:
+                self._tick(self._leases)
             await self._say()
             if trio.current_time() - self._saved_at >= SAVE_SECONDS:
                 await self._save()
@@ -125,13 +132,12 @@ class LeaseService:
             return
         leases = self._leases
         if leases is None or (leases.corpus, leases.sections.num_slices) != (prepared.corpus, prepared.num_slices):
-            self._begin_leases(prepared.corpus, prepared.num_slices)
+            leases = self._begin_leases(prepared.corpus, prepared.num_slices)
         self._send = send
-        assert self._leases is not None
-        self._carry_out(self._leases.assignment())
+        self._carry_out(leases.assignment())
 
-    def _begin_leases(self, corpus: bytes, num_slices: int) -> None:
-        self._leases = Leases(
+    def _begin_leases(self, corpus: bytes, num_slices: int) -> Leases:
+        self._leases = leases = Leases(
             self._author,
             corpus,
             num_slices,
@@ -139,19 +145,19 @@ class LeaseService:
             exchange_seconds=self._manifest.rounds.exchange_seconds,
             salt=os.urandom(SALT_BYTES),
         )
-        self._driver.begin(self._leases)
-        self._go_on_from_start()
+        self._driver.begin(leases)
+        self._go_on_from_start(leases)
         if self._restored is not None and self._restored[0] == corpus:
             for index, lease in self._restored[1]:
                 self._driver.handle(Heard(self._author, index, lease))
         self._seen.clear()
         for event in news(self._state, self._seen):
             self._driver.handle(event)
+        return leases
 
-    def _go_on_from_start(self) -> None:
+    def _go_on_from_start(self, leases: Leases) -> None:
         """Take over the progress of the run whose checkpoint this run starts from, as if this node had published it."""
-        leases, start = self._leases, self._manifest.start
-        assert leases is not None, "they have begun"
+        start = self._manifest.start
         if start is None or start.epochs is None:
             return
         epochs = start.epochs
@@ -177,42 +183,26 @@ class LeaseService:
 
     # The machine
 
-    def _tick(self) -> None:
-        if self._leases is None:
-            self._note_others()
-            return
+    def _tick(self, leases: Leases) -> None:
         for event in news(self._state, self._seen):
             if event.author != self._author:
                 self._driver.handle(event)
-        num_strangers = len(self._leases.strangers)
-        self._driver.handle(self._ticked())
-        if self._leases.is_over:
-            self.over.set()
-        if len(self._leases.strangers) > num_strangers:
-            num_others = len(self._membership.origins())
-            self._journal.warn(
-                f"{len(self._leases.strangers)} of {num_others} other nodes train on another text than this one, and "
-                "share no slices with it: all should name the same files or folders with --data"
-            )
-
-    def _ticked(self) -> Ticked:
-        """Return the event: live members that draw data, the proven ones, and the speeds that weigh their claims."""
-        origins = self._membership.origins()
+        origins = self._membership.origins()  # the live members that draw data, and what weighs their claims
         found = ((author, self._state.payload(author, Beat)) for author in origins)
         beats = {author: beat for author, beat in found if beat is not None}
         tokens = self._manifest.inner.batch_size * self._manifest.model.context
-        proven = self._acquaintance.proven(
-            self._membership.partners.keys, {author: beat.partner for author, beat in beats.items()}
-        )
+        partners = {author: beat.partner for author, beat in beats.items()}
+        proven = self._acquaintance.proven(self._membership.partners.keys, partners)
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
-        return Ticked(origins, self._gossip.liveness.period, proven, speeds)
-
-    def _note_others(self) -> None:
-        """Note when the members that draw data have reached its end."""
-        said = (self._state.payload(author, Lease) for author in self._membership.origins())
-        epoch = median_epoch(lease for lease in said if lease is not None)
-        if epoch is not None and epoch >= self._manifest.data.epochs:
+        num_strangers = len(leases.strangers)
+        self._driver.handle(Ticked(origins, self._gossip.liveness.period, proven, speeds))
+        if leases.is_over:
             self.over.set()
+        if len(leases.strangers) > num_strangers:
+            self._journal.warn(
+                f"{len(leases.strangers)} of {len(origins)} other nodes train on another text than this one, and "
+                "share no slices with it: all should name the same files or folders with --data"
+            )
 
     def _carry_out(self, output: Output) -> None:
         match output:

@@ -64,7 +64,11 @@ class PipelineService:
         self._machine: Pipeline | None = None
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), links.flush)
         self._nursery: trio.Nursery | None = None
-        messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_told, lambda peer, protocol: None)
+
+        def be_told(peer: bytes, payload: bytes) -> None:
+            self.handle(machine.Tell(peer, decode_question(payload)))
+
+        messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, be_told, lambda peer, protocol: None)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; call `begin` after it has started."""
@@ -131,9 +135,6 @@ class PipelineService:
     def handle(self, event: machine.Event) -> None:
         """Pass an event to the machine, if there is one, and carry out its outputs."""
         self._driver.handle(event)
-
-    def _be_told(self, peer: bytes, payload: bytes) -> None:
-        self.handle(machine.Tell(peer, decode_question(payload)))
 
     def _carry_out(self, output: machine.Output) -> None:
         worker, links = self._worker, self.links.by_number

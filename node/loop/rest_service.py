@@ -154,7 +154,7 @@ RENEW_INTERVAL: Final = 86_400.0
 # No entry arrives when an entry expires, so the board looks at this interval.
 NOTICE_INTERVAL: Final = 30.0
 NOTICE_REASON: Final = "notice"
-_DEEDS: Final = {"pause": "paused", "stop": "stopped"}
+_ACTIONS: Final = {"pause": "paused", "stop": "stopped"}
 _ANYWAY: Final = "`farandole join --ignore-notices` trains all the same"
 
 
@@ -183,7 +183,7 @@ class NoticeBoard:
     def words(self) -> str:
         """Return the text of the creator's notices, for display; empty: none."""
         state, message = self._shown
-        told = [_words(state)] if state is not None and state.action in _DEEDS else []
+        told = [_words(state)] if state is not None and state.action in _ACTIONS else []
         return "; ".join([*told, message.text] if message is not None and message.text else told)
 
     async def publish(self, action: str, text: str) -> None:
@@ -205,7 +205,17 @@ class NoticeBoard:
         """Follow the notices until cancelled."""
         while True:
             self._look(is_training=True)
-            await self._renew()
+            # A pause or a stop must not expire while the creator's node is there: renewed at each start, and daily.
+            state, now = self._shown[0], trio.current_time()
+            holds = state is not None and state.action in _ACTIONS
+            if (
+                state is not None
+                and holds
+                and self._author == self._creator
+                and now - self._renewed_at >= RENEW_INTERVAL
+            ):
+                self._renewed_at = now
+                await self._gossip.publish(Kind.NOTICE, STATE_SLOT, state)
             with trio.move_on_after(NOTICE_INTERVAL):
                 await self._gossip.changed()
 
@@ -221,30 +231,21 @@ class NoticeBoard:
         words = _words(state)
         if state is not None:
             self._journal.say(
-                f"{words}; this node ignores it" if self._is_ignored and state.action in _DEEDS else words
+                f"{words}; this node ignores it" if self._is_ignored and state.action in _ACTIONS else words
             )
         if self._is_ignored:
             return
         if state is not None and state.action == "stop" and is_training and not self._rest.is_on:
             self.stopped.set()
-        elif state is not None and state.action in _DEEDS:
+        elif state is not None and state.action in _ACTIONS:
             self._rest.begin(NOTICE_REASON, f"{words} ({_ANYWAY})")
         else:
             self._rest.end(NOTICE_REASON)
-
-    async def _renew(self) -> None:
-        """Keep a pause or a stop from expiring while the creator's node is there: at each start, and daily."""
-        state, now = self._shown[0], trio.current_time()
-        if self._author != self._creator or state is None or state.action not in _DEEDS:
-            return
-        if now - self._renewed_at >= RENEW_INTERVAL:
-            self._renewed_at = now
-            await self._gossip.publish(Kind.NOTICE, STATE_SLOT, state)
 
 
 def _words(state: Notice | None) -> str:
     """Describe what a notice does, for display."""
     if state is None:
         return ""
-    deed = _DEEDS.get(state.action, "resumed")
-    return f"the run's creator has {deed} the training" + (f": {state.text}" if state.text else "")
+    done = _ACTIONS.get(state.action, "resumed")
+    return f"the run's creator has {done} the training" + (f": {state.text}" if state.text else "")

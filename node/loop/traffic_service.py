@@ -202,25 +202,22 @@ class TrafficService:
         budget = self._budget
         assert budget is not None
         self._count()
-        self._tell(budget)
+        if budget.is_spent():
+            self._rest.begin(SPENT, f"{_gigabytes(budget.limit)} of traffic are used up until {_day(budget.end)}")
+        else:
+            self._rest.end(SPENT)
+            now = self._clock()
+            if not self.needs_traffic or now >= budget.resumes_at():
+                self._rest.end(SAVING)
+            elif not budget.may_spend(0, now):
+                until = _day(budget.resumes_at())
+                self._rest.begin(SAVING, f"saving this month's {_gigabytes(budget.limit)} of traffic until {until}")
         looked, self._looked = self._looked, trio.Event()
         looked.set()
         stored, used = self._stored, budget.used
         is_new_month = stored is None or (stored.year, stored.month) != (used.year, used.month)
         if stored is None or is_new_month or used.num_bytes > stored.num_bytes - self._ahead // 2:
             await self._put(Used(used.year, used.month, used.num_bytes + self._ahead))
-
-    def _tell(self, budget: Budget) -> None:
-        if budget.is_spent():
-            self._rest.begin(SPENT, f"{_gigabytes(budget.limit)} of traffic are used up until {_day(budget.end)}")
-            return
-        self._rest.end(SPENT)
-        now = self._clock()
-        if not self.needs_traffic or now >= budget.resumes_at():
-            self._rest.end(SAVING)
-        elif not budget.may_spend(0, now):
-            until = _day(budget.resumes_at())
-            self._rest.begin(SAVING, f"saving this month's {_gigabytes(budget.limit)} of traffic until {until}")
 
     async def _put(self, used: Used) -> None:
         try:

@@ -128,7 +128,13 @@ class RunMember:
             nursery.start_soon(self._call_after_each, self.weights.provider.save_wanted, self.training.save_soon)
             nursery.start_soon(remember, self.daemon, host, membership)
             failure = await self._train()
-            await self._say_farewell()
+            with trio.move_on_after(FAREWELL_TIMEOUT):
+                if self.leases is not None:
+                    await self.leases.leave()
+                await membership.announcer.report_progress()
+                await membership.announcer.announce(left=True)
+                await self.gossip.flush()
+            self.daemon.journal.say("left the run")
             with contextlib.suppress(StoreError):
                 await self.daemon.book.save(is_last=True)
             if failure is not None:
@@ -210,15 +216,6 @@ class RunMember:
                 f"the trainer did not save within {seconds:.0f} s: what it has learnt since its last checkpoint is "
                 "lost. A faster disk helps, or a shorter --checkpoint-seconds"
             )
-
-    async def _say_farewell(self) -> None:
-        with trio.move_on_after(FAREWELL_TIMEOUT):
-            if self.leases is not None:
-                await self.leases.leave()
-            await self.membership.announcer.report_progress()
-            await self.membership.announcer.announce(left=True)
-            await self.gossip.flush()
-        self.daemon.journal.say("left the run")
 
 
 async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:

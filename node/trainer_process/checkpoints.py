@@ -110,7 +110,11 @@ class Checkpoints:
 
     def save(self, *, is_last: bool) -> None:
         """Save a checkpoint; a full disk or a failed fsync causes a warning and does not stop training."""
-        self._save_histories()
+        if encoded := self._engine.round_end.partner.histories.encode():
+            with contextlib.suppress(OSError):  # the checkpoint's own save reports it
+                self._folder.path.mkdir(parents=True, exist_ok=True)
+                with replacing(self._folder.histories) as file:
+                    file.write(encoded)
         checkpoint, newest = self._engine.checkpoint, self._saver.newest
         if newest is not None and checkpoint.is_in(newest.round, newest.inner_steps):
             self._report(newest)
@@ -123,14 +127,6 @@ class Checkpoints:
                 self._saver.save(checkpoint, f"no memory for a snapshot ({error}): training waited for the save")
             else:
                 self._saver.save_behind(snapshot)
-
-    def _save_histories(self) -> None:
-        """Save the histories; a disk error is ignored, because the checkpoint's own save reports it."""
-        if encoded := self._engine.round_end.partner.histories.encode():
-            with contextlib.suppress(OSError):
-                self._folder.path.mkdir(parents=True, exist_ok=True)
-                with replacing(self._folder.histories) as file:
-                    file.write(encoded)
 
 
 # Records of rounds: their starts, kept for peers that replay them, and the hashes of their results.
@@ -155,11 +151,7 @@ class Recorder:
         self._work: Future[None] | None = None
         self._start: Saved | None = None
         self._begun_at = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        """Remove the files of an earlier process."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the files of an earlier process go
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 path.unlink()

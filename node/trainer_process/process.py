@@ -25,7 +25,7 @@ from typing import Final
 from farandole.protocol.run.exclusions import exclusions_in
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
-from farandole.protocol.trainer.trainer_messages import Prepare, Preparing, TrainerSettings
+from farandole.protocol.trainer.trainer_messages import Prepare
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.engine import Engine
@@ -38,7 +38,7 @@ from ..trainer.channel import TrainerSocket
 from .checkpoints import Checkpoints, recorder_of
 from .exchange import EngineExchange
 
-# Choice of a trainer process's engine, and its inputs from this node. Add another kind of engine here.
+# The engine. Add another kind of engine here.
 
 # Interval of progress reports, so that a person sees activity.
 TELL_SECONDS: Final = 2.0
@@ -49,44 +49,20 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
 
     Raises `TrainingError` if the text, the tokenizer, the device or the model is unsuitable.
     """
-    flags = [flag for flag, is_set in _flags(prepare.settings).items() if is_set]
-    if problems := list(exclusions_in(manifest, flags)):
+    settings, told_at = prepare.settings, -math.inf
+    flags = ("lean", "recompute", "compile", "data", "data_weight", "stream")
+    used = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag)]
+    if problems := list(exclusions_in(manifest, used)):
         raise TrainingError(f"{'; '.join(problems)}. Leave out one of the node's settings")
-    bring, settings = _bring_of(prepare, channel), prepare.settings
-    if manifest.model.num_stages == 1:
-        return build_learner(manifest, run_id=prepare.run_id, author=prepare.author, settings=settings, bring=bring)
-    worker = build_stage_worker(
-        manifest, stage=prepare.stage, run_id=prepare.run_id, author=prepare.author, settings=settings, bring=bring
-    )
-    size = 2 * manifest.pipeline.in_flight * worker.activation_bytes
-    worker.memory = memoryview(map_shared_memory(prepare.activations, size))
-    return worker
-
-
-def _flags(settings: TrainerSettings) -> dict[str, bool]:
-    """Return which of the node's settings that may exclude others are in use."""
-    return {
-        "--lean": settings.lean,
-        "--recompute": settings.recompute,
-        "--compile": settings.compile,
-        "--data": bool(settings.data),
-        "--data-weight": bool(settings.data_weight),
-        "--stream": bool(settings.stream),
-    }
-
-
-def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
-    """Collect the inputs; report the progress of tokenising to the mesh process now and then."""
-    told_at = -math.inf
 
     def tell(position: int, size: int) -> None:
+        """Report the progress of tokenising to the mesh process now and then."""
         nonlocal told_at
         if time.monotonic() >= told_at + TELL_SECONDS:
             told_at = time.monotonic()
-            channel.send(Preparing(position, size))
+            channel.send(messages.Preparing(position, size))
 
-    settings = prepare.settings
-    return Bring(
+    bring = Bring(
         paths=tuple(map(Path, settings.data)),
         weights=tuple(settings.data_weight),
         field=settings.data_field,
@@ -96,6 +72,14 @@ def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
         cache_bytes=text_room(prepare.disk, prepare.checkpoint_bytes),
         progress=tell,
     )
+    if manifest.model.num_stages == 1:
+        return build_learner(manifest, run_id=prepare.run_id, author=prepare.author, settings=settings, bring=bring)
+    worker = build_stage_worker(
+        manifest, stage=prepare.stage, run_id=prepare.run_id, author=prepare.author, settings=settings, bring=bring
+    )
+    size = 2 * manifest.pipeline.in_flight * worker.activation_bytes
+    worker.memory = memoryview(map_shared_memory(prepare.activations, size))
+    return worker
 
 
 PROGRESS_INTERVAL = 0.5

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..run.slices import DoneSlices, part_mask, said_by
-from ..state.entries import Entry, Kind, Lease, LeasedSlices
+from ..state.entries import Kind, Lease, LeasedSlices
 from ..state.state import RunState
 from ..wire.identity import framed
 
@@ -136,7 +136,15 @@ class Claims:
         while len(claimant.owed) > MAX_OWED:
             del claimant.owed[next(iter(claimant.owed))]
         claimant.claims = tuple(slices for slices in fit if slices.done < slices.count)[:MAX_UNFINISHED]
-        claimant.mask = self._held(claimant.claims, self._max_held(author, standing))
+        # The most slices that an author may keep from the others at once: what it can train on in the time of
+        # `MAX_UNFINISHED` leases, or an equal share of half an epoch, which a node leases before it knows its speed.
+        share = -(-self._sections.count // (2 * (len(standing.live) + 1))) * self._sections.size
+        plausible = MAX_UNFINISHED * standing.lease_seconds * standing.speed(author, standing.fastest)
+        most, claimant.mask = max(share, int(plausible)), 0
+        for slices in claimant.claims:
+            first, end = slices.first + slices.done, slices.first + slices.count
+            claimant.mask |= self._sections.mask(first, min(end, first + most))
+            most = max(0, most - (end - first))
 
     def _is_fit(self, slices: LeasedSlices) -> bool:
         """Return whether an honest node may have such a lease."""
@@ -144,24 +152,6 @@ class Claims:
         if slices.done > slices.count or end > self._sections.num_slices or not slices.count:
             return False
         return self._sections.of(end - 1) - self._sections.of(slices.first) < max_sections(self._sections.count)
-
-    def _max_held(self, author: bytes, standing: Standing) -> int:
-        """Return the most slices that an author may keep from the others at once.
-
-        The larger of two numbers: what it can train on in the time of `MAX_UNFINISHED` leases, and an equal share of
-        half an epoch, which a node leases before it knows its speed.
-        """
-        share = -(-self._sections.count // (2 * (len(standing.live) + 1))) * self._sections.size
-        plausible = MAX_UNFINISHED * standing.lease_seconds * standing.speed(author, standing.fastest)
-        return max(share, int(plausible))
-
-    def _held(self, claims: tuple[LeasedSlices, ...], most: int) -> int:
-        mask = 0
-        for slices in claims:
-            first, end = slices.first + slices.done, slices.first + slices.count
-            mask |= self._sections.mask(first, min(end, first + most))
-            most = max(0, most - (end - first))
-        return mask
 
     def release(self, author: bytes) -> None:
         """Drop an author's leases: it holds nothing of this epoch any more."""
@@ -177,7 +167,11 @@ class Claims:
     def believe(self, standing: Standing, seconds: float) -> None:
         """Add to ``done`` what counts by now, ``seconds`` after the last call."""
         if standing.live and self._salt:
-            self._sample = self._draw_sample(self._salt, len(standing.live) + 1)
+            # This node's part of the sample: consecutive sections, so that they fit into one lease or two.
+            if count := int(SAMPLE_SHARE * self._sections.count / (len(standing.live) + 1)):
+                digest = hashlib.sha256(framed(b"farandole/sample/1", self._salt)).digest()
+                first = int.from_bytes(digest[:8], "big") % (self._sections.count - count + 1)
+                self._sample = range(self._sections.begin(first), self._sections.end(first + count - 1))
             self._salt = b""
         fastest = standing.fastest
         for author, claimant in self._claimants.items():
@@ -185,7 +179,11 @@ class Claims:
             if speed and (claimant.claims or claimant.owed):
                 claimant.credit = min(claimant.credit + speed * seconds, speed * BUCKET_SECONDS)
             if author in standing.proven:
-                self._pay(claimant)
+                # A slice that is done already costs nothing.
+                for first, end in list(claimant.owed.items()):
+                    unpaid = [part for part in self._without_sample(first, end) if not self._pay(claimant, *part)]
+                    if not unpaid:
+                        del claimant.owed[first]
         voters = standing.voters
         if (self._has_news or voters != self._voters) and standing.has_quorum:
             self._has_news, self._voters = False, voters
@@ -193,23 +191,7 @@ class Claims:
             believed = said_by(told, len(voters) // 2 + 1)
             self._done.add_sections(believed & ~self._sections.mask(self._sample.start, self._sample.stop))
 
-    def _draw_sample(self, salt: bytes, num_nodes: int) -> range:
-        """Draw this node's part of the sample: consecutive sections, so that they fit into one lease or two."""
-        count = int(SAMPLE_SHARE * self._sections.count / num_nodes)
-        if not count:
-            return range(0)
-        place = int.from_bytes(hashlib.sha256(framed(b"farandole/sample/1", salt)).digest()[:8], "big")
-        first = place % (self._sections.count - count + 1)
-        return range(self._sections.begin(first), self._sections.end(first + count - 1))
-
-    def _pay(self, claimant: Claimant) -> None:
-        """Believe what an author has credit for. A slice that is done already costs nothing."""
-        for first, end in list(claimant.owed.items()):
-            unpaid = [part for part in self._without_sample(first, end) if not self._pay_part(claimant, *part)]
-            if not unpaid:
-                del claimant.owed[first]
-
-    def _pay_part(self, claimant: Claimant, first: int, end: int) -> bool:
+    def _pay(self, claimant: Claimant, first: int, end: int) -> bool:
         """Pay for the slices from ``first`` to ``end``; return whether all of them count now.
 
         What precedes them in their section counts with them (`DoneSlices.add_lease`), so it is paid as well.
@@ -321,19 +303,14 @@ def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | No
     [(corpus, num_authors)] = Counter(lease.corpus for lease in said.values()).most_common(1)
     epoch = median_epoch(lease for lease in said.values() if lease.corpus == corpus)
     assert epoch is not None, "somebody has this text"
-    told = [_told(state.entries_of(author), corpus, epoch) for author in said]
-    return EpochProgress(corpus, epoch, said_by(told, min(MAX_WITNESSES, -(-num_authors // 2))))
-
-
-def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
-    """Return the sections that an author's entries report as done, a bit for each."""
-    told = 0
-    for entry in entries:
-        if entry.kind is Kind.LEASE and entry.index:
-            lease: Lease = entry.payload
-            if (lease.corpus, lease.epoch) == (corpus, epoch):
-                told |= part_mask(entry.index - 1, lease.done)
-    return told
+    told = dict.fromkeys(said, 0)
+    for author in said:
+        for entry in state.entries_of(author):
+            if entry.kind is Kind.LEASE and entry.index:
+                section: Lease = entry.payload
+                if (section.corpus, section.epoch) == (corpus, epoch):
+                    told[author] |= part_mask(entry.index - 1, section.done)
+    return EpochProgress(corpus, epoch, said_by(list(told.values()), min(MAX_WITNESSES, -(-num_authors // 2))))
 
 
 def median_epoch(said: Iterable[Lease]) -> int | None:

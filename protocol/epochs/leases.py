@@ -27,7 +27,7 @@ Sans-IO: `handle(event, now)`, with `Ticked` about once a second.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..run.slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
@@ -285,15 +285,25 @@ class Leases:
                 self._heard.pop(author, None)
                 self._corpora.pop(author, None)
                 self._current.claims.forget(author)
-            case SlicesTrained(epoch, ranges):
-                self._note_trained(epoch, ranges, now)
+            case SlicesTrained(epoch, ranges) if epoch == self.epoch:
+                self._vote.is_new = False
+                for first, count in ranges:
+                    for index in range(first, first + count):
+                        self.done.add(index)
+                    self._pace.note(count, now)
             case Ticked(live, period, proven, speeds):
                 self._period = period
                 pace = self._pace.slices_per_second
                 self._standing = Standing(live, proven, speeds, pace, self._lease_seconds)
                 return [] if self._has_left else list(self._tick(now))
-            case Left():
-                return list(self._leave())
+            case Left():  # release the slices that are not done
+                self._has_left = True
+                for own in self._current.own:
+                    self._put_aside(own.first, min(self.done.next(own.first), own.end))
+                self._current.own.clear()
+                parts_done = list(self._announce_parts(is_old=False))
+                del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
+                return [*parts_done, Announce(0, self._entry())]
         return []
 
     # For people
@@ -343,13 +353,10 @@ class Leases:
             self._begin_epoch(lease.epoch)
 
     def _take_in(self, author: bytes, index: int, lease: Lease) -> None:
-        if author == self._author:
-            self._take_in_own(index, lease)
-        else:
+        if author != self._author:
             self._current.claims.hear(author, index, lease, self._standing)
-
-    def _take_in_own(self, index: int, lease: Lease) -> None:
-        """Continue from an entry of this node's earlier life. No other node can have written it."""
+            return
+        # It is of this node's earlier life: no other node can have written it.
         self._vote.is_new = False
         if index:
             self.done.add_sections(part_mask(index - 1, lease.done))
@@ -377,7 +384,10 @@ class Leases:
             self._current.own.clear()
             self._announced.is_outdated = True
         self._current.claims.believe(self._standing, seconds)
-        self._finish_leases()
+        for lease in list(self._current.own):  # the ones that other nodes have finished in part included
+            if not self._left(lease):
+                self._current.own.remove(lease)
+                self._put_aside(lease.first, lease.end)
         yield from self._follow_epoch(now)
         if not self.is_over:
             self._give_way(now)
@@ -409,22 +419,6 @@ class Leases:
                     self._take_in(author, index, lease)
 
     # The own leases
-
-    def _note_trained(self, epoch: int, ranges: Iterable[tuple[int, int]], now: float) -> None:
-        if epoch != self.epoch:
-            return
-        self._vote.is_new = False
-        for first, count in ranges:
-            for index in range(first, first + count):
-                self.done.add(index)
-            self._pace.note(count, now)
-
-    def _finish_leases(self) -> None:
-        """Move finished leases aside, including the ones that other nodes have finished in part."""
-        for lease in list(self._current.own):
-            if not self._left(lease):
-                self._current.own.remove(lease)
-                self._put_aside(lease.first, lease.end)
 
     def _put_aside(self, first: int, end: int) -> None:
         if first < end:
@@ -495,7 +489,10 @@ class Leases:
         if is_enough or len(self._current.own) >= MAX_UNFINISHED:
             self._current.idle_since = None
             return
-        free = self._worthwhile(self._free())
+        taken = self.done.whole | self._own_mask
+        for _, peer in self._respected():
+            taken |= peer.mask
+        free = self._worthwhile(self.sections.all & ~taken)
         if not free:
             self._wait(now)
             return
@@ -507,12 +504,6 @@ class Leases:
         begin = self.done.next(self.sections.begin(first))
         self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
         self._announced.is_outdated = True
-
-    def _free(self) -> int:
-        taken = self.done.whole | self._own_mask
-        for _, peer in self._respected():
-            taken |= peer.mask
-        return self.sections.all & ~taken
 
     def _worthwhile(self, free: int) -> int:
         """Return the free sections that no author claims to be done, and in two cases the claimed ones too.
@@ -613,16 +604,6 @@ class Leases:
             for lease in self._current.own
         )
         return Lease(self.epoch, self.corpus, (*self._current.finished, *unfinished))
-
-    def _leave(self) -> Iterator[Output]:
-        """Release the slices that are not done."""
-        self._has_left = True
-        for lease in self._current.own:
-            self._put_aside(lease.first, min(self.done.next(lease.first), lease.end))
-        self._current.own.clear()
-        yield from self._announce_parts(is_old=False)
-        del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
-        yield Announce(0, self._entry())
 
     def saved(self) -> list[tuple[int, Lease]]:
         """Return the index and lease of entries that restore this state by `Heard`, if the run state has lost them."""

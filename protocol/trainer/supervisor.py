@@ -73,18 +73,7 @@ class Supervisor:
             return Again(RESTART_DELAYS[0], f"{error}; trying another peer's")
         if cause == "memory" and lived is not None and not self._is_cut:
             return self._shrink(error)
-        return self._count_crash(error, cause, lived or 0.0)
-
-    def _shrink(self, error: str) -> Again:
-        size = min(self.microbatch or self._batch_size, self._batch_size)
-        if size == 1:
-            return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
-        self.microbatch = -(-size // 2)
-        words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
-        return Again(RESTART_DELAYS[0], f"{words}, which makes the same inner steps")
-
-    def _count_crash(self, error: str, cause: Cause, lived: float) -> Again | End:
-        self._crashes = 1 if lived > HEALTHY_SECONDS else self._crashes + 1
+        self._crashes = 1 if (lived or 0.0) > HEALTHY_SECONDS else self._crashes + 1
         words = f"{error}. {_remedy(self._is_cut)}" if cause == "memory" else error
         if self._crashes < MAX_CRASHES:
             delay = RESTART_DELAYS[min(self._crashes, len(RESTART_DELAYS)) - 1]
@@ -93,6 +82,15 @@ class Supervisor:
         if self._is_cut:
             return End(f"{words}: leaving, so that others take this stage")
         return self._rest(words)
+
+    def _shrink(self, error: str) -> Again:
+        """Have the next trainer take half as many sequences at a time."""
+        size = min(self.microbatch or self._batch_size, self._batch_size)
+        if size == 1:
+            return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
+        self.microbatch = -(-size // 2)
+        words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
+        return Again(RESTART_DELAYS[0], f"{words}, which makes the same inner steps")
 
     def _rest(self, words: str) -> Again:
         self._crashes = 0

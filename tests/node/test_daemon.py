@@ -109,6 +109,12 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
                 )
                 assert status.partners.keys() == {member.peer_id for member in status.members if not member.is_self}
 
+                command = [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(bob.home)]
+                newer = (await trio.run_process(command, capture_stdout=True)).stdout.decode().strip()
+                async with joined(tmp_path / "dave", newer, *data) as dave:
+                    await dave.says("averaged with")
+                    assert await dave.end(signal.SIGTERM) == Exit.OK
+
                 assert await bob.end(signal.SIGTERM) == Exit.OK
                 await bob.says("left the run")
                 await carol_again.says(bob.name, "is gone")
@@ -181,16 +187,7 @@ async def test_who_cannot_join_says_which_step_failed(tmp_path: Path, run: Signe
         assert await bob.process.wait() == Exit.TRAINER_FAILED
 
 
-async def test_a_second_daemon_in_one_folder_is_refused(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
-    arguments = (str(tmp_path / "run.manifest"), "--data", str(texts))
-    async with joined(tmp_path / "alice", *arguments) as alice:
-        await alice.says("listening on")
-        async with joined(tmp_path / "alice", *arguments) as again:
-            await again.says("another farandole process", str(alice.process.pid))
-            assert await again.process.wait() == Exit.HOME_IN_USE
-
-
-async def test_what_a_node_writes_is_its_owners_alone_also_in_a_folder_that_is_not(
+async def test_what_a_node_writes_is_its_owners_alone_and_a_second_daemon_is_refused(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
     home = tmp_path / "alice"
@@ -203,26 +200,9 @@ async def test_what_a_node_writes_is_its_owners_alone_also_in_a_folder_that_is_n
         assert {"log", "key", "store.sqlite"} <= {path.name for path in files}
         assert [str(path) for path in files if path.stat().st_mode & 0o077] == []
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
-
-
-async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
-    """Earlier members come back by the address book, and newcomers by the invite of any member."""
-    data = ("--data", str(texts))
-    async with two_that_average(tmp_path, run, texts) as (alice, bob):
-        invite = alice.invite(run.run_id)
-        async with joined(tmp_path / "carol", invite, *data) as carol:
-            await carol.says("averaged with", bob.name)
-            await carol.end(signal.SIGKILL)
-        await alice.end(signal.SIGKILL)
-        await bob.says(alice.name, "is gone")
-        async with joined(tmp_path / "carol", invite, *data) as carol_again:
-            await carol_again.says("this node is", carol.name)
-            await carol_again.says("averaged with", bob.name)
-        newer = await trio.run_process(
-            [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(bob.home)], capture_stdout=True
-        )
-        async with joined(tmp_path / "dave", newer.stdout.decode().strip(), *data) as dave:
-            await dave.says("averaged with", bob.name)
+        async with joined(home, str(tmp_path / "run.manifest"), "--data", str(texts)) as again:
+            await again.says("another farandole process", str(alice.process.pid))
+            assert await again.process.wait() == Exit.HOME_IN_USE
 
 
 async def test_a_machine_that_can_never_hold_the_model_is_told_so_before_any_peer_is_dialled(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from .small_runs import TINY, small_manifest, write_run
 
 LIARS: Final = (501, 502)
 JUDGE: Final = 503
-NUM_ROUNDS: Final = 5
+NUM_ROUNDS: Final = 3
 # A run state takes one announcement a minute, so honest members' announcements may still be of round 1. A checkpoint
 # ahead of them by more than `copies.MAX_ROUNDS_OLDER` is tried last, and no newcomer would get to it.
 ROUNDS_AHEAD: Final = 1

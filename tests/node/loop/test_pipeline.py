@@ -201,7 +201,7 @@ async def run_all(nodes: Sequence[Node], manifest: Manifest, steps: int) -> None
             nursery.start_soon(node.run, manifest, stage, steps)
 
 
-@pytest.mark.parametrize(("num_stages", "path"), [(2, "stream"), (4, "stream"), (2, "bulk")])
+@pytest.mark.parametrize(("num_stages", "path"), [(4, "stream"), (2, "bulk")])
 async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
     tmp_path: Path, num_stages: int, path: str
 ) -> None:

@@ -368,17 +368,6 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     assert story.journal.state.phase == "training"
 
 
-async def test_who_goes_on_before_the_rest_has_quite_begun_trains_on(story: Story) -> None:
-    (trainer,) = story.trainers
-    story.rest.begin(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
-    story.rest.end(BY_HAND)  # while the trainer still saves
-    await trio.testing.wait_all_tasks_blocked()
-    await trainer.report(saved())
-    assert len(story.trainers) == 2
-    assert story.journal.state.phase == "training"
-
-
 async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -623,16 +612,6 @@ async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
     assert story.trainers[1].commands == [TRAIN(0, 0)], "from the last checkpoint"
 
 
-async def test_a_trainer_without_memory_is_followed_by_one_that_takes_less_at_a_time(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    await story.trainers[0].report(TrainerError("out of memory", "memory"))
-    await trio.sleep(2 * RESTART_DELAYS[0])
-    assert len(story.trainers) == 2
-    assert story.supervisor.microbatch == story.batch_size // 2
-    assert "out of memory" in story.journal.warnings[-1]
-
-
 async def test_a_trainer_that_dies_again_and_again_leaves_the_node_in_the_run_at_rest(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -661,14 +640,6 @@ async def test_a_trainer_that_was_replaced_is_dead_no_more(
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     assert not story.journal.state.is_trainer_dead
-
-
-async def test_who_rests_leaves_at_once(story: Story, autojump_clock: trio.testing.MockClock) -> None:
-    for _ in range(MAX_CRASHES):
-        await story.trainers[-1].report(TrainerError("killed"))
-        await trio.sleep(1.1 * RESTART_DELAYS[-1])
-    with trio.fail_after(1):
-        await story.training.leave()
 
 
 BOB, CAROL = b"b" * 32, b"c" * 32

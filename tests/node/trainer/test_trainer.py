@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -68,13 +68,6 @@ async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
 async def digest_of(trainer: Trainer) -> bytes:
     """Return the digest of the contribution, once all of it is encoded."""
     return (await report_of(trainer, messages.Encoded)).digest
-
-
-async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Callable[..., messages.Prepare]) -> None:
-    with pytest.raises(TrainerError, match="limits the memory of a GPU") as caught:
-        async with open_trainer(prepare(gpu_memory=4.0), None):
-            pass
-    assert caught.value.cause == "setup"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's time in /proc")
@@ -162,29 +155,6 @@ async def test_a_trainer_tells_how_far_it_is_with_its_text_and_reads_it_once(
     told.clear()
     async with open_trainer(command, None, told.append):
         assert told == []
-
-
-async def test_a_malformed_record_is_named_with_its_line(
-    prepare: Callable[..., messages.Prepare], tmp_path: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"content": "not so"}\n')
-    with pytest.raises(TrainerError, match=r"a\.jsonl, line 2: there is no field 'text'.*--data-field") as caught:
-        async with open_trainer(with_settings(prepare(), data=[str(tmp_path / "a.jsonl")]), None):
-            pass
-    assert caught.value.cause == "setup"
-
-
-async def test_a_bad_contribution_is_refused_and_leaves_the_weights_alone(
-    prepare: Callable[..., messages.Prepare],
-) -> None:
-    async with open_trainer(prepare(), None) as trainer:
-        await trainer.send(messages.Train(0, 2))
-        size = (await report_of(trainer, messages.Contributed)).size
-        trainer.incoming[:size] = b"\xff" * size  # NaN in fp32
-        await trainer.send(messages.Screen(size))
-        assert "finite" in (await report_of(trainer, messages.Screened)).reason
-        await trainer.send(messages.TakeOuterStep(0))
-        await report_of(trainer, messages.OuterStepTaken)
 
 
 async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_one(
@@ -335,16 +305,6 @@ def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
     )
 
 
-async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messages.Prepare]) -> None:
-    with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="killed by signal 9"):
-        async with open_trainer(prepare(), None) as trainer:
-            await trainer.send(messages.Train(0, 0))
-            await report_of(trainer, messages.Progress)
-            os.kill(trainer.pid, signal.SIGKILL)
-            while True:
-                await trainer.receive()
-
-
 async def test_where_a_trainer_crashed_or_hung_is_logged(
     prepare: Callable[..., messages.Prepare], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,30 +339,6 @@ async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., message
             assert contributed.inner_steps == 3
             losses.append(contributed.loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-async def test_a_lean_trainer_that_computes_layers_again_trains(prepare: Callable[..., messages.Prepare]) -> None:
-    async with open_trainer(prepare(lean=True, recompute=True), None) as trainer:
-        await trainer.send(messages.Train(0, 3))
-        contributed = await report_of(trainer, messages.Contributed)
-        assert contributed.inner_steps == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_stages", "words"),
-    [
-        ({"lean": True}, 2, "--lean and model.num_stages exclude each other"),
-    ],
-)
-async def test_settings_that_exclude_being_lean_are_named(
-    prepare: Callable[..., messages.Prepare], manifest: Manifest, changes: dict[str, bool], num_stages: int, words: str
-) -> None:
-    model = msgspec.structs.replace(manifest.model, num_layers=2, num_stages=num_stages)
-    raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, model=model))
-    with pytest.raises(TrainerError, match=words) as caught:
-        async with open_trainer(prepare(manifest=raw, **changes), None):
-            pass
-    assert caught.value.cause == "setup"
 
 
 async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., messages.Prepare]) -> None:
@@ -544,14 +480,6 @@ async def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(
         await report_of(trainer, messages.Contributed)
 
 
-async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., messages.Prepare], tmp_path: Path) -> None:
-    for changes, words in (({"device": "cuda:7"}, "cuda"), ({"data": [str(tmp_path / "nowhere")]}, "nowhere")):
-        with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match=words) as caught:
-            async with open_trainer(prepare(**changes), None):
-                pass
-        assert caught.value.cause == "setup"
-
-
 async def test_a_trainer_gives_way_to_other_programs(
     prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,3 +498,21 @@ async def test_a_frozen_trainer_does_not_outlive_its_node(
             os.kill(trainer.pid, signal.SIGSTOP)
     with pytest.raises(ProcessLookupError):
         os.kill(trainer.pid, 0)
+
+
+async def test_what_cannot_be_set_up_is_said_in_words(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest, tmp_path: Path
+) -> None:
+    model = msgspec.structs.replace(manifest.model, num_layers=2, num_stages=2)
+    cut = msgspec.msgpack.encode(msgspec.structs.replace(manifest, model=model))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"device": "cuda:7"}, "cuda"),
+        ({"data": [str(tmp_path / "nowhere")]}, "nowhere"),
+        ({"gpu_memory": 4.0}, "limits the memory of a GPU"),
+        ({"manifest": cut, "lean": True}, "--lean and model.num_stages exclude each other"),
+    )
+    for changes, words in cases:
+        with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match=words) as caught:
+            async with open_trainer(prepare(**changes), None):
+                pass
+        assert caught.value.cause == "setup"

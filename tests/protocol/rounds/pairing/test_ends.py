@@ -64,13 +64,6 @@ def test_the_responder_begins_when_it_is_told_to() -> None:
     assert alice.outputs == [begun(MIDDLE, BOB, 40.1, is_initiator=False)]
 
 
-def test_a_failed_exchange_is_followed_by_a_step_alone() -> None:
-    alice, session = matched()
-    alice.handle(ContributionReady(7), 40.0)
-    alice.hear(BOB, Ready(session), 40.0)
-    assert alice.handle(ExchangeEnded(session, BOB, committed=False), 45.0) == [GoAlone(7, "the exchange failed")]
-
-
 def test_a_step_alone_says_why_the_exchange_failed() -> None:
     alice, session = exchanging()
     ended = alice.handle(ExchangeEnded(session, BOB, committed=False, reason="127 MB did not fit into 30 s"), 69.0)

@@ -58,19 +58,6 @@ def test_partners_are_drawn_uniformly() -> None:
     assert sum((count - 800) ** 2 / 800 for count in counts.values()) < 18.5  # chi-square, 4 degrees, p = 0.001
 
 
-def test_a_proposal_to_a_seeking_node_is_accepted() -> None:
-    alice = started()
-    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
-    assert alice.sent == [(BOB, Agree(MIDDLE, 39.0))]
-    assert alice.machine.partner == BOB
-
-
-def test_a_matched_node_refuses_others() -> None:
-    alice, _ = matched()
-    alice.hear(CAROL, Propose(LOW, 1.0), 31.0)
-    assert alice.sent == [(CAROL, Decline(LOW, "matched"))]
-
-
 def test_an_outstanding_proposal_gives_way_to_every_second_one_whatever_its_session() -> None:
     num_tries, num_accepted = 200, 0
     for seed in range(num_tries):
@@ -188,15 +175,6 @@ def test_crossing_proposals_make_one_pair(first: bytes) -> None:
     assert nodes[BOB].machine.partner == ALICE
 
 
-def test_who_is_refused_asks_another_at_once() -> None:
-    alice = started()
-    peer, proposal = alice.propose(30.0)
-    alice.hear(peer, Decline(proposal.session, "matched"), 30.1)
-    ((second, message),) = alice.sent
-    assert second == (CAROL if peer == BOB else BOB)
-    assert isinstance(message, Propose)
-
-
 def test_a_busy_peer_is_asked_again_when_it_said() -> None:
     alice = started(ALICE, BOXED, BOB)
     _, proposal = alice.propose(30.0)
@@ -250,16 +228,6 @@ def test_proposals_of_a_round_are_bounded() -> None:
         num_proposals += 1
     assert num_proposals == MAX_PROPOSALS
     assert alice.handle(ContributionReady(7), 120.0) == [GoAlone(7, "no peer is free")]
-
-
-def test_a_partner_lost_early_is_replaced() -> None:
-    alice = started()
-    peer, proposal = alice.propose(30.0)
-    alice.hear(peer, Agree(proposal.session, 10.0), 30.1)
-    alice.handle(PeerLost(peer), 31.0)
-    ((second, message),) = alice.sent
-    assert second != peer
-    assert isinstance(message, Propose)
 
 
 def test_a_connection_that_breaks_once_may_be_made_again() -> None:
