@@ -55,14 +55,9 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     params: dict[str, Any] = {}
 
 
-class _ErrorBody(msgspec.Struct):
-    code: str
-    message: str
-
-
-class _Response(msgspec.Struct, omit_defaults=True):
-    ok: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    error: _ErrorBody | msgspec.UnsetType = msgspec.UNSET
+class _Response(msgspec.Struct):
+    ok: Any = None
+    error: dict[str, str] | None = None
 
 
 # --- the daemon's end -------------------------------------------------------------------------------------------
@@ -109,10 +104,9 @@ async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes |
 async def answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
     """Response line to one request line; errors are responses, too."""
     try:
-        result = msgspec.json.encode(await _handle(line, handlers))
-        return msgspec.json.encode(_Response(ok=msgspec.Raw(result))) + b"\n"
+        return msgspec.json.encode({"ok": await _handle(line, handlers)}) + b"\n"
     except ControlError as error:
-        return msgspec.json.encode(_Response(error=_ErrorBody(error.code, str(error)))) + b"\n"
+        return msgspec.json.encode({"error": {"code": error.code, "message": str(error)}}) + b"\n"
 
 
 async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
@@ -151,9 +145,9 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
         response = msgspec.json.decode(raw, type=_Response)
     except msgspec.MsgspecError as error:  # another program may use a node's former port now
         raise NoNodeError(f"what answers for {home} is no node") from error
-    if response.error is not msgspec.UNSET:
-        raise ControlError(response.error.code, response.error.message)
-    return None if response.ok is msgspec.UNSET else msgspec.json.decode(response.ok)
+    if response.error is not None:
+        raise ControlError(response.error["code"], response.error["message"])
+    return response.ok
 
 
 def _exchange(home: Path, request: bytes, timeout: float) -> bytes:

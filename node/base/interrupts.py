@@ -6,7 +6,7 @@ import contextlib
 import select
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class Ending(Protocol):
 
 
 class Interruption:
-    """Whether Ctrl-C has come, for a loop that asks; made by `interruptible` and `gently_interruptible`.
+    """Whether Ctrl-C has come, for a loop that asks; made by `interruptible`.
 
     It is no `threading.Event`: a signal's handler runs in the main thread, between any two of its instructions, and may
     not wait for a lock that this thread holds at that moment.
@@ -43,29 +43,14 @@ class Interruption:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interruption]:
+def interruptible(*, is_gentle: bool = False) -> Iterator[Interruption]:
     """Let Ctrl-C end the block as if it had come to its end. Works only in the main thread.
 
     Python drops a `KeyboardInterrupt` that is raised while it calls back an object's finaliser, or a weak reference's
-    (each import has one). So the block must also ask, whenever it waits.
+    (each import has one). So the block must also ask, whenever it waits. ``is_gentle``: the first Ctrl-C, or SIGTERM,
+    does no more than end a wait, for a block that must finish what it is at; another one raises as usual.
     """
-    with contextlib.suppress(KeyboardInterrupt), _noting([signal.SIGINT], num_gentle=0) as interruption:
-        yield interruption
-
-
-@contextlib.contextmanager
-def gently_interruptible() -> Iterator[Interruption]:
-    """Let the first Ctrl-C, or SIGTERM, do no more than end a wait; another one raises as usual.
-
-    For a block that must finish what it is at. Works only in the main thread.
-    """
-    with _noting([signal.SIGINT, signal.SIGTERM], num_gentle=1) as interruption:
-        yield interruption
-
-
-@contextlib.contextmanager
-def _noting(numbers: Sequence[int], num_gentle: int) -> Iterator[Interruption]:
-    """Note these signals within the block; those after the first ``num_gentle`` raise `KeyboardInterrupt`."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_gentle else (signal.SIGINT,)
     woken, waking = socket.socketpair()
     waking.setblocking(False)
     num_signals = 0
@@ -75,13 +60,14 @@ def _noting(numbers: Sequence[int], num_gentle: int) -> Iterator[Interruption]:
         num_signals += 1
         with contextlib.suppress(BlockingIOError):  # it is full: it has been noted
             waking.send(b"!")
-        if num_signals > num_gentle:
+        if num_signals > is_gentle:
             raise KeyboardInterrupt
 
     with woken, waking:
         before = {number: signal.signal(number, note) for number in numbers}
         try:
-            yield Interruption(woken)
+            with contextlib.nullcontext() if is_gentle else contextlib.suppress(KeyboardInterrupt):
+                yield Interruption(woken)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -71,7 +71,7 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
         for setting in SETTINGS:
             source, value = sources[setting.name], values[setting.name]
             origin = f"{source} {setting.variable}" if source == "environment" else source
-            told = setting.about.unset if value is None else json.dumps(value, default=str)
+            told = setting.unset if value is None else json.dumps(value, default=str)
             table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
         Console(markup=False).print(table)
     for fault in stray_variables(os.environ):

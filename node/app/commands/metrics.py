@@ -95,7 +95,7 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
     from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
     from ...base.identity import load_or_create_key
-    from ...base.interrupts import gently_interruptible
+    from ...base.interrupts import interruptible
     from ...state.store import MANIFEST_FACT, read_fact
     from ...ui.metrics.report import ReportPatience, report_rounds
     from ...ui.metrics.trackers import open_tracker, reported_run
@@ -108,7 +108,7 @@ def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
     run = reported_run(manifest, signed.run_id.hex(), peer_id_of(author))
     tracker = open_tracker(target)
     try:
-        with gently_interruptible() as interruption:
+        with interruptible(is_gentle=True) as interruption:
             patience = ReportPatience(interruption.wait, partial(typer.echo, err=True), Random(), is_once)
             num_sent = report_rounds(settings.rounds, tracker, run, patience)
     except OSError as error:

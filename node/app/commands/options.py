@@ -94,7 +94,7 @@ HelpAll = Annotated[
 ]
 # The panels that the help of a whole node shows; the others are for ``--help-all``.
 SHOWN_PANELS: Final = ("Run", "When to train", "Limits")
-_HIDDEN: Final = frozenset(setting.name for setting in settings_of(NodeSettings) if setting.about.is_hidden)
+_HIDDEN: Final = frozenset(setting.name for setting in settings_of(NodeSettings) if setting.is_hidden)
 
 Command = Callable[..., None]
 
@@ -108,7 +108,7 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
     """
     chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
     # Help shows panels in the order of their first options.
-    chosen.sort(key=lambda setting: PANELS.index(setting.about.panel))
+    chosen.sort(key=lambda setting: PANELS.index(setting.panel))
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
@@ -172,8 +172,8 @@ def _as_taken(setting: Setting, names: Sequence[str]) -> Setting:
     """Return a setting with its help, of a command that takes ``names``: only a whole node takes a manifest too."""
     if setting.name != "invite" or not names:
         return setting
-    unset = setting.about.unset if "device" in names else "the run of the node that runs here"  # the doctor needs none
-    return replace(setting, about=replace(setting.about, help="An invite to the run.", unset=unset))
+    unset = setting.unset if "device" in names else "the run of the node that runs here"  # the doctor needs none
+    return replace(setting, help="An invite to the run.", unset=unset)
 
 
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
@@ -182,7 +182,6 @@ def _parameter(name: str, annotation: object, default: object) -> inspect.Parame
 
 def _option(setting: Setting, must_exist: bool, *, is_whole_node: bool) -> Any:
     """Return the field's type, annotated so that typer makes an option of it."""
-    about = setting.about
 
     def check(value: Any) -> Any:
         if not setting.is_allowed(value):
@@ -190,24 +189,26 @@ def _option(setting: Setting, must_exist: bool, *, is_whole_node: bool) -> Any:
         return setting.read(value)
 
     told: dict[str, Any] = {
-        "help": f"{about.help} ({setting.bounds[0].upper()}{setting.bounds[1:]}.)" if setting.bounds else about.help,
+        "help": f"{setting.help} ({setting.bounds[0].upper()}{setting.bounds[1:]}.)"
+        if setting.bounds
+        else setting.help,
         "envvar": setting.variable,
         "show_envvar": False,  # the help of ``--config`` says how variables are called
         "callback": check,
     }
     if setting.kind in (int, float):
         told["parser"] = number_of(setting)
-    if placeholder := about.placeholder or about.unit.upper():
+    if placeholder := setting.placeholder or setting.unit.upper():
         told["metavar"] = placeholder
-    if about.unset:
-        told["show_default"] = about.unset
+    if setting.unset:
+        told["show_default"] = setting.unset
     if setting.kind is Path or Path in get_args(setting.kind):
-        told.update(exists=must_exist, dir_okay=about.placeholder != "FILE")
-    if about.is_hidden or (is_whole_node and about.panel not in SHOWN_PANELS):
+        told.update(exists=must_exist, dir_okay=setting.placeholder != "FILE")
+    if setting.is_hidden or (is_whole_node and setting.panel not in SHOWN_PANELS):
         told["hidden"] = True
-    if about.is_argument:
+    if setting.is_argument:
         return Annotated[setting.annotation, typer.Argument(**told)]
-    return Annotated[setting.annotation, typer.Option(setting.flag, rich_help_panel=about.panel, **told)]
+    return Annotated[setting.annotation, typer.Option(setting.flag, rich_help_panel=setting.panel, **told)]
 
 
 def stray_variables(environment: Mapping[str, str]) -> list[str]:

@@ -139,12 +139,11 @@ def _row(parameter: Any, context: Any) -> tuple[str, ...]:
 def _settings() -> str:
     rows = []
     for setting in SETTINGS:
-        if setting.about.is_hidden:
+        if setting.is_hidden:
             continue
-        about = setting.about
-        flag = f"`{setting.flag}`" if setting.flag else f"`{about.placeholder}`, without a flag"
+        flag = f"`{setting.flag}`" if setting.flag else f"`{setting.placeholder}`, without a flag"
         default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
-        rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", setting.expected, default, about.help))
+        rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", setting.expected, default, setting.help))
     return table("| key | flag | variable | value | default | meaning |", rows)
 
 

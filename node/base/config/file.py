@@ -69,21 +69,20 @@ def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator
 
 def config_text() -> str:
     """Return a settings file that changes nothing: every setting commented out, with its meaning, default and unit."""
-    return "\n".join([_HEAD, *(_paragraph(setting) for setting in SETTINGS if not setting.about.is_hidden)])
+    return "\n".join([_HEAD, *(_paragraph(setting) for setting in SETTINGS if not setting.is_hidden)])
 
 
 def _paragraph(setting: Setting) -> str:
-    about = setting.about
     told = f"{setting.expected[0].upper()}{setting.expected[1:]}."
     ways = [f"flag {setting.flag}"] if setting.flag else []
     told += f" Or {', '.join([*ways, f'variable {setting.variable}'])}. Default: {default_of(setting)}."
-    lines = textwrap.wrap(about.help, _WIDTH) + textwrap.wrap(told, _WIDTH)
-    value = setting.default if setting.default or about.example is None else about.example
+    lines = textwrap.wrap(setting.help, _WIDTH) + textwrap.wrap(told, _WIDTH)
+    value = setting.default if setting.default or setting.example is None else setting.example
     return "".join(f"# {line}\n" for line in lines) + f"#{setting.name} = {json.dumps(value)}\n"
 
 
 def default_of(setting: Setting) -> str:
     """Describe the default of a setting in words."""
     if setting.default in (None, []):
-        return setting.about.unset or "none"
+        return setting.unset or "none"
     return json.dumps(setting.default)

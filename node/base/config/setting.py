@@ -35,9 +35,16 @@ _PLURALS: Final[dict[object, str]] = {str: "texts in quotes", Path: "paths in qu
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
-    """A setting's documentation and constraints, in addition to its name, type and default."""
+class Setting:
+    """One setting, with its documentation and constraints; what ``slow: float = setting(1.0, ...)`` declares."""
 
+    name: str
+    """The field's, and the key in a settings file."""
+    kind: Any
+    """The type of a value: ``bool``, ``int``, ``float``, ``str``, ``Path``, a list of these, or a ``Literal``."""
+    annotation: Any
+    """The field's: ``kind``, or ``kind | None``."""
+    default: Any
     help: str
     """A sentence or two."""
     panel: Panel = "Advanced"
@@ -58,26 +65,12 @@ class About:
     """A value to show for a setting whose default says nothing."""
     form: str = ""
     """The required form of a value in words, where its type does not give it."""
-    read: Callable[[Any], Any] | None = None
+    read: Callable[[Any], Any] = lambda value: value
     """Converts a value of the right type to the effective one; raises `FarandoleError` if its form is wrong."""
     is_argument: bool = False
     """Whether commands take it as a positional argument, without a flag."""
     is_hidden: bool = False
     """Whether help and ``config init`` leave it out: it is for the testnet."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One setting; what ``slow: float = setting(1.0, ...)`` declares."""
-
-    name: str
-    """The field's, and the key in a settings file."""
-    kind: Any
-    """The type of a value: ``bool``, ``int``, ``float``, ``str``, ``Path``, a list of these, or a ``Literal``."""
-    annotation: Any
-    """The field's: ``kind``, or ``kind | None``."""
-    default: Any
-    about: About
 
     @property
     def variable(self) -> str:
@@ -87,7 +80,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """``--upload-mbit``; of a switch, ``--relay/--no-relay``; of an argument, nothing."""
-        if self.about.is_argument:
+        if self.is_argument:
             return ""
         name = self.name.replace("_", "-")
         return f"--{name}/--no-{name}" if self.kind is bool else f"--{name}"
@@ -95,13 +88,13 @@ class Setting:
     @property
     def expected(self) -> str:
         """Describe the allowed values in words: ``a finite number of GB, at least 0.5, or 0``."""
-        if self.about.form:
-            return self.about.form
-        if choices := self.choices:
-            return "one of " + ", ".join(map(str, choices))
+        if self.form:
+            return self.form
+        if get_origin(self.kind) is Literal:
+            return "one of " + ", ".join(map(str, get_args(self.kind)))
         if get_origin(self.kind) is list:
             return f"a list of {_PLURALS[get_args(self.kind)[0]]}"
-        noun = NOUNS[self.kind] + (f" of {self.about.unit}" if self.about.unit else "")
+        noun = NOUNS[self.kind] + (f" of {self.unit}" if self.unit else "")
         return ", ".join(part for part in (noun, self.bounds) if part)
 
     def hint(self, value: object) -> str:
@@ -114,33 +107,22 @@ class Setting:
     @property
     def bounds(self) -> str:
         """Describe the bounds of a number in words; empty if there are none."""
-        about = self.about
-        if about.least is None:
+        if self.least is None:
             return ""
-        words = f"at least {about.least:g}" if about.most is None else f"{about.least:g} to {about.most:g}"
-        return f"{words}, or 0" if about.or_zero else words
-
-    @property
-    def choices(self) -> Sequence[object]:
-        """The allowed values of a ``Literal``; empty for other types."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+        words = f"at least {self.least:g}" if self.most is None else f"{self.least:g} to {self.most:g}"
+        return f"{words}, or 0" if self.or_zero else words
 
     def is_allowed(self, value: Any) -> bool:
         """Return whether a value of the right type is within its bounds and has the right form."""
         if isinstance(value, float) and not math.isfinite(value):
             return False
-        about = self.about
         try:
             self.read(value)
         except FarandoleError:
             return False
-        if value is None or about.least is None or (about.or_zero and value == 0):
+        if value is None or self.least is None or (self.or_zero and value == 0):
             return True
-        return bool(value >= about.least and (about.most is None or value <= about.most))
-
-    def read(self, value: Any) -> Any:
-        """Convert a value of the right type to the effective one. Raises `FarandoleError` if its form is wrong."""
-        return value if self.about.read is None else self.about.read(value)
+        return bool(value >= self.least and (self.most is None or value <= self.most))
 
     def is_valid(self, value: object) -> bool:
         """Return whether ``value``, as read from a settings file, has the right type and is allowed."""
@@ -154,8 +136,8 @@ class Setting:
 
 
 def setting(default: object, help: str, **about: Any) -> Any:
-    """Return a dataclass field that is a setting; ``about`` are the fields of `About`."""
-    metadata = {_ABOUT: About(help, **about)}
+    """Return a dataclass field that is a setting; ``about``: fields of `Setting`."""
+    metadata = {_ABOUT: {"help": help, **about}}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -171,7 +153,7 @@ def settings_of(owner: type) -> tuple[Setting, ...]:
             kind=_kind(annotations[field.name]),
             annotation=annotations[field.name],
             default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
-            about=about,
+            **about,
         )
         for field in dataclasses.fields(owner)
         if (about := field.metadata.get(_ABOUT)) is not None

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from farandole.node.base.interrupts import gently_interruptible, interruptible
+from farandole.node.base.interrupts import interruptible
 
 
 def test_ctrl_c_ends_the_block_and_nothing_else() -> None:
@@ -29,7 +29,7 @@ def test_an_interrupt_that_is_swallowed_is_seen_at_the_next_look() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_interrupt_ends_a_wait_and_the_second_one_the_block(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), gently_interruptible() as interruption:
+    with pytest.raises(KeyboardInterrupt), interruptible(is_gentle=True) as interruption:
         assert not interruption.wait(0)
         signal.raise_signal(number)
         assert interruption.wait(3_600)

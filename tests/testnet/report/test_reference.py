@@ -29,7 +29,7 @@ def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None
     assert all(
         f"\n| `{setting.name}` |" in text and f" `{setting.variable}` |" in text
         for setting in SETTINGS
-        if not setting.about.is_hidden
+        if not setting.is_hidden
     )
     assert all(f"env var: {variable}" in text for variable in ("FARANDOLE_HOME", "FARANDOLE_CONFIG"))
 

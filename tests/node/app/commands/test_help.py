@@ -27,9 +27,9 @@ def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
     panels = panels_of(run, "join", "--help-all")
     assert list(panels) == ["Arguments", "Options", *PANELS]
     for setting in SETTINGS:
-        if setting.flag and not setting.about.is_hidden:
+        if setting.flag and not setting.is_hidden:
             flag = setting.flag.split("/")[0]
-            assert [title for title, text in panels.items() if f"│ {flag} " in text] == [setting.about.panel], flag
+            assert [title for title, text in panels.items() if f"│ {flag} " in text] == [setting.panel], flag
     assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
 
 

@@ -30,7 +30,6 @@ from farandole.node.app.doctor.machine import (
     check_memory,
     check_needs,
     check_ports,
-    check_torch,
     judge_torch,
 )
 from farandole.node.app.doctor.mesh import find_skew, judge_nat
@@ -519,14 +518,6 @@ def test_what_pytorch_says_of_itself(stdout: bytes, stderr: bytes, has_nvidia: b
     assert judge_torch(done, has_nvidia=has_nvidia).cause == cause
 
 
-async def test_what_lies_in_the_current_folder_is_not_taken_for_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('another program')")
-    monkeypatch.chdir(tmp_path)
-    assert (await check_torch("cpu")).cause == "torch-fine"
-
-
 async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> None:
     examination = Examination(NodeSettings(home=tmp_path, listen=[LOOPBACK]))
     with locked(tmp_path / "lock"):
@@ -543,9 +534,13 @@ def run(*arguments: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command_says_it_as_json_and_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_as_json_and_by_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "home"
     options = ("--home", home, "--listen", LOOPBACK, "--device", "cpu")
+    (tmp_path / "torch.py").write_text("raise SystemExit('another program')")  # it is not taken for PyTorch
+    monkeypatch.chdir(tmp_path)
     assert run(*options, "--json") == Exit.OK
     diagnosis = msgspec.json.decode(capsys.readouterr().out, type=Diagnosis)
     assert diagnosis.is_well

@@ -27,7 +27,7 @@ def test_the_file_for_beginners_changes_nothing(path: Path) -> None:
 
 def test_the_file_for_beginners_has_every_setting_with_its_default_or_an_example(path: Path) -> None:
     path.write_text(uncommented(config_text()))
-    assert set(read_config(path)) == {setting.name for setting in SETTINGS if not setting.about.is_hidden}
+    assert set(read_config(path)) == {setting.name for setting in SETTINGS if not setting.is_hidden}
     for name, value in tomllib.loads(path.read_text()).items():
         default = getattr(NodeSettings(), name)
         assert value == default or default in (None, [])

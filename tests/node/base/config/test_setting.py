@@ -75,6 +75,6 @@ def test_what_to_write_instead_of_a_number_with_a_unit(name: str, value: object,
 def test_every_setting_of_a_node_can_be_told() -> None:
     for each in settings_of(NodeSettings):
         assert each.expected
-        assert each.about.help.endswith(".")
-        assert each.default is not None or each.about.unset
+        assert each.help.endswith(".")
+        assert each.default is not None or each.unset
         assert each.default is None or each.is_allowed(each.default)
