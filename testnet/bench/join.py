@@ -212,7 +212,12 @@ def measure(
     try:
         make_checkpoint(source, size_mb)
         _measure_loopback(figures, source, bench.log, repeats, cache, bench.say)
-        _measure_kill(figures, source, bench.log, bench.say)
+        bench.say("a donor is killed at half")
+        with open_nodes(source, bench.log, [Location()] * 3) as nodes:
+            answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
+        if not answer["killed"]:
+            raise BenchError("the donor was not killed: it was all over before")
+        figures.killed_s, figures.killed_extra_mb = elapsed([answer]), answer["extra_bytes"] / MB
         if with_link:
             _measure_link(figures, source, bench.log, bench.say)
     finally:
@@ -243,16 +248,6 @@ def _measure_loopback(
         figures.problems["hivemind"] = dropped["hivemind_s"]
     for name, all_seconds in done.items():
         setattr(figures, name, median_of(all_seconds))
-
-
-def _measure_kill(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:
-    say("a donor is killed at half")
-    with open_nodes(source, log, [Location()] * 3) as nodes:
-        answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
-        if not answer["killed"]:
-            raise BenchError("the donor was not killed: it was all over before")
-        figures.killed_s = elapsed([answer])
-        figures.killed_extra_mb = answer["extra_bytes"] / MB
 
 
 def _measure_link(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from ..play.live import LineView
-from ..play.scenario import Scenario, load_scenario, scenario_names
+from ..play.scenario import load_scenario, scenario_names
 from ..zoo.member_attacks import ATTACKS
 from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
 from .process import BenchError
@@ -44,7 +44,14 @@ def run(
     """
     names = only.split(",") if only else [name for name in scenario_names() if name.startswith("hostile-")]
     scenarios = [load_scenario(name) for name in names]
-    scenarios += [_framed(attack) for attack in attacks.split(",") if attack]
+    for attack in filter(None, attacks.split(",")):
+        if attack not in ATTACKS:
+            raise BenchError(f"no attack is called {attack!r}; there are {', '.join(ATTACKS)}")
+        frame = load_scenario(FRAME)
+        assert frame.hostile is not None
+        hostile = msgspec.structs.replace(frame.hostile, attack=attack)
+        run = {**frame.run, "name": f"hostile-{attack}"}
+        scenarios.append(msgspec.structs.replace(frame, hostile=hostile, run=run))
     with open_bench("zoo", out, write, scenarios=len(scenarios)) as bench:
         view = LineView(bench.console)
         clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", view)
@@ -57,15 +64,6 @@ def run(
             report = BenchReport(bench.setting, [zoo_grid(made)], data, [WORDS], claims=claims_of(made))
             bench.write(report)
         bench.publish(report)
-
-
-def _framed(attack: str) -> Scenario:
-    if attack not in ATTACKS:
-        raise BenchError(f"no attack is called {attack!r}; there are {', '.join(ATTACKS)}")
-    frame = load_scenario(FRAME)
-    assert frame.hostile is not None
-    hostile = msgspec.structs.replace(frame.hostile, attack=attack)
-    return msgspec.structs.replace(frame, hostile=hostile, run={**frame.run, "name": f"hostile-{attack}"})
 
 
 def claims_of(made: Sequence[HostileReport]) -> list[Claim]:

@@ -269,19 +269,19 @@ def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]
         where = "the standard library" if folder is None else folder
         raise DataError(f"{where} has {len(packages)} kinds of text, too few for {num_kinds} nodes")
     largest = sorted(packages, key=lambda name: (-sum(map(len, packages[name])), name))[:num_kinds]
-    return {name: _split(packages[name]) for name in largest}
+    texts = {}
+    for name in largest:
+        documents = packages[name]
+        tokens = np.frombuffer(b"\0".join(documents), dtype=np.uint8)
+        cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
+        texts[name] = Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
+    return texts
 
 
 def mixed(texts: Mapping[str, Text]) -> dict[str, Text]:
     """Return texts of which each has the training text of all kinds, and what is held out of its own."""
     training = joined([text.training for text in texts.values()])
     return {name: Text(training, text.held_out, text.found) for name, text in texts.items()}
-
-
-def _split(documents: Sequence[bytes]) -> Text:
-    tokens = np.frombuffer(b"\0".join(documents), dtype=np.uint8)
-    cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
-    return Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
 
 
 def measure(comparison: MethodComparison, method: Method, seed: int, texts: Mapping[str, Text]) -> Result:
@@ -298,7 +298,10 @@ def measure(comparison: MethodComparison, method: Method, seed: int, texts: Mapp
 
     ensemble = train(method, comparison.sizes, comparison.inner(), samplers, comparison.steps, seed, watch)
     seconds = time.perf_counter() - started
-    loss, spread, merged_loss = _evaluate(ensemble, samplers)
+    batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
+    loss, spread = float(ensemble.losses(batches).mean()), ensemble.spread()
+    ensemble.merge()
+    merged_loss = float(ensemble.losses(batches)[0])
     return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds, tuple(curve))
 
 
@@ -339,14 +342,6 @@ def measure_at_once(
             trials, losses, stack.losses(batches), spreads, curves, strict=True
         )
     ]
-
-
-def _evaluate(ensemble: Ensemble, samplers: Sequence[Sampler]) -> tuple[float, float, float]:
-    """Return (loss, spread, loss of the merged model); merges the ensemble."""
-    batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
-    loss, spread = float(ensemble.losses(batches).mean()), ensemble.spread()
-    ensemble.merge()
-    return loss, spread, float(ensemble.losses(batches)[0])
 
 
 def result_grid(results: Sequence[Result], chosen: Sequence[Method], baseline: str) -> Grid:

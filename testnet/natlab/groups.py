@@ -48,19 +48,11 @@ def limit_files(group: int, most: int | None) -> None:
         raise GroupError("files are limited on Linux alone: play a scenario without full disks")
     import resource
 
-    for pid in _processes_of(group):
-        with contextlib.suppress(ProcessLookupError):
-            hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if most is None else most, hard))
-
-
-def _processes_of(group: int) -> Iterator[int]:
-    if sys.platform == "linux":
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # it has ended since
-                    if os.getpgid(int(entry.name)) == group:
-                        yield int(entry.name)
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            if os.getpgid(pid) == group:
+                hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if most is None else most, hard))
 
 
 # A guard against leftover processes, even if the launcher is killed with SIGKILL in the middle.

@@ -12,9 +12,9 @@ from typing import Final
 from ..natlab.groups import Leash
 from ..natlab.home import Home
 from ..natlab.kinds import HTTPS_PORT, Filtering
-from ..natlab.lab import Lab, open_lab
+from ..natlab.lab import open_lab
 from ..natlab.namespace import Location, held, open_namespace, open_tun, require
-from .scenario import HomeSettings, LinkSettings, Scenario
+from .scenario import LinkSettings, Scenario
 
 # An address in a home may change, and so its nodes listen on all addresses.
 _ANY_IP: Final = "0.0.0.0"
@@ -36,20 +36,20 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
             yield [Lodging(place) for place in places]
     elif played.home:
         with open_lab(leash) as lab:
-            lodgings = (lodging for settings in itertools.cycle(played.home) for lodging in _lodge(lab, settings))
-            yield list(itertools.islice(lodgings, played.nodes))
+            lodgings: list[Lodging] = []
+            for settings in itertools.cycle(played.home):
+                if len(lodgings) >= played.nodes:
+                    break
+                home = lab.add_home(settings.kind, settings.nodes)
+                home.set_rate(settings.up_mbit, settings.down_mbit)
+                home.set_delay(settings.delay_ms)
+                home.set_loss(settings.loss)
+                # Nodes that can dial nothing but HTTPS must be able to dial the public nodes.
+                port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
+                lodgings += [Lodging(Location(_ANY_IP, port, host.enter), home) for host in home.hosts]
+            yield lodgings[: played.nodes]
     else:
         yield [Lodging(Location())] * played.nodes
-
-
-def _lodge(lab: Lab, settings: HomeSettings) -> list[Lodging]:
-    home = lab.add_home(settings.kind, settings.nodes)
-    home.set_rate(settings.up_mbit, settings.down_mbit)
-    home.set_delay(settings.delay_ms)
-    home.set_loss(settings.loss)
-    # Nodes that can dial nothing but HTTPS must be able to dial the public nodes.
-    port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
-    return [Lodging(Location(_ANY_IP, port, host.enter), home) for host in home.hosts]
 
 
 # Homes with slow links: each node in a network namespace of its own, behind a link with a rate and a delay.

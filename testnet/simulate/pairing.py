@@ -154,7 +154,7 @@ class _World:
         node.start()
 
     def join(self, index: int) -> _Node:
-        name = _name(index)
+        name = index.to_bytes(4, "big") * 8
         total = self.scenario.num_nodes + self.scenario.num_late
         fastest, slowest = self.scenario.step_seconds
         share = index / max(total - 1, 1)
@@ -223,10 +223,6 @@ class _World:
         return len(living) == 2 and living[0] is not living[1]
 
 
-def _name(index: int) -> bytes:
-    return index.to_bytes(4, "big") * 8
-
-
 def _index(name: bytes) -> int:
     return int.from_bytes(name[:4], "big")
 
@@ -275,15 +271,14 @@ class _Coalition:
             heapq.heapify(self._turns[peer])
         return self._turns[peer]
 
-    def _use_turn(self, name: bytes, peer: bytes) -> None:
-        turns = self._turns_at(peer)
-        index = next(index for index, (_, other) in enumerate(turns) if other == name)
-        turns[index] = (turns[index][0] + 1.0, name)
-        heapq.heapify(turns)
-
     def _receive(self, name: bytes, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _EXCHANGE:
-            self._exchange(name, sender, _Verb(payload[1]), payload[2:])
+            verb, session = _Verb(payload[1]), payload[2:]
+            if verb is _Verb.HELLO:
+                self._tell(name, sender, _Verb.OFFER, session)
+                self._tell(name, sender, _Verb.ACCEPTED, session)
+            elif verb in (_Verb.ACCEPTED, _Verb.RESOLVE):
+                self._tell(name, sender, _Verb.COMMITTED, session)
             return
         does_exchange = self._world.scenario.do_capturing_exchange
         match pairing_messages.decode_message(payload[1:]):
@@ -292,21 +287,16 @@ class _Coalition:
                 if does_exchange:
                     self._say(name, sender, pairing_messages.Ready(session))
             case pairing_messages.Agree() | pairing_messages.Begin():
-                self._use_turn(name, sender)
+                turns = self._turns_at(sender)
+                place = next(place for place, (_, other) in enumerate(turns) if other == name)
+                turns[place] = (turns[place][0] + 1.0, name)
+                heapq.heapify(turns)
                 self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
             case pairing_messages.Decline():
                 self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
             case pairing_messages.Ready(session=session) if does_exchange and session[8:] == name[-8:]:
                 self._say(name, sender, pairing_messages.Begin(session))
                 self._tell(name, sender, _Verb.HELLO, session)
-
-    def _exchange(self, name: bytes, sender: bytes, verb: _Verb, session: bytes) -> None:
-        match verb:
-            case _Verb.HELLO:
-                self._tell(name, sender, _Verb.OFFER, session)
-                self._tell(name, sender, _Verb.ACCEPTED, session)
-            case _Verb.ACCEPTED | _Verb.RESOLVE:
-                self._tell(name, sender, _Verb.COMMITTED, session)
 
     def _say(self, name: bytes, peer: bytes, message: pairing_messages.Message) -> None:
         self._world.network.send(name, peer, _PAIRING + pairing_messages.encode_message(message))
@@ -352,8 +342,14 @@ class _Trainer:
             case messages.UseFragment(_, fragment):
                 self.fragment = fragment
             case messages.TakeOuterStep(round_index):
-                delay = 0.0 if self._rounds.overlap else OUTER_STEP_SECONDS
-                self._simulation.call_after(delay, partial(self._take_outer_step, round_index))
+
+                def step() -> None:
+                    self._awaits_outcome = False
+                    self._node.handle(messages.OuterStepTaken(round_index))
+                    if self._steps_ended_at is not None:
+                        self._contribute()
+
+                self._simulation.call_after(0.0 if self._rounds.overlap else OUTER_STEP_SECONDS, step)
 
     def _start_round(self, round_index: int, *, takes_steps: bool) -> None:
         now = self._simulation.now
@@ -391,12 +387,6 @@ class _Trainer:
         self._node.contribute(
             messages.Contributed(self._round, 0, steps, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
         )
-
-    def _take_outer_step(self, round_index: int) -> None:
-        self._awaits_outcome = False
-        self._node.handle(messages.OuterStepTaken(round_index))
-        if self._steps_ended_at is not None:
-            self._contribute()
 
 
 class _Node:
@@ -462,7 +452,11 @@ class _Node:
                     self._note_outcome(command)
                 self.trainer.obey(command)
             case pairing_events.StartExchange():
-                self._start_exchange(output)
+                fragment = self.trainer.fragment
+                self.world.fragments.setdefault(output.session, set()).add(fragment)
+                self.world.report.fragments[fragment] += 1
+                self.exchanges[output.session] = _Exchange(self, output)
+                self.exchanges[output.session].begin()
             case pairing_events.SendMessage(peer, payload):
                 self.world.send(self.name, peer, _PAIRING + payload)
             case SetTimer(at):
@@ -472,13 +466,6 @@ class _Node:
                 self._timer = simulation.call_at(at, fire) if at < math.inf else None
             case pairing_events.GoAlone():
                 self.world.report.alone += 1
-
-    def _start_exchange(self, start: pairing_events.StartExchange) -> None:
-        fragment = self.trainer.fragment
-        self.world.fragments.setdefault(start.session, set()).add(fragment)
-        self.world.report.fragments[fragment] += 1
-        self.exchanges[start.session] = _Exchange(self, start)
-        self.exchanges[start.session].begin()
 
     def _note_outcome(self, step: messages.TakeOuterStep) -> None:
         """Record the outcome of a round."""

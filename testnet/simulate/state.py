@@ -204,15 +204,15 @@ class SimulatedNode:
         return True
 
     def _sync_later(self, periods: Iterator[float]) -> None:
-        self._later(next(periods) * self._rng.uniform(0.75, 1.25), lambda: self._on_sync_timer(periods))
+        def sync() -> None:
+            now = self.clock.monotonic()
+            self._sync(now)
+            silent = self.gossip.choose_silent(now)
+            if silent is not None:
+                self._open_session(silent, with_beats=True)
+            self._sync_later(periods)
 
-    def _on_sync_timer(self, periods: Iterator[float]) -> None:
-        now = self.clock.monotonic()
-        self._sync(now)
-        silent = self.gossip.choose_silent(now)
-        if silent is not None:
-            self._open_session(silent, with_beats=True)
-        self._sync_later(periods)
+        self._later(next(periods) * self._rng.uniform(0.75, 1.25), sync)
 
     def _sync(self, now: float) -> None:
         """Sync with a live member, or if none is known with one of the contacts."""
@@ -227,17 +227,19 @@ class SimulatedNode:
     def _send(self, peer: bytes, message: bytes) -> None:
         network = self.world.network
         network.send(self.author, peer, message, is_stream=message[0] not in {_PUSH, _IDS})
-        if not network.can_hear(self.author, peer):
-            self._later(REFUSAL_SECONDS, lambda: self._on_refusal(peer))
+        if network.can_hear(self.author, peer):
+            return
 
-    def _on_refusal(self, peer: bytes) -> None:
-        """Handle a peer that is gone: sessions with it fail, and another peer is asked at once."""
-        self.gossip.unreachable(peer, self.clock.monotonic())
-        failed = [key for key in self._sessions if key[:2] == (_TO_INITIATOR, peer)]
-        for key in failed:
-            del self._sessions[key]
-        if failed:
-            self._sync(self.clock.monotonic())
+        def refuse() -> None:
+            """Handle a peer that is gone: sessions with it fail, and another peer is asked at once."""
+            self.gossip.unreachable(peer, self.clock.monotonic())
+            failed = [key for key in self._sessions if key[:2] == (_TO_INITIATOR, peer)]
+            for key in failed:
+                del self._sessions[key]
+            if failed:
+                self._sync(self.clock.monotonic())
+
+        self._later(REFUSAL_SECONDS, refuse)
 
     def _open_session(self, peer: bytes, with_beats: bool) -> None:
         session = self.gossip.open_session(self.clock.unix(), is_initiator=True, with_beats=with_beats)
@@ -245,14 +247,15 @@ class SimulatedNode:
         number = self._session_number
         self._sessions[_TO_INITIATOR, peer, number] = session
         self._send(peer, bytes((_TO_RESPONDER,)) + number.to_bytes(4, "big") + session.start())
-        self._later(SESSION_TIMEOUT, lambda: self._on_deadline(peer, number))
 
-    def _on_deadline(self, peer: bytes, number: int) -> None:
-        """Fail a session that is not over by now, and ask another peer at once."""
-        session = self._sessions.pop((_TO_INITIATOR, peer, number), None)
-        if session is not None and not session.is_done:
-            self.gossip.unreachable(peer, self.clock.monotonic())
-            self._sync(self.clock.monotonic())
+        def fail() -> None:
+            """Fail a session that is not over by now, and ask another peer at once."""
+            session = self._sessions.pop((_TO_INITIATOR, peer, number), None)
+            if session is not None and not session.is_done:
+                self.gossip.unreachable(peer, self.clock.monotonic())
+                self._sync(self.clock.monotonic())
+
+        self._later(SESSION_TIMEOUT, fail)
 
     def _receive(self, peer: bytes, message: bytes) -> None:
         unix, now = self.clock.unix(), self.clock.monotonic()
@@ -342,23 +345,16 @@ class World:
         for node in self.nodes:
             node.mark = ((0, int(now)),)
             node.writer.marked(node.mark)
-        entries = [
-            entry
-            for node in self.nodes
-            for entry in (
-                *self._write_admission(node, now),
-                node.writer.write(Kind.MEMBER, 0, Member(device="simulated"), now),
-                node.writer.write(Kind.BEAT, 0, Beat(0, 0, None, 0), now),
-            )
-        ]
+        entries: list[Entry] = []
+        for node in self.nodes:
+            if admission := self.admission_of and self.admission_of(node.author):
+                entries.append(node.writer.write(Kind.ADMISSION, 0, AdmissionProof(admission), now))
+            entries.append(node.writer.write(Kind.MEMBER, 0, Member(device="simulated"), now))
+            entries.append(node.writer.write(Kind.BEAT, 0, Beat(0, 0, None, 0), now))
         everything = Delta(tuple(entry.signed for entry in entries))
         for node in self.nodes:
             node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False, is_asked=True)
             node.start_settled([other.author for other in self.nodes if other is not node][:NUM_JOIN_SESSIONS])
-
-    def _write_admission(self, node: SimulatedNode, now: float) -> list[Entry]:
-        admission = self.admission_of(node.author) if self.admission_of else b""
-        return [node.writer.write(Kind.ADMISSION, 0, AdmissionProof(admission), now)] if admission else []
 
     def publish_progress(self, node: SimulatedNode) -> Entry:
         """Make a node write an entry, and record when it arrives at each node."""

@@ -102,8 +102,11 @@ class Attackers(HostileProcess):
         num_begun = 0
 
         async def one(index: int) -> None:
+            # The honest dialer's address for one source, else one of many, in networks of 250.
+            place = index % sources
+            source = f"127.7.{place // 250}.{1 + place % 250}" if sources > 1 else "127.0.0.1"
             try:
-                await attack(kinds[index % len(kinds)], port, target, _source(index, sources), rng, patience)
+                await attack(kinds[index % len(kinds)], port, target, source, rng, patience)
             finally:
                 limit.release_on_behalf_of(index)
 
@@ -116,14 +119,6 @@ class Attackers(HostileProcess):
                     num_begun += 1
                 flooded = trio.current_time() - started_at
         return {"number": num_begun, "seconds": flooded}
-
-
-def _source(index: int, sources: int) -> str:
-    """Return the source address: the honest dialer's for one source, else one of many, in networks of 250."""
-    if sources <= 1:
-        return "127.0.0.1"
-    index %= sources
-    return f"127.7.{index // 250}.{1 + index % 250}"
 
 
 class HonestDialler(HostileProcess):

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
@@ -115,14 +115,11 @@ class DiLoCoMember:
         seconds = time.monotonic() - began_at
         parts = delta.div_(world).split([weight.numel() for weight in self._theta.values()])
         for part, (name, weight) in zip(parts, self._theta.items(), strict=True):
-            self._step(name, weight, part.view_as(weight))
+            momentum, phi, mean = self._momentum[name], self._phi[name], part.view_as(weight)
+            momentum.mul_(OUTER_MOMENTUM).add_(mean)
+            phi.sub_(OUTER_RATE * (mean + OUTER_MOMENTUM * momentum))
+            weight.data.copy_(phi)
         return {"seconds": seconds}
-
-    def _step(self, name: str, weight: Tensor, delta: Tensor) -> None:
-        momentum, phi = self._momentum[name], self._phi[name]
-        momentum.mul_(OUTER_MOMENTUM).add_(delta)
-        phi.sub_(OUTER_RATE * (delta + OUTER_MOMENTUM * momentum))
-        weight.data.copy_(phi)
 
     def save(self, path: str) -> dict[str, Any]:
         """Save the weights, the momentum and the number of inner steps."""
