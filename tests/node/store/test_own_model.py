@@ -36,20 +36,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
 
 
-def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
-    """Create a manifest by the command, from the example's run file with shorter rounds."""
-    text = (EXAMPLE / "run.toml").read_text().replace("num_stages = 1", f"num_stages = {num_stages}")
-    text = text.replace("round_seconds = 10", "round_seconds = 1").replace(
-        "[inner]", '[data]\nsource = "text"\n[inner]'
-    )
+def manifest_file(tmp_path: Path) -> tuple[Path, bytes]:
+    """Create a manifest by the command, from the example's run file with two stages and shorter rounds."""
+    text = (EXAMPLE / "run.toml").read_text()
+    for old, new in (
+        ("num_stages = 1", "num_stages = 2"),
+        ("round_seconds = 10", "round_seconds = 1"),
+        ("[inner]", '[data]\nsource = "text"\n[inner]'),
+    ):
+        text = text.replace(old, new)
     (tmp_path / "run.toml").write_text(text)
     command = [sys.executable, "-m", "farandole.node", "run", "create", str(tmp_path / "run.toml")]
-    made = subprocess.run(
-        [*command, "--allow-model", BUILD, "--home", str(tmp_path / "creator")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command += ["--allow-model", BUILD, "--home", str(tmp_path / "creator")]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"run.manifest --allow-model {BUILD} --data PATH" in made.stdout
     path = tmp_path / "run.manifest"
     return path, decode_manifest(path.read_bytes())[1].run_id
@@ -65,7 +64,7 @@ async def until_learnt(node: Daemon) -> None:
 
 
 async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None:
-    path, run_id = manifest_file(tmp_path, num_stages=2)
+    path, run_id = manifest_file(tmp_path)
     options = ("--data", str(texts), "--allow-model", BUILD)
     async with joined(tmp_path / "alice", str(path), *options, "--stage", "0") as alice:
         await alice.says("listening on")
@@ -103,15 +102,11 @@ def test_a_module_without_sections_is_one_layer() -> None:
     [
         ("os:system", "--allow-model os:system"),
         ({"own": "os.system"}, r"expected a function's name in quotes, package\.module:function"),
-        ({"own": BUILD + "\n"}, r"expected a function's name in quotes, package\.module:function"),
         ({"own": BUILD, "width": 64}, "model.width: what own_model.convolutional:build returns decides on it"),
         ({"own": BUILD, "config": {"width": [[1]]}}, "config"),
         ({"own": BUILD, "config": {"width": "64"}}, "model.own: the model's own code failed: TypeError"),
         ({"own": BUILD, "config": {"rate": float("nan")}}, "numbers must be finite"),
-        ({"own": BUILD, "context": "long"}, "context"),
         ({"own": BUILD, "num_stages": 9}, "num_stages is 9"),
-        ({"own": BUILD, "stage_layers": [1, 1], "num_stages": 2}, "stage_layers"),
-        ({"own": BUILD, "colour": 1}, "colour"),
     ],
 )
 def test_what_is_wrong_with_it_is_named(model: object, message: str) -> None:
