@@ -20,8 +20,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
-from .app.commands.control import dial, leave, limit, pause, resume, show_id
-from .app.commands.daemons import join, relay
+from .app.commands.control import dial, join, leave, limit, pause, relay, resume, show_id
 from .app.commands.doctor import doctor
 from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run

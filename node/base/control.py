@@ -1,6 +1,6 @@
 """The control API: how the CLI and scripts talk to the daemon on this machine.
 
-A socket for its owner alone (`farandole.node.base.system.unix_socket`); one JSON object a line:
+A socket for its owner alone (`farandole.node.base.system.sockets`); one JSON object a line:
 
     {"method": "status", "params": {}}  ->  {"ok": ...}  or  {"error": {"code": "...", "message": "..."}}
 """
@@ -18,7 +18,7 @@ import trio
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from .system.unix_socket import bound_socket, connect, serve_door
+from .system.sockets import bound_socket, connect, serve_door
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024

@@ -68,8 +68,15 @@ def load_or_create_key(path: Path) -> Ed25519PrivateKey:
     try:
         make_home(path.parent)
         if not path.exists():  # one that is there is enough, also on a full disk
-            with contextlib.suppress(FileExistsError):
-                _create_key(path)
+            # Written under another name and linked into place, so that a crash leaves a whole key or none.
+            partial = path.with_name(f"{path.name}.{os.getpid()}.new")
+            with contextlib.suppress(FileExistsError), contextlib.ExitStack() as cleaning:
+                cleaning.callback(partial.unlink, missing_ok=True)
+                with os.fdopen(open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                    file.write(Ed25519PrivateKey.generate().private_bytes_raw())
+                    file.flush()
+                    sync_file(file.fileno())
+                os.link(partial, path)
         raw = path.read_bytes()
     except OSError as error:
         raise IdentityError(f"cannot make or read the key {path}: {error.strerror}") from error
@@ -80,19 +87,6 @@ def load_or_create_key(path: Path) -> Ed25519PrivateKey:
     if mode := others_may(path):
         raise IdentityError(f"{path} can be read by others (mode {mode:o}): chmod 600 {path}")
     return Ed25519PrivateKey.from_private_bytes(raw)
-
-
-def _create_key(path: Path) -> None:
-    """Write a new key under another name and link it into place, so that a crash leaves a whole key or none."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        with os.fdopen(open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(Ed25519PrivateKey.generate().private_bytes_raw())
-            file.flush()
-            sync_file(file.fileno())
-        os.link(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from farandole.training.base.errors import TrainingError, UnfitWeightsError
 from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns
 from farandole.training.cluster.ranks import Order
 
-from ..base.system.unix_socket import connect
+from ..base.system.sockets import connect
 from ..trainer.channel import TrainerSocket
 from ..trainer_process.process import StopAsked, TrainerProcess
 

@@ -33,7 +33,7 @@ from farandole.protocol.state.entries import MAX_NOTE_BYTES, NoteName
 
 from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home
-from ..base.system.unix_socket import connect
+from ..base.system.sockets import connect
 from .files import OfferedFile, Progress, fetch
 from .stream import AnswerType, MeshError, MeshStream, ask, close, receive_answer
 

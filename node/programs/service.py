@@ -47,7 +47,7 @@ from farandole.protocol.wire.identity import peer_id_of, public_key_of, short_na
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery
 from ..base.streams import read_exactly
-from ..base.system.unix_socket import bound_socket, serve_door
+from ..base.system.sockets import bound_socket, serve_door
 from ..mesh.host import Host
 from ..mesh.yamux import Libp2pStream
 

@@ -1,6 +1,6 @@
 """The socket at which a loop of this node's owner attaches, instead of a trainer process that the node starts.
 
-The node listens on a socket for its owner alone (`farandole.node.base.system.unix_socket`). A loop that connects waits
+The node listens on a socket for its owner alone (`farandole.node.base.system.sockets`). A loop that connects waits
 there until the node wants a trainer. Then the node sends `Prepare`, and continues as with a process of its own.
 One loop trains at a time; another one is dismissed with the reason. When a loop ends, for any reason, the node waits
 for the next one.
@@ -20,7 +20,7 @@ from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.nurseries import open_service_nursery
 from ..base.system.memory import open_shared_memory, remove_leftovers
-from ..base.system.unix_socket import bound_socket, serve_door
+from ..base.system.sockets import bound_socket, serve_door
 from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_type_hints
@@ -109,6 +109,12 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
     chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
     # Help shows panels in the order of their first options.
     chosen.sort(key=lambda setting: PANELS.index(setting.panel))
+    if names:  # only a whole node takes a manifest too, and the doctor needs no invite
+        unset = "the run that this folder knows" if "device" in names else "the run of the node that runs here"
+        chosen = [
+            replace(setting, help="An invite to the run.", unset=unset) if setting.name == "invite" else setting
+            for setting in chosen
+        ]
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
@@ -130,9 +136,7 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
             _parameter("config", ConfigFile, None),
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
             *(
-                _parameter(
-                    each.name, _option(_as_taken(each, names), must_exist, is_whole_node=not names), each.default
-                )
+                _parameter(each.name, _option(each, must_exist, is_whole_node=not names), each.default)
                 for each in chosen
             ),
         ]
@@ -166,14 +170,6 @@ def number_of(setting: Setting) -> Callable[[str], Any]:
             raise typer.BadParameter(f"expected {setting.expected}, got {text!r}{setting.hint(text)}") from None
 
     return read
-
-
-def _as_taken(setting: Setting, names: Sequence[str]) -> Setting:
-    """Return a setting with its help, of a command that takes ``names``: only a whole node takes a manifest too."""
-    if setting.name != "invite" or not names:
-        return setting
-    unset = setting.unset if "device" in names else "the run of the node that runs here"  # the doctor needs none
-    return replace(setting, help="An invite to the run.", unset=unset)
 
 
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:

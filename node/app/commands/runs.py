@@ -312,23 +312,21 @@ def notify(
 
 
 def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
-    from ...base.control import call
-
-    call(home, "admit", keys=[_key_of(each).hex() for each in who], is_admitted=is_admitted)
-
-
-def _key_of(who: str) -> bytes:
-    """Return the key of a peer id, or of an invite."""
     from farandole.protocol.run.invitations import InviteSecret
     from farandole.protocol.run.invite import decode_invite, is_invite
     from farandole.protocol.wire.identity import public_key_of
 
-    if not is_invite(who):
-        return public_key_of(who)
-    secret = decode_invite(who).admission
-    if not secret:
-        raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
-    return InviteSecret.decode(secret).invitation.bearer
+    from ...base.control import call
+
+    keys = []
+    for each in who:
+        if not is_invite(each):
+            keys.append(public_key_of(each).hex())
+        elif secret := decode_invite(each).admission:
+            keys.append(InviteSecret.decode(secret).invitation.bearer.hex())
+        else:
+            raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
+    call(home, "admit", keys=keys, is_admitted=is_admitted)
 
 
 def parse_duration(text: str) -> float:

@@ -128,7 +128,7 @@ class Belongings:
     """The files of one node's folder."""
 
     def __init__(self, home: Path) -> None:
-        from ...base.system.unix_socket import socket_path
+        from ...base.system.sockets import socket_path
 
         self.home = home
         self.files: dict[str, list[Path]] = {}

@@ -69,16 +69,15 @@ def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator
 
 def config_text() -> str:
     """Return a settings file that changes nothing: every setting commented out, with its meaning, default and unit."""
-    return "\n".join([_HEAD, *(_paragraph(setting) for setting in SETTINGS if not setting.is_hidden)])
-
-
-def _paragraph(setting: Setting) -> str:
-    told = f"{setting.expected[0].upper()}{setting.expected[1:]}."
-    ways = [f"flag {setting.flag}"] if setting.flag else []
-    told += f" Or {', '.join([*ways, f'variable {setting.variable}'])}. Default: {default_of(setting)}."
-    lines = textwrap.wrap(setting.help, _WIDTH) + textwrap.wrap(told, _WIDTH)
-    value = setting.default if setting.default or setting.example is None else setting.example
-    return "".join(f"# {line}\n" for line in lines) + f"#{setting.name} = {json.dumps(value)}\n"
+    parts = [_HEAD]
+    for setting in (each for each in SETTINGS if not each.is_hidden):
+        told = f"{setting.expected[0].upper()}{setting.expected[1:]}."
+        ways = [f"flag {setting.flag}"] if setting.flag else []
+        told += f" Or {', '.join([*ways, f'variable {setting.variable}'])}. Default: {default_of(setting)}."
+        lines = textwrap.wrap(setting.help, _WIDTH) + textwrap.wrap(told, _WIDTH)
+        value = setting.default if setting.default or setting.example is None else setting.example
+        parts.append("".join(f"# {line}\n" for line in lines) + f"#{setting.name} = {json.dumps(value)}\n")
+    return "\n".join(parts)
 
 
 def default_of(setting: Setting) -> str:

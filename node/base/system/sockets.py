@@ -1,23 +1,44 @@
-"""Options of sockets and ports."""
+"""Options of sockets, and the sockets at which programs of this node's owner connect.
+
+Those are files in its home folder, or elsewhere if its path is too long. The file system's permissions are the
+authentication, and two nodes never clash.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import logging
 import os
 import socket
+import stat
 import struct
 import sys
-from typing import Final
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import trio
+
+from farandole.protocol.wire.errors import FarandoleError
+
+if TYPE_CHECKING:
+    # libp2p installs trio-typing's stubs, which hide trio's own types from checkers and keep this one elsewhere.
+    from trio_typing import TaskStatus
 
 LOOPBACK: Final = "127.0.0.1"
 # The errors of listening on :: where a system has no IPv6, or has it turned off.
 NO_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 # What setsockopt(2) takes for SO_LINGER: "on", and for 0 seconds.
 _LINGER_NOT: Final = struct.pack("ii", 1, 0)
+# sockaddr_un holds 108 bytes with the final zero on Linux, 104 on macOS.
+MAX_SOCKET_PATH_BYTES: Final = 103
+# Pause after a failed accept: if no descriptor is free, one may be soon.
+ACCEPT_PAUSE: Final = 0.1
 
+_log = logging.getLogger(__name__)
 _Socket = socket.socket | trio.socket.SocketType | trio.SocketStream
 
 
@@ -55,3 +76,103 @@ def send_now(descriptor: int, data: bytes) -> int:
         return os.write(descriptor, data)
     except OSError:
         return 0
+
+
+@contextlib.contextmanager
+def bound_socket(path: Path) -> Iterator[trio.socket.SocketType]:
+    """Bind a socket for ``path`` with mode 0600 within the block, and remove it afterwards.
+
+    The caller holds the home's lock: a socket that is already there belongs to a dead process and is replaced. Raises
+    `FarandoleError` and `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    real = socket_path(path)
+    real.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if real.parent.stat().st_uid != os.getuid():  # in the temporary folder another user may have prepared it
+        raise FarandoleError(f"{real.parent} belongs to another user: give the node a shorter --home")
+    real.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        previous = os.umask(0o177)  # with mode 0600 from the start
+        try:
+            listener.bind(os.fspath(real))
+        finally:
+            os.umask(previous)
+        if real != path.absolute():
+            _record_of(path).write_text(str(real), encoding="utf-8")
+        try:
+            yield trio.socket.from_stdlib_socket(listener)
+        finally:
+            real.unlink(missing_ok=True)
+            _record_of(path).unlink(missing_ok=True)
+
+
+def connect(path: Path, timeout: float) -> socket.socket:
+    """Connect to the `bound_socket` for ``path``; ``timeout`` in seconds is the connection's too.
+
+    Raises `OSError`: `FileNotFoundError` and `ConnectionError` if no process listens.
+    """
+    record = _record_of(path)
+    real = Path(record.read_text(encoding="utf-8")) if record.exists() else socket_path(path)
+    if not stat.S_ISSOCK(real.stat().st_mode):
+        raise FileNotFoundError(real)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(os.fspath(real))
+    except BaseException:  # whatever it is, no caller has the socket yet
+        connection.close()
+        raise
+    return connection
+
+
+def socket_path(path: Path) -> Path:
+    """Return the socket's real path: ``path``, or, if that is too long, one in a private temporary folder.
+
+    It follows from ``path`` alone, so both ends compute the same.
+    """
+    absolute = path.absolute()
+    if len(os.fsencode(absolute)) <= MAX_SOCKET_PATH_BYTES:
+        return absolute
+    digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}" / f"{digest}.sock"
+
+
+def _record_of(path: Path) -> Path:
+    """Return the file next to ``path`` that names the socket if it is elsewhere (TMPDIR differs between shells)."""
+    return path.with_suffix(".path")
+
+
+async def serve_door(
+    listener: trio.socket.SocketType,
+    serve: Callable[[trio.SocketStream], Awaitable[None]],
+    max_connections: int,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> NoReturn:
+    """Listen, and run ``serve`` for each of the owner's connections until cancelled; further ones wait.
+
+    ``serve`` closes its connection, unless it raises. `trio.BrokenResourceError` and `trio.TooSlowError` mean that the
+    program is gone, and end nothing else.
+    """
+    slots = trio.CapacityLimiter(max_connections)
+
+    async def run(connection: trio.SocketStream) -> None:
+        try:
+            async with slots:
+                await serve(connection)
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            connection.socket.close()
+        except BaseException:  # cancelled, too: nobody else has the connection
+            connection.socket.close()
+            raise
+
+    listener.listen(max_connections)
+    async with trio.open_nursery() as nursery:
+        task_status.started()
+        while True:
+            try:
+                accepted, _ = await listener.accept()
+            except OSError as error:  # out of descriptors, or the program is gone again
+                _log.warning("cannot accept a connection of a program: %s", error)
+                await trio.sleep(ACCEPT_PAUSE)
+                continue
+            nursery.start_soon(run, trio.SocketStream(accepted))

@@ -17,8 +17,8 @@ import trio
 
 from farandole.node.base import control
 from farandole.node.base.control import ControlError, NoNodeError, call, serve_control
-from farandole.node.base.system import unix_socket as doors
-from farandole.node.base.system.unix_socket import MAX_SOCKET_PATH_BYTES, bound_socket, connect, socket_path
+from farandole.node.base.system import sockets
+from farandole.node.base.system.sockets import MAX_SOCKET_PATH_BYTES, bound_socket, connect, socket_path
 
 from ...patience import PATIENCE
 
@@ -90,7 +90,7 @@ async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_contro
             yield Listener(bound)
 
     monkeypatch.setattr(control, "bound_socket", starved)
-    monkeypatch.setattr(doors, "ACCEPT_PAUSE", 0.0)
+    monkeypatch.setattr(sockets, "ACCEPT_PAUSE", 0.0)
     await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
     assert await ask(tmp_path, "echo", tokens=3) == {"tokens": 3}
     assert num_refused == 3
@@ -110,7 +110,7 @@ async def test_another_programs_answer_is_told_from_a_node(tmp_path: Path, nurse
             await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     with bound_socket(tmp_path / "control.sock") as listener:
-        await nursery.start(doors.serve_door, listener, babble, 1)
+        await nursery.start(sockets.serve_door, listener, babble, 1)
         with pytest.raises(NoNodeError, match="is no node"):
             await ask(tmp_path, "echo")
         nursery.cancel_scope.cancel()

@@ -14,7 +14,7 @@ import torch
 import trio
 from torch import nn
 
-from farandole.node.base.system.unix_socket import connect
+from farandole.node.base.system.sockets import connect
 from farandole.node.own_loop.attachment import Attachment, NodeError
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError

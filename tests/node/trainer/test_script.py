@@ -10,7 +10,7 @@ import trio
 
 from farandole.node.base.system import memory
 from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory
-from farandole.node.base.system.unix_socket import connect
+from farandole.node.base.system.sockets import connect
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer.script import ANOTHER, open_script_door
 from farandole.node.trainer.trainer import TrainerError

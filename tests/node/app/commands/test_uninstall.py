@@ -13,7 +13,7 @@ from farandole.node.app.commands.uninstall import INSTALL_MARK, PATTERNS, Belong
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import InHome, NodeSettings
-from farandole.node.base.system.unix_socket import bound_socket
+from farandole.node.base.system.sockets import bound_socket
 
 from .conftest import Run
 
