@@ -59,11 +59,6 @@ class Connection:
         self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
 
     @property
-    def num_negotiating(self) -> int:
-        """The number of streams that the peer has opened and whose protocol is not agreed yet."""
-        return MAX_NEGOTIATIONS_PER_CONNECTION - self._negotiations.value
-
-    @property
     def is_closed(self) -> bool:
         """Return whether the connection has ended, or is about to."""
         return self._is_asked_to_end.is_set()
