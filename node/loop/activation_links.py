@@ -196,7 +196,12 @@ class ActivationLink:
         try:
             with self._scope, self._channels.expecting(self._stream.peer) if self._channels else nullcontext():
                 async with trio.open_nursery() as nursery:
-                    for task in (self._write_data, self._watch_progress, partial(self._await_route, on_routed)):
+
+                    async def await_route() -> None:
+                        await self._bulk.wait_routed()
+                        on_routed()
+
+                    for task in (self._write_data, self._watch_progress, await_route):
                         nursery.start_soon(self._until_broken, task)
                     await self._until_broken(partial(self._read, on_event))
         finally:
@@ -209,10 +214,6 @@ class ActivationLink:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, RemoteProtocolError) as error:
             logger.debug("a link ends: %r", error)
             self.close()
-
-    async def _await_route(self, on_routed: Callable[[], None]) -> None:
-        await self._bulk.wait_routed()
-        on_routed()
 
     # Reading
 

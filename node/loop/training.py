@@ -222,9 +222,9 @@ class Training:
                 self.handle(machine.LoopBegan(training_of(self._journal.state), self._rest.words))
                 self._nursery.start_soon(self._watch_rest)
                 self._nursery.start_soon(self._watch_traffic)
-                self._nursery.start_soon(self._handle_after, self._parts.stopped, machine.RunStopped())
+                self._nursery.start_soon(self._handle_after, self._parts.stopped, machine.Signal.RUN_STOPPED)
                 if self._parts.leases is not None:
-                    self._nursery.start_soon(self._handle_after, self._parts.leases.over, machine.DataOver())
+                    self._nursery.start_soon(self._handle_after, self._parts.leases.over, machine.Signal.DATA_OVER)
                 await self._over.wait()
                 self._nursery.cancel_scope.cancel()
         finally:
@@ -234,16 +234,16 @@ class Training:
 
     async def leave(self) -> None:
         """Stop pairing, end the exchange that runs, save what the last outer step gave, and end."""
-        self.handle(machine.LeaveAsked())
+        self.handle(machine.Signal.LEAVE)
         await self._over.wait()
 
     def save_soon(self) -> None:
         """Write a checkpoint now, for a peer that asks for weights."""
-        self.handle(machine.SaveAsked())
+        self.handle(machine.Signal.SAVE)
 
     def restart_trainer(self) -> None:
         """Start another trainer with the weights that are there at that time; unsaved work is lost."""
-        self.handle(machine.RestartAsked())
+        self.handle(machine.Signal.RESTART)
 
     def set_peers(self, peers: frozenset[bytes], near: frozenset[bytes] = frozenset()) -> None:
         """Set the live peers of this node's stage, and the near ones among them."""

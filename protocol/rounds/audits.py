@@ -254,7 +254,8 @@ class Audits:
         if not own.is_comparable:
             return
         if not self._is_proved:
-            if not any(case.claim.author == self._author for case in self._cases):
+            cases = [*self._waiting, *([] if self._case is None else [self._case])]
+            if not any(case.claim.author == self._author for case in cases):
                 self._waiting.appendleft(_Case(own, event.path))
             return
         if is_drawn(own.id, own.id, self._rate * OWN_SHARE):
@@ -311,10 +312,6 @@ class Audits:
             memory.heard.add(event.accuser)
             self._waiting.append(_Case(event.claim, accuser=event.accuser))
 
-    @property
-    def _cases(self) -> list[_Case]:
-        return [*self._waiting, *([] if self._case is None else [self._case])]
-
     def _next(self) -> list[Output]:
         if self._case is not None or not self._waiting or self._is_distrusted:
             return []
@@ -358,7 +355,10 @@ class Audits:
         if (replayed.end, replayed.contribution) == (commitment.end, commitment.contribution):
             if case.first is not None:
                 return self._distrust("two replays of one round differ")
-            return self._accept(case)
+            self._case, self._is_proved = None, self._is_proved or is_own
+            if case.accuser:
+                self._memory.liars.add(case.accuser)
+            return [Audited(case.claim, case.path)]
         if case.first is None:
             case.first = replayed
             return [replay_of(case.claim, case.path)]
@@ -370,13 +370,6 @@ class Audits:
         self._memory.proved.add(case.claim.author)
         reason = f"a replay of its round {commitment.round} gives something else than it committed to"
         return [Avoid(case.claim.author, math.inf, reason), Denounce(case.claim, case.path)]
-
-    def _accept(self, case: _Case) -> list[Output]:
-        self._case = None
-        self._is_proved = self._is_proved or case.claim.author == self._author
-        if case.accuser:
-            self._memory.liars.add(case.accuser)
-        return [Audited(case.claim, case.path)]
 
     def _distrust(self, words: str) -> list[Output]:
         self._is_distrusted, self._case = True, None

@@ -197,9 +197,18 @@ class Pairing:
                 if self.state is State.SEEKING:
                     self._seek(now)
             case Stopped():
-                self._stop()
-        self._fire_due_timers(now)
-        self._set_timer()
+                self._withdraw()
+                self._timers.clear()
+                self._bond = None
+                self._move(State.AWAY)
+        for timer in _Timer:
+            if self._timers.get(timer, math.inf) <= now:
+                del self._timers[timer]
+                self._fire(timer, now)
+        next_at = min(self._timers.values(), default=None)
+        if next_at is not None and next_at != self._timer_set_at:
+            self._outputs.append(SetTimer(next_at))
+            self._timer_set_at = next_at
         return self._outputs
 
     # Rounds
@@ -294,12 +303,6 @@ class Pairing:
             reason = f"{self._current.failure}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
 
-    def _stop(self) -> None:
-        self._withdraw()
-        self._timers.clear()
-        self._bond = None
-        self._move(State.AWAY)
-
     # Looking for a partner
 
     def _seek(self, now: float) -> None:
@@ -310,13 +313,9 @@ class Pairing:
             return
         self._timers.pop(_Timer.PROPOSE, None)
         if self._current.is_ready:
-            self._go_alone(self._why_alone())
-
-    def _why_alone(self) -> str:
-        if self._is_saving:
-            return "this node saves its traffic"
-        kind = "peer" if self._order.seeks_far else "near peer"
-        return f"no {kind} is free" if self._order.to_ask else f"no {kind} is live"
+            kind = "peer" if self._order.seeks_far else "near peer"
+            reason = f"no {kind} is {'free' if self._order.to_ask else 'live'}"
+            self._go_alone("this node saves its traffic" if self._is_saving else reason)
 
     def _next_ask_at(self, now: float) -> float:
         to_ask = self._order.to_ask
@@ -339,7 +338,10 @@ class Pairing:
         else:
             self._seek(now)
             return
-        self._bond = Bond(peer, self._draw_session(), is_proposer=True)
+        session = self._rng.randbytes(SESSION_BYTES)
+        if self._num_fragments > 1:  # a session's last byte is the proposal's fragment
+            session = session[:-1] + bytes((self._current.fragment,))
+        self._bond = Bond(peer, session, is_proposer=True)
         self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
         self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
@@ -432,15 +434,6 @@ class Pairing:
         if self._num_fragments > 1:
             self._outputs.append(UseFragment(self.round, fragment))
 
-    def _draw_session(self) -> bytes:
-        """Draw a random session; where there are fragments its last byte is the proposal's fragment."""
-        session = self._rng.randbytes(SESSION_BYTES)
-        return session[:-1] + bytes((self._current.fragment,)) if self._num_fragments > 1 else session
-
-    def _is_of_another_fragment(self, session: bytes) -> bool:
-        """Return whether the ready contribution, if any, is of another fragment than the session's."""
-        return self._current.is_ready and self._fragment_of(session) != self._current.fragment
-
     def _fragment_of(self, session: bytes) -> int:
         """Return a session's fragment; raise `RemoteProtocolError` if there is no such fragment."""
         if self._num_fragments == 1:
@@ -507,7 +500,10 @@ class Pairing:
             case messages.Ready(session=session) if bond is None or is_answer:
                 self._send(peer, messages.Withdraw(session))
             case messages.Ready() if bond is not None and self.state is State.MATCHED:
-                self._note_readiness(bond, now)
+                bond.is_partner_ready = True
+                if self._config.round_seconds and self._current.ends_at is not None:  # end the box soon
+                    self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
+                self._begin_if_both_ready(now)
             case messages.Begin() if bond is not None:  # else we gave up, and nothing awaits the stream that comes
                 if bond.is_proposer or not self._current.is_ready:
                     raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
@@ -550,7 +546,7 @@ class Pairing:
                 self._bond and self._bond.peer != peer and not self._current.comes_first(peer, self._bond)
             ):
                 return messages.Busy(session, self._retry_after())
-            case _ if self._is_of_another_fragment(session):
+            case _ if self._current.is_ready and self._fragment_of(session) != self._current.fragment:
                 return messages.Decline(session, "fragment")
             case _ if self._is_saving or not (self._order.may_meet(peer) or peer not in self._order.peers):
                 return messages.Decline(session, "away")
@@ -587,23 +583,10 @@ class Pairing:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""
         return self._order.to_ask & self._current.matched if self._is_early(now) else frozenset()
 
-    def _note_readiness(self, bond: Bond, now: float) -> None:
-        """Note that the partner is ready, and end the box soon."""
-        bond.is_partner_ready = True
-        if self._config.round_seconds and self._current.ends_at is not None:
-            self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
-        self._begin_if_both_ready(now)
-
     def _send(self, peer: bytes, message: messages.Message) -> None:
         self._outputs.append(SendMessage(peer, messages.encode_message(message)))
 
     # Time
-
-    def _fire_due_timers(self, now: float) -> None:
-        for timer in _Timer:
-            if self._timers.get(timer, math.inf) <= now:
-                del self._timers[timer]
-                self._fire(timer, now)
 
     def _fire(self, timer: _Timer, now: float) -> None:
         match timer:
@@ -614,16 +597,20 @@ class Pairing:
                 self._seek_another(now)
             case _Timer.BOX:
                 self._outputs.append(FinishRound(self.round))
-            case _Timer.PARTNER if self._may_find_another():
-                self._give_partner_up()
-                self._seek_another(now)
+            case _Timer.PARTNER:
+                others, ask_at = self._order.to_ask - {self.partner}, self._current.ask_at
+                if any(ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others):
+                    self._give_partner_up()
+                    self._seek_another(now)
             case _Timer.PATIENCE:
-                self._give_up_waiting()
-
-    def _may_find_another(self) -> bool:
-        """Return whether a peer besides the partner can still be asked."""
-        others = self._order.to_ask - {self.partner}
-        return any(self._current.ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others)
+                is_matched = self.state is State.MATCHED
+                if is_matched:
+                    self._give_partner_up()
+                elif self.state is not State.SEEKING:
+                    self._withdraw()
+                if self.state is not State.SEEKING:
+                    self._part(math.inf)
+                self._go_alone(NOT_READY if is_matched else "no partner in time")
 
     def _give_partner_up(self) -> None:
         """Withdraw from a partner that is late; its turn is used."""
@@ -632,23 +619,6 @@ class Pairing:
         self._order.note_failure(self._bond.peer)
         self._order.note_meeting(self._bond.peer)
         self._withdraw()
-
-    def _give_up_waiting(self) -> None:
-        reason = "no partner in time"
-        if self.state is State.MATCHED:
-            self._give_partner_up()
-            self._part(math.inf)
-            reason = NOT_READY
-        elif self.state is not State.SEEKING:
-            self._withdraw()
-            self._part(math.inf)
-        self._go_alone(reason)
-
-    def _set_timer(self) -> None:
-        at = min(self._timers.values(), default=None)
-        if at is not None and at != self._timer_set_at:
-            self._outputs.append(SetTimer(at))
-            self._timer_set_at = at
 
     def _move(self, state: State) -> None:
         if state not in FOLLOWING[self.state]:

@@ -64,35 +64,20 @@ class RestChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    """The node leaves: save the result of the last outer step, and end."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveAsked:
-    """A peer asks for newer weights: write a checkpoint, unless one is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartAsked:
-    """Weights of another stage are due: start another trainer. Unsaved progress is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataOver:
-    """The data's epochs are all done: exchange this round's contribution, and end."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayAsked:
     """An author's round must be replayed before the next round begins; one at a time."""
 
     command: messages.Replay
 
 
-@dataclass(frozen=True, slots=True)
-class RunStopped:
-    """The run's creator has stopped it: exchange this round's contribution, and end."""
+class Signal(enum.Enum):
+    """Events without content."""
+
+    LEAVE = "leave"  # the node leaves: save the result of the last outer step, and end
+    SAVE = "save"  # a peer asks for newer weights: write a checkpoint, unless one is being written
+    RESTART = "restart"  # weights of another stage are due: start another trainer; unsaved progress is lost
+    DATA_OVER = "data over"  # the data's epochs are all done: exchange this round's contribution, and end
+    RUN_STOPPED = "run stopped"  # by its creator: exchange this round's contribution, and end
 
 
 TrainerReport = (
@@ -113,12 +98,8 @@ Event = (
     | TrainerEnded
     | OthersMoved
     | RestChanged
-    | LeaveAsked
-    | SaveAsked
-    | RestartAsked
-    | DataOver
+    | Signal
     | ReplayAsked
-    | RunStopped
     | RoundDrained
     | Measured
     | pairing.ExchangeEnded

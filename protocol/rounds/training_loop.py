@@ -43,13 +43,11 @@ from .pairing import MAX_ROUNDS_BEHIND, Pairing
 from .training_events import (
     FOLLOWING,
     HAS_TRAINER,
-    DataOver,
     EndTrainer,
     Enter,
     Event,
     GiveUpExchange,
     KillTrainer,
-    LeaveAsked,
     LoopBegan,
     LoopOver,
     LoopState,
@@ -57,12 +55,10 @@ from .training_events import (
     Output,
     Publish,
     ReplayAsked,
-    RestartAsked,
     RestChanged,
     RoundOver,
-    RunStopped,
-    SaveAsked,
     Say,
+    Signal,
     StartTrainer,
     TellTrainer,
     TrainerEnded,
@@ -143,7 +139,10 @@ class TrainingLoop:
         if self.training != self._published:
             self._published = self.training
             self._outputs.insert(0, Publish(self.training))
-        self._set_timer()
+        at = min(*self._timers.values(), self._pairing_at, math.inf)
+        if at != self._timer_set_at:
+            self._timer_set_at = at
+            self._outputs.append(SetTimer(at))
         return self._outputs
 
     def _apply(self, event: Event, now: float) -> None:
@@ -153,7 +152,12 @@ class TrainingLoop:
                 self._tell_pairing(event, now)
             case TimerFired():
                 self._timer_set_at = math.inf
-                self._fire_due_timers(now)
+                for timer in [timer for timer in _Timer if self._timers.get(timer, math.inf) <= now]:
+                    if self._timers.pop(timer, None) is not None:  # one that fired before has not changed everything
+                        self._fire(timer, now)
+                if self._pairing_at <= now:
+                    self._pairing_at = math.inf
+                    self._tell_pairing(TimerFired(), now)
             case LoopBegan(state, rest) if self.state is LoopState.IDLE:
                 self.training, self._rest = state, rest
                 self._seek_trainer()
@@ -170,17 +174,17 @@ class TrainingLoop:
             case RestChanged(words):
                 self._rest = words
                 self._change_rest(now)
-            case LeaveAsked():
+            case Signal.LEAVE:
                 self._leave(now)
-            case DataOver():
+            case Signal.DATA_OVER:
                 self._end_rounds(f"all {self.config.manifest.data.epochs} epochs are done")
-            case RunStopped():
+            case Signal.RUN_STOPPED:
                 self._end_rounds("the run's creator has stopped it")
             case ReplayAsked(command) if life is not None:
                 life.replay = command
-            case SaveAsked() if life is not None:
+            case Signal.SAVE if life is not None:
                 self._save_if_none_is_written(life, now)
-            case RestartAsked() if life is not None:
+            case Signal.RESTART if life is not None:
                 self._stop_trainer()
                 self._tell_pairing(pairing.Stopped(), now)
             case pairing.ExchangeEnded() if life is not None:
@@ -347,15 +351,6 @@ class TrainingLoop:
             case LoopState.LEAVING | LoopState.ENDING | LoopState.OVER:
                 pass
 
-    def _fire_due_timers(self, now: float) -> None:
-        due = [timer for timer in _Timer if self._timers.get(timer, math.inf) <= now]
-        for timer in due:
-            if self._timers.pop(timer, None) is not None:  # one that fired before has not changed everything
-                self._fire(timer, now)
-        if self._pairing_at <= now:
-            self._pairing_at = math.inf
-            self._tell_pairing(TimerFired(), now)
-
     def _fire(self, timer: _Timer, now: float) -> None:
         match timer:
             case _Timer.WATCH:
@@ -365,18 +360,14 @@ class TrainingLoop:
             case _Timer.RESTART:
                 self._seek_trainer()
             case _Timer.GRACE:
-                self._hurry(now)
-
-    def _hurry(self, now: float) -> None:
-        """Give up the exchange of a node that leaves; after another moment, leave without waiting for its end."""
-        life = self._life
-        assert life is not None, "a node that waits for its exchange has a trainer"
-        if not life.has_given_up:
-            life.has_given_up = True
-            self._outputs.append(GiveUpExchange("it leaves"))
-            self._timers[_Timer.GRACE] = now + GIVE_UP_GRACE
-        else:
-            self._save_and_end(life, now)
+                life = self._life
+                assert life is not None, "a node that waits for its exchange has a trainer"
+                if life.has_given_up:  # another moment has passed: leave without waiting for its end
+                    self._save_and_end(life, now)
+                    return
+                life.has_given_up = True
+                self._outputs.append(GiveUpExchange("it leaves"))
+                self._timers[_Timer.GRACE] = now + GIVE_UP_GRACE
 
     def _watch(self, now: float) -> None:
         """Ping the trainer; kill it if it has not answered for too long."""
@@ -398,7 +389,9 @@ class TrainingLoop:
     def _start_round(self, life: _Life, round_index: int, now: float) -> None:
         if self.state is not LoopState.TRAINING:
             return
-        if (words := self._why_finished(round_index)) is not None:
+        maximum = self.config.max_rounds
+        is_last = maximum is not None and round_index >= maximum
+        if words := f"all {maximum} rounds are done" if is_last else self._over:
             self._change(round=round_index)
             self._enter("finished", f"{words}; staying for the others")
             self._say(f"{words}; staying for the others")
@@ -411,12 +404,6 @@ class TrainingLoop:
             return
         self._train(round_index)
         self._tell_pairing(pairing.RoundStarted(round_index), now)
-
-    def _why_finished(self, round_index: int) -> str | None:
-        maximum = self.config.max_rounds
-        if maximum is not None and round_index >= maximum:
-            return f"all {maximum} rounds are done"
-        return self._over or None
 
     def _end_rounds(self, words: str) -> None:
         """End training with the exchange of this round."""
@@ -458,8 +445,14 @@ class TrainingLoop:
                 self._contribute(life, report, now)
             case messages.OuterStepTaken():
                 self._finish_round(life, report, now)
-            case messages.Validated():
-                self._record_validation(life, report)
+            case messages.Validated(problem=problem) if problem:
+                self._outputs.append(Say(problem, "warn"))
+            case messages.Validated(loss=loss, bits_per_byte=bits_per_byte):
+                if self._is_from_start(life) and not self._has_validated:
+                    bits = "" if bits_per_byte is None else f" ({bits_per_byte:.4f} bits per byte)"
+                    self._say(f"the weights that this run starts from have a held-out loss of {loss:.4f}{bits}")
+                self._has_validated = self._has_validated or math.isfinite(loss)
+                self._outputs.append(report)
             case messages.Replayed():
                 self._start_round(life, life.round_after_replay, now)
             case messages.Saved():
@@ -626,16 +619,6 @@ class TrainingLoop:
             num_parts = self.config.manifest.inner.batch_size // self.config.manifest.pipeline.microbatch_size
             self._tell_pipeline(Measure(VALIDATION_BATCHES * num_parts))
 
-    def _record_validation(self, life: _Life, report: messages.Validated) -> None:
-        if report.problem:
-            self._outputs.append(Say(report.problem, "warn"))
-            return
-        if self._is_from_start(life) and not self._has_validated:
-            bits = "" if report.bits_per_byte is None else f" ({report.bits_per_byte:.4f} bits per byte)"
-            self._say(f"the weights that this run starts from have a held-out loss of {report.loss:.4f}{bits}")
-        self._has_validated = self._has_validated or math.isfinite(report.loss)
-        self._outputs.append(report)
-
     # Outputs
 
     @property
@@ -676,12 +659,6 @@ class TrainingLoop:
 
     def _say(self, text: str) -> None:
         self._outputs.append(Say(text))
-
-    def _set_timer(self) -> None:
-        at = min(*self._timers.values(), self._pairing_at, math.inf)
-        if at != self._timer_set_at:
-            self._timer_set_at = at
-            self._outputs.append(SetTimer(at))
 
 
 class _Life:

@@ -27,24 +27,20 @@ from farandole.protocol.rounds.pairing_events import (
 from farandole.protocol.rounds.training_events import (
     FOLLOWING,
     HAS_TRAINER,
-    DataOver,
     EndTrainer,
     Enter,
     Event,
     GiveUpExchange,
     KillTrainer,
-    LeaveAsked,
     LoopBegan,
     LoopOver,
     LoopState,
     OthersMoved,
     Output,
     Publish,
-    RestartAsked,
     RestChanged,
     RoundOver,
-    RunStopped,
-    SaveAsked,
+    Signal,
     StartTrainer,
     TellTrainer,
     TrainerEnded,
@@ -435,14 +431,14 @@ class Walk(RuleBasedStateMachine):
     def leave(self, chance: int = 0) -> None:
         if chance == 0:
             self.left_at = self.now
-            self.handle(LeaveAsked())
+            self.handle(Signal.LEAVE)
 
-    @rule(event=st.sampled_from([SaveAsked(), RestartAsked(), OthersMoved(2), OthersMoved(90)]))
+    @rule(event=st.sampled_from([Signal.SAVE, Signal.RESTART, OthersMoved(2), OthersMoved(90)]))
     def hear_of_the_run(self, event: Event) -> None:
         self.handle(event)
 
-    @rule(chance=st.integers(0, 7), event=st.sampled_from((DataOver(), RunStopped())))
-    def end_rounds(self, chance: int, event: DataOver | RunStopped) -> None:
+    @rule(chance=st.integers(0, 7), event=st.sampled_from((Signal.DATA_OVER, Signal.RUN_STOPPED)))
+    def end_rounds(self, chance: int, event: Signal) -> None:
         if chance == 0:
             self.handle(event)
 
