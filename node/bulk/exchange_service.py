@@ -341,9 +341,7 @@ class ExchangeService:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
         seconds, is_committed, reason = trio.current_time() - started_at, session.is_committed, str(session.failure)
         sent, received = (session.bulk.bytes_sent, session.bulk.bytes_received) if session.bulk else (0, 0)
-        if session.is_in_doubt:
-            reason = "the initiator's decision could not be learnt in time"
-        elif session.failure.is_too_slow:
+        if session.failure.is_too_slow:
             reason = too_slow(offer.size, seconds, sent, received)
         partner = exchange.partner_offer if is_committed else None
         return ExchangeEnded(
@@ -401,7 +399,9 @@ class ExchangeService:
             del self._expected[start.session]
             expected.done.set()
         if session.is_in_doubt:
+            session.failure = _FailedError("the initiator's decision could not be learnt in time")
             session.is_committed = await self._resolve(start) == "committed"
+            session.failure = _FailedError("the partner had aborted")  # unless it is committed
 
     async def _serve_exchange(self, stream: Stream) -> None:
         """Handle an incoming stream: find the session that expects it, and keep it open until the session is over."""

@@ -66,49 +66,36 @@ class RouteMessage(enum.Enum):
     AGREE = "Route of the answerer to a channel"
     DECLINE = "Route of the answerer to the stream"
     REROUTE = "Reroute"
-    SEALED = "Sealed"
     RECEIVED = "Received"
-    CHUNK = "Chunk"
 
 
 OPENER, ANSWERER = True, False
-_EITHER = frozenset({OPENER, ANSWERER})
-# Step -> messages that may be sent in it: each with its senders and the following step.
-TRANSITIONS: dict[RouteStep, dict[RouteMessage, tuple[frozenset[bool], RouteStep]]] = {
+# Step -> messages that may be sent in it: each with its senders and the following step. Besides, a `Sealed` may be sent
+# in every step but the first, and chunks on the stream.
+TRANSITIONS: dict[RouteStep, dict[RouteMessage, tuple[set[bool], RouteStep]]] = {
     RouteStep.IDLE: {},
-    RouteStep.UNROUTED: {
-        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.PROPOSED),
-        RouteMessage.SEALED: (_EITHER, RouteStep.UNROUTED),
-    },
+    RouteStep.UNROUTED: {RouteMessage.PROPOSE: ({OPENER}, RouteStep.PROPOSED)},
     RouteStep.PROPOSED: {
-        RouteMessage.AGREE: (frozenset({ANSWERER}), RouteStep.CHANNEL),
-        RouteMessage.DECLINE: (frozenset({ANSWERER}), RouteStep.STREAM),
-        RouteMessage.SEALED: (_EITHER, RouteStep.PROPOSED),
+        RouteMessage.AGREE: ({ANSWERER}, RouteStep.CHANNEL),
+        RouteMessage.DECLINE: ({ANSWERER}, RouteStep.STREAM),
     },
     RouteStep.CHANNEL: {
-        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.REPLACING),
-        RouteMessage.REROUTE: (frozenset({ANSWERER}), RouteStep.LOST),
-        RouteMessage.SEALED: (_EITHER, RouteStep.CHANNEL),
-        RouteMessage.RECEIVED: (_EITHER, RouteStep.CHANNEL),
+        RouteMessage.PROPOSE: ({OPENER}, RouteStep.REPLACING),
+        RouteMessage.REROUTE: ({ANSWERER}, RouteStep.LOST),
+        RouteMessage.RECEIVED: ({OPENER, ANSWERER}, RouteStep.CHANNEL),
     },
     RouteStep.LOST: {
-        RouteMessage.PROPOSE: (frozenset({OPENER}), RouteStep.REPLACING),
-        RouteMessage.SEALED: (_EITHER, RouteStep.LOST),
-        RouteMessage.RECEIVED: (frozenset({OPENER}), RouteStep.LOST),
+        RouteMessage.PROPOSE: ({OPENER}, RouteStep.REPLACING),
+        RouteMessage.RECEIVED: ({OPENER}, RouteStep.LOST),
     },
     RouteStep.REPLACING: {
-        RouteMessage.AGREE: (frozenset({ANSWERER}), RouteStep.CHANNEL),
-        RouteMessage.DECLINE: (frozenset({ANSWERER}), RouteStep.STREAM),
-        RouteMessage.REROUTE: (frozenset({ANSWERER}), RouteStep.REPLACING),
-        RouteMessage.SEALED: (_EITHER, RouteStep.REPLACING),
-        RouteMessage.RECEIVED: (frozenset({ANSWERER}), RouteStep.REPLACING),
+        RouteMessage.AGREE: ({ANSWERER}, RouteStep.CHANNEL),
+        RouteMessage.DECLINE: ({ANSWERER}, RouteStep.STREAM),
+        RouteMessage.REROUTE: ({ANSWERER}, RouteStep.REPLACING),
+        RouteMessage.RECEIVED: ({ANSWERER}, RouteStep.REPLACING),
     },
-    RouteStep.STREAM: {
-        RouteMessage.SEALED: (_EITHER, RouteStep.STREAM),
-        RouteMessage.CHUNK: (_EITHER, RouteStep.STREAM),
-    },
+    RouteStep.STREAM: {},
 }
-
 
 # Smaller transfers are done over the stream before a channel is open (milliseconds locally, round trips elsewhere).
 BULK_FROM: Final = 1_000_000
@@ -417,11 +404,12 @@ class Pipe:
 
     def _apply(self, message: Control, by_us: bool) -> None:
         """Apply a message of either end; raise the error of its sender's fault if it may not be sent now."""
+        kind: RouteMessage | None = None  # a hash does not move the route
         match message:
             case Route(channel):
                 answer = RouteMessage.DECLINE if channel is None else RouteMessage.AGREE
                 kind = RouteMessage.PROPOSE if self.is_opener is by_us else answer
-            case _:
+            case Reroute() | Received():
                 kind = RouteMessage(type(message).__name__)
         if problem := self._problem(message, kind, by_us):
             raise (LocalProtocolError if by_us else RemoteProtocolError)(problem)
@@ -441,13 +429,17 @@ class Pipe:
             case Received():
                 self.outgoing.settle()
                 self.num_sent = max(self.num_sent, self.outgoing.settled)
-        self.step = TRANSITIONS[self.step][kind][1]
+        if kind is not None:
+            self.step = TRANSITIONS[self.step][kind][1]
 
-    def _problem(self, message: Control, kind: RouteMessage, by_us: bool) -> str:
+    def _problem(self, message: Control, kind: RouteMessage | None, by_us: bool) -> str:
         """Return why an end may not send this now, by the table or by what it cannot express; empty if it may."""
-        senders, _ = TRANSITIONS[self.step].get(kind, (frozenset[bool](), self.step))
-        if (self.is_opener is by_us) not in senders:
-            return f"{kind.value} while the pipe is {self.step.value}"
+        if kind is None:
+            is_allowed = self.step is not RouteStep.IDLE
+        else:
+            is_allowed = kind in TRANSITIONS[self.step] and (self.is_opener is by_us) in TRANSITIONS[self.step][kind][0]
+        if not is_allowed:
+            return f"{kind.value if kind else 'Sealed'} while the pipe is {self.step.value}"
         sending, receiving = (self.outgoing, self.incoming) if by_us else (self.incoming, self.outgoing)
         match message:
             case Route(channel, received):
@@ -462,7 +454,7 @@ class Pipe:
             case Sealed() if not sending.awaits_hash:
                 return "a second hash, or one of nothing"
             case Reroute() | Received() if not receiving.is_open:
-                return f"{kind.value} by an end that lacks nothing"
+                return f"{type(message).__name__} by an end that lacks nothing"
             case Received() if not receiving.is_head_sealed:
                 return "Received before the other's hash was said"
         return ""

@@ -78,21 +78,6 @@ def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_missing", "member"),
-    [
-        (1, Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True)),
-        (2, Member(3, "cpu", incarnation=7, is_bound=True)),
-        (3, Member(3, "cpu", incarnation=7)),
-    ],
-)
-def test_an_older_member_entry_that_ends_before_the_last_fields_is_read(num_missing: int, member: Member) -> None:
-    newest = Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True, version="1.0")
-    older = msgspec.msgpack.encode(msgspec.to_builtins(newest)[:-num_missing])
-    item = sign_body(1, msgspec.msgpack.encode([Kind.MEMBER, 0, tick_at(Kind.MEMBER), msgspec.Raw(older)]))
-    assert CHECKER.check(item).payload == member
-
-
-@pytest.mark.parametrize(
     ("kind", "index", "payload"),
     [
         (Kind.MEMBER, 1, Member()),  # no such slot

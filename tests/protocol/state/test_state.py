@@ -310,15 +310,6 @@ def test_long_lived_entries_are_metered() -> None:
     assert state.merge(Delta((notice(1),)), NOW + 2).outcomes == [Outcome.NEW]
 
 
-def test_an_author_does_not_write_a_past_hour_at_once() -> None:
-    state = RunState(RUN_ID, CREATOR)
-    hour = tuple(lease(1, index, tick_at(Kind.LEASE) - 1_700 + ago) for ago in range(100) for index in range(8))
-    outcomes = state.merge(Delta(hour), NOW).outcomes
-    assert outcomes.count(Outcome.NEW) == SHORT_LIVED_BURST
-    assert outcomes.count(Outcome.DEFERRED) == len(hour) - SHORT_LIVED_BURST
-    assert state.merge(Delta((lease(2, 0, tick_at(Kind.LEASE)),)), NOW).outcomes == [Outcome.NEW]
-
-
 def lease(number: int, index: int, tick: int) -> Signed:
     return signed(number, Kind.LEASE, index, tick, Lease(0, bytes(8)))
 

@@ -80,6 +80,8 @@ class Party:
 
     host: BulkHost
     service: BulkService
+    channels: list[BulkChannel] = field(default_factory=list)
+    """The ones of `meet`, closed at the end."""
 
     @property
     def port(self) -> int:
@@ -101,7 +103,10 @@ async def two_parties(
                 open_bulk(hosts[0], hosts[0].run_id, reach=hosts[0]) as first,
                 open_bulk(hosts[1], hosts[1].run_id, reach=hosts[1]) as second,
             ):
-                yield Party(hosts[0], first), Party(hosts[1], second)
+                both = Party(hosts[0], first), Party(hosts[1], second)
+                yield both
+                for channel in (*both[0].channels, *both[1].channels):
+                    channel.close()
             nursery.cancel_scope.cancel()
 
 
@@ -113,6 +118,8 @@ async def meet(alice: Party, bob: Party) -> tuple[BulkChannel, BulkChannel]:
     far = bob.service.take(ALICE, near.session)
     assert isinstance(near, BulkChannel)
     assert isinstance(far, BulkChannel)
+    alice.channels.append(near)
+    bob.channels.append(far)
     return near, far
 
 

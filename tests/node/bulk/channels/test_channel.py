@@ -28,8 +28,6 @@ async def test_both_ways_at_once_the_bytes_are_exact(alice: Party, bob: Party, s
         nursery.start_soon(move, far, near, second)
     assert near.is_fit
     assert far.is_fit
-    near.close()
-    far.close()
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -48,7 +46,6 @@ async def test_a_peer_that_dies_in_the_middle_is_an_error(alice: Party, bob: Par
         await (far.receive_into(memory[:1_000]) if sends else far.send(memory[:1_000]))
         far.close()
     assert len(errors) == 1
-    near.close()
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -95,8 +92,6 @@ async def test_ends_need_not_cut_alike(alice: Party, bob: Party, seed: int) -> N
     assert memory == data
     assert near.is_fit
     assert far.is_fit
-    near.close()
-    far.close()
 
 
 @pytest.mark.parametrize("size", [10, 3 * RECORD_BYTES])
@@ -110,4 +105,3 @@ async def test_a_channel_with_a_rest_that_nobody_asked_for_is_not_used_again(
     assert not far.is_fit
     bob.service.release(far)
     assert bob.service.take(ALICE, far.session) is None
-    near.close()

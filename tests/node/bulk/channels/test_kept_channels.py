@@ -21,8 +21,6 @@ async def test_a_kept_channel_is_used_again(alice: Party, bob: Party) -> None:
     assert (again, far_again) == (near, far)
     assert alice.host.streams_opened == 1
     await move(again, far_again, b"second")
-    again.close()
-    far_again.close()
 
 
 async def test_a_kept_channel_that_the_peer_has_closed_is_replaced(alice: Party, bob: Party) -> None:
@@ -32,8 +30,6 @@ async def test_a_kept_channel_that_the_peer_has_closed_is_replaced(alice: Party,
     again, far_again = await meet(alice, bob)
     assert again is not near
     await move(again, far_again, b"data")
-    again.close()
-    far_again.close()
 
 
 async def test_a_channel_is_called_for_by_its_peer_alone(alice: Party, bob: Party) -> None:
@@ -43,19 +39,16 @@ async def test_a_channel_is_called_for_by_its_peer_alone(alice: Party, bob: Part
     assert bob.service.take(ALICE, b"x" * 16) is None
     assert bob.service.take(ALICE, near.session) is far
     assert bob.service.take(ALICE, near.session) is None
-    near.close()
-    far.close()
 
 
 async def test_closing_the_service_closes_kept_channels(nursery: trio.Nursery) -> None:
     async with two_parties() as (alice, bob):
-        near, far = await meet(alice, bob)
+        near, _ = await meet(alice, bob)
         alice.service.release(near)
         port = bob.port
     assert not near.is_fit
     with pytest.raises(OSError, match=r"refused|failed"):
         await trio.open_tcp_stream("127.0.0.1", port)
-    far.close()
 
 
 async def test_idle_channels_close_in_time(

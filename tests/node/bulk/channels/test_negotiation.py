@@ -68,8 +68,7 @@ async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe
 
     bob.host.change = note
     assert bob.host.own.bulk_ports == {bob.port}
-    for channel in await meet(alice, bob):
-        channel.close()
+    await meet(alice, bob)
     assert offered[0].addresses == [("5.1.1.1", 5_002), ("5.1.1.1", 5_003), ("127.0.0.1", bob.port)]
 
 
@@ -79,8 +78,7 @@ async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> No
         assert await alice.service.acquire(BOB) is None
     assert alice.host.streams_opened == 0
     alice.host.unreachable.clear()
-    for channel in await meet(alice, bob):
-        channel.close()
+    await meet(alice, bob)
 
 
 async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
@@ -139,8 +137,6 @@ async def test_one_listener_within_reach_is_enough(alice: Party, bob: Party, hid
     host.change = lambda proposal: msgspec.structs.replace(proposal, addresses=[])
     near, far = await meet(alice, bob)
     await move(near, far, b"data")
-    near.close()
-    far.close()
 
 
 async def _closed_by_peer(connection: trio.SocketStream) -> bool:
@@ -170,8 +166,6 @@ async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
             assert await _closed_by_peer(stranger)
             await stranger.aclose()
     await move(near, far, b"data")
-    near.close()
-    far.close()
 
 
 class CancelledAt(trio.abc.Instrument):
