@@ -14,7 +14,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, consolidate, read_folder
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import start as starting
@@ -25,23 +25,17 @@ from farandole.node.transfers.serve import BlockService
 from farandole.node.transfers.start import Start
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
-from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 
-from ..store.consolidated.runs import KEY, MODELS, manifest_for, save_stages, trained
+from ..store.consolidated.runs import MODELS, manifest_for, pulled
 from .files import RUN
 from .test_liars import MemoryHost
-
-VECTORS = required_vectors(NoLoCoConfig())
 
 BOB = b"b" * 32
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Consolidated:
-    signed, path = manifest_for(MODELS["own"]), tmp_path_factory.mktemp("run")
-    stages = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, path, "replica")
-    consolidate(path / "model", KEY, signed.encode(), [stages], VECTORS)
-    return read_folder(path / "model")
+    return pulled(manifest_for(MODELS["own"]), tmp_path_factory.mktemp("run") / "model")
 
 
 @pytest.fixture

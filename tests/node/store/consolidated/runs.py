@@ -11,15 +11,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from farandole.node.store.consolidated.folder import Consolidated
+from farandole.node.store.consolidated.folder import Consolidated, consolidate, read_folder
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_body, sign_manifest
+from farandole.protocol.run.manifest import EpochsConfig, Manifest, SignedManifest, decode_body, sign_manifest
 from farandole.protocol.run.models import stage_of
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import Learner, build_learner
 
 TOLERANCE = 1e-5
+VECTORS = required_vectors(NoLoCoConfig())
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)  # the same run each time
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -96,6 +98,16 @@ def save_stages(learner: Learner, signed: SignedManifest, folder: Path, name: st
         paths.append(folder / f"{name}-{stage}.safetensors")
         save_file(part, paths[-1], metadata)
     return paths
+
+
+def pulled(
+    signed: SignedManifest, to: Path, learner: Learner | None = None, epochs: EpochsConfig | None = None
+) -> Consolidated:
+    """Return the consolidated checkpoint of one replica, by default of one that was alone for a step; in ``to``."""
+    learner = learner or trained(signed, b"a" * 32, steps=1, rounds=1)
+    stages = save_stages(learner, signed, to.parent, "replica")
+    consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], VECTORS, epochs)
+    return read_folder(to)
 
 
 def learner_from(folder: Consolidated, *texts: Path) -> Learner:

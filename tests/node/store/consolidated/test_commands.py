@@ -9,23 +9,17 @@ import pytest
 
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
-from farandole.node.store.consolidated.folder import consolidate, read_folder, verify_hashes
+from farandole.node.store.consolidated.folder import read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import InnerConfig, decode_manifest
-from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.wire.identity import peer_id_of
 
-from .runs import KEY, MODELS, manifest_for, save_stages, trained
-
-VECTORS = required_vectors(NoLoCoConfig())
+from .runs import MODELS, manifest_for, pulled, save_stages, trained
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    signed = manifest_for({**MODELS["own"], "num_stages": 2})
-    stages = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path / "run", "replica")
-    consolidate(tmp_path / "model", KEY, signed.encode(), [[stage] for stage in stages], VECTORS)
-    return tmp_path / "model"
+    return pulled(manifest_for({**MODELS["own"], "num_stages": 2}), tmp_path / "model").path
 
 
 def code_of(*arguments: object) -> int:

@@ -22,12 +22,10 @@ from farandole.node.store.consolidated.folder import (
 )
 from farandole.node.store.consolidated.tensors import ConsolidatedError, open_tensors
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.training.engine.learner import Learner
 
-from .runs import KEY, MODELS, manifest_for, save_stages, trained
-
-VECTORS = required_vectors(NoLoCoConfig())
+from .runs import KEY, MODELS, VECTORS, manifest_for, save_stages, trained
 
 NAMES = (b"anna" * 8, b"bert" * 8, b"cora" * 8)
 

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.node.store.consolidated.folder import consolidate, read_folder
+from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.training.engine.learner import Learner
 
-from .runs import GPT2, KEY, LLAMA, MODELS, assert_same_logits, manifest_for, save_stages, trained
-
-VECTORS = required_vectors(NoLoCoConfig())
+from .runs import GPT2, LLAMA, MODELS, assert_same_logits, manifest_for, pulled, trained
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 TOKENS = torch.arange(2 * 16).view(2, 16) * 37 % 256
@@ -31,9 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def exported(signed: SignedManifest, learner: Learner, folder: Path, **options: Any) -> Path:
-    stages = save_stages(learner, signed, folder, "replica")
-    consolidate(folder / "pulled", KEY, signed.encode(), [[path] for path in stages], VECTORS)
-    export_hf(read_folder(folder / "pulled"), folder / "hf", **options)
+    export_hf(pulled(signed, folder / "pulled", learner), folder / "hf", **options)
     return folder / "hf"
 
 
@@ -93,9 +88,9 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     assert loaded.eos_token == "<|endoftext|>"
-    pulled = read_folder(tmp_path / "run" / "pulled")
+    model = read_folder(tmp_path / "run" / "pulled")
     with pytest.raises(ConsolidatedError, match="is not the run's tokenizer"):
-        export_hf(pulled, tmp_path / "no", other)
-    export_hf(pulled, tmp_path / "without")
+        export_hf(model, tmp_path / "no", other)
+    export_hf(model, tmp_path / "without")
     assert not (tmp_path / "without" / "tokenizer.json").exists()
     assert digest in (tmp_path / "without" / "README.md").read_text()

@@ -11,18 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, Consolidated, consolidate, read_folder
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, Consolidated, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.wire.errors import ManifestError
 
 from ....tokenizer_files import word_level
-from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained
-
-VECTORS = required_vectors(NoLoCoConfig())
+from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, pulled, trained
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -30,10 +27,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not
 @pytest.fixture(scope="module", params=list(MODELS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Consolidated:
     signed = manifest_for({**MODELS[request.param], "num_stages": 3}, seed=4)
-    path = tmp_path_factory.mktemp("run")
-    stages = save_stages(trained(signed, b"a" * 32, steps=2), signed, path, "replica")
-    consolidate(path / "pulled", KEY, signed.encode(), [[stage] for stage in stages], VECTORS)
-    return read_folder(path / "pulled")
+    return pulled(signed, tmp_path_factory.mktemp("run") / "pulled", trained(signed, b"a" * 32, steps=2))
 
 
 def resumed(folder: Consolidated, settings: dict[str, Any]) -> Manifest:
@@ -57,9 +51,7 @@ EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 def with_epochs(tmp_path: Path) -> Consolidated:
     """Return a consolidated run in the second of three epochs."""
     signed = manifest_for(MODELS["own"], data={"epochs": 3})
-    stages = save_stages(trained(signed, b"a" * 32, steps=0), signed, tmp_path, "replica")
-    consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], VECTORS, EPOCHS)
-    return read_folder(tmp_path / "pulled")
+    return pulled(signed, tmp_path / "pulled", trained(signed, b"a" * 32, steps=0), EPOCHS)
 
 
 def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
@@ -121,17 +113,17 @@ def test_an_imported_model_is_the_same_and_goes_out_again(
     manifest, signed = import_model(tmp_path / "theirs", run, tmp_path, tmp_path / "ours", KEY, 0)
     assert manifest.start is not None
     assert (manifest.start.run, manifest.start.inner_steps, manifest.model.num_stages) == (bytes(32), 0, 2)
-    pulled = read_folder(tmp_path / "ours")
-    assert (pulled.id, pulled.signed) == (manifest.start.checkpoint, signed)
-    assert all(name.startswith("slow/") for name in load_file(pulled.checkpoint))
+    ours = read_folder(tmp_path / "ours")
+    assert (ours.id, ours.signed) == (manifest.start.checkpoint, signed)
+    assert all(name.startswith("slow/") for name in load_file(ours.checkpoint))
 
-    export_hf(pulled, tmp_path / "back")
+    export_hf(ours, tmp_path / "back")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     tokens = torch.arange(32).view(2, 16)
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, model.float()(tokens).logits, rtol=0, atol=1e-5)
     # and a run may go on from it under another cut
-    assert resumed(pulled, {"name": "b", "model": {"num_stages": 3}}).model.num_stages == 3
+    assert resumed(ours, {"name": "b", "model": {"num_stages": 3}}).model.num_stages == 3
 
 
 def test_old_files_without_the_models_prefix_are_read(tmp_path: Path) -> None:
