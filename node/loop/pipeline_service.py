@@ -16,9 +16,9 @@ import trio
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.activations import MAX_QUESTION_BYTES, decode_question, encode_question
-from farandole.protocol.stages.avoidance import Avoidance
 from farandole.protocol.stages.microbatches import Counts
 from farandole.protocol.stages.pipeline import Pipeline
+from farandole.protocol.stages.pipeline_links import Avoidance
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.timers import SetTimer, TimerFired

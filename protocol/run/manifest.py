@@ -145,7 +145,7 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     """Sequences an inner step."""
     optimizer: InnerName = "adamw"
-    """``muon``: steps of matrices are made orthogonal (`training.inner.muon`); embedding, head, norms and biases
+    """``muon``: steps of matrices are made orthogonal (`training.inner.optimizer`); embedding, head, norms and biases
     get AdamW's steps, with the same rate."""
     momentum: _UnitInterval = 0.95
     """Share of its momentum that a step of Muon keeps."""

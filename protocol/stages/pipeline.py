@@ -18,8 +18,8 @@ dies during the announcement, some stages count one microbatch more.
 
 **Falsified data.** The trainer judges the data that peers send (`farandole.training.engine.link_statistics`). An
 outlier is dropped. A peer that sends several, or over which most microbatches are lost, is avoided
-(`farandole.protocol.stages.avoidance`): its links are closed and, if it is an origin, its microbatches are refused. A
-node without a link to the next stage gives no credits.
+(`farandole.protocol.stages.pipeline_links`): its links are closed and, if it is an origin, its microbatches are
+refused. A node without a link to the next stage gives no credits.
 
 Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.pipeline_service`).
 """
@@ -32,7 +32,6 @@ import random
 from ..trainer.trainer_messages import InnerStepTaken, Job, Settle, TakeInnerStep, Work, Worked
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
-from .avoidance import LOSES_ALL, Avoidance
 from .inner_steps import Schedule
 from .microbatches import (
     GIVEN_BACK,
@@ -68,7 +67,7 @@ from .pipeline_events import (
     Send,
     Tell,
 )
-from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
+from .pipeline_links import LOSES_ALL, RETRY_INTERVAL, Avoidance, Dialling, Promises, choose_hop
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3

@@ -29,8 +29,14 @@ from farandole.protocol.run.rules import Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.data.dataset import Sampler
-from farandole.training.inner.muon import matrices_of, orthogonalised, rms_factor
-from farandole.training.inner.optimizer import CLIP_EPSILON, adamw_, learning_rate
+from farandole.training.inner.optimizer import (
+    CLIP_EPSILON,
+    adamw_,
+    learning_rate,
+    matrices_of,
+    orthogonalised,
+    rms_factor,
+)
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import BLOCK, form_of
 from farandole.training.outer.outer_state import RateSums, correct_
@@ -221,7 +227,7 @@ class _Gradients:
                 self._turn()
 
     def _turn(self) -> None:
-        """Compute `direction`: `farandole.training.inner.muon.muon_` of all rows."""
+        """Compute `direction`: `farandole.training.inner.optimizer.muon_` of all rows."""
         share = self._settings.momentum
         self._momentum.lerp_(self.gradient, 1 - share)
         ahead, directions = self._views(self.gradient.lerp(self._momentum, share)), self._views(self.direction)

@@ -30,8 +30,7 @@ from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 
 from ..base.parameters import Layout, bind_
 from ..base.permutation import keyed_digest
-from .muon import muon_
-from .optimizer import CLIP_EPSILON, InnerOptimizer, adamw_, decay_, runs_of
+from .optimizer import CLIP_EPSILON, InnerOptimizer, adamw_, decay_, muon_, runs_of
 
 # Elements computed at a time. A piece has some ten fp32 temporaries: in a processor's cache, or 80 MB on a GPU, where
 # smaller pieces cost more launches than arithmetic.

@@ -268,7 +268,7 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
 
     The falsifier's own warnings do not matter: gradients of activations that it has reversed look odd to it, too. The
     learning rate is low, since the directions of honest gradients turn while a small model learns fast, and then
-    honest neighbours are avoided for some seconds (`farandole.protocol.stages.avoidance`).
+    honest neighbours are avoided for some seconds (`farandole.protocol.stages.pipeline_links`).
     """
     manifest = manifest_of(2)
     manifest = msgspec.structs.replace(manifest, inner=msgspec.structs.replace(manifest.inner, learning_rate=1e-5))

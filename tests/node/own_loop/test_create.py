@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from torch import nn
 
 import farandole
+from farandole.node.base.identity import locked
+from farandole.node.base.settings import NodeSettings
+from farandole.node.own_loop.child_node import await_node
 from farandole.node.own_loop.create import start_of
 from farandole.node.store.consolidated.folder import read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -17,6 +22,8 @@ from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
+
+from ..small_runs import small_manifest, write_run
 
 
 def a_model() -> nn.Sequential:
@@ -111,3 +118,73 @@ def test_a_loop_says_what_its_node_lacks(tmp_path: Path) -> None:
     loop = farandole.NoLoCo(model, optimizer, run=home, options=["--upload-mbit", "fast"])
     with pytest.raises(farandole.NodeError, match=r"Invalid value for '--upload-mbit'.*its output is in"), loop:
         pass
+
+
+def test_a_runs_model_has_the_seeds_weights_and_computes_the_loss(tmp_path: Path) -> None:
+    write_run(tmp_path, small_manifest(seed=3))
+    one, same = (farandole.model_of(tmp_path / "run.manifest") for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(one.parameters(), same.parameters(), strict=True))
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    assert one(tokens).shape == (2, 8, 256)
+    assert one(tokens, tokens).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data": {"epochs": 2}}, "data.epochs"),
+        (
+            {
+                "model": {
+                    **dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0),
+                    "num_layers": 1,
+                    "external": {"parameters": {"weight": [2]}},
+                },
+                "data": {},
+                "inner": {},
+            },
+            "other members",
+        ),
+    ],
+)
+def test_a_run_whose_model_a_loop_cannot_train_so_is_refused(
+    tmp_path: Path, settings: dict[str, object], words: str
+) -> None:
+    write_run(tmp_path, small_manifest(**settings))
+    with pytest.raises(ManifestError, match=words):
+        farandole.model_of(tmp_path / "run.manifest")
+
+
+def test_without_a_run_there_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="knows no run: farandole join INVITE"):
+        farandole.model_of(home=tmp_path)
+    with pytest.raises(ManifestError, match="is no manifest that can be read"):
+        farandole.model_of(tmp_path / "nothing")
+
+
+def test_a_node_that_starts_is_waited_for(tmp_path: Path) -> None:
+    """Otherwise a loop beside it would start a second node, in another folder."""
+    holds, events = threading.Event(), list[str]()
+
+    def start() -> None:  # and fail
+        with locked(NodeSettings(home=tmp_path).lock):
+            holds.set()
+            time.sleep(0.5)  # longer than the time between two looks
+            events.append("ended")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert holds.wait(60)
+    assert await_node(tmp_path) == ""
+    events.append("waited")
+    thread.join()
+
+    assert events == ["ended", "waited"]
+
+
+def test_a_folder_without_a_node_is_not_waited_for(tmp_path: Path) -> None:
+    assert await_node(tmp_path / "new") == ""
+    with locked(NodeSettings(home=tmp_path).lock):
+        pass
+    assert await_node(tmp_path) == ""
+    assert not (tmp_path / "new").exists()

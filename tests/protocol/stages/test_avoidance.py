@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import random
 
-from farandole.protocol.stages.avoidance import FIRST_SECONDS, FORGIVEN_AFTER, MAX_OUTLIERS, NUM_REMEMBERED, Avoidance
+from farandole.protocol.stages.pipeline_links import (
+    FIRST_SECONDS,
+    FORGIVEN_AFTER,
+    MAX_OUTLIERS,
+    NUM_REMEMBERED,
+    Avoidance,
+)
 
 ANN, BOB, EVE = b"ann", b"bob", b"eve"
 

@@ -1,3 +1,6 @@
+from __future__ import annotations
+
+import hashlib
 import json
 import math
 import pickle
@@ -12,10 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farandole.protocol.checkpoints import blocks as protocol
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, HASH_BYTES
 from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 from farandole.training.base.errors import CheckpointError
-from farandole.training.engine.blocks import content_of
+from farandole.training.engine import snapshot
+from farandole.training.engine.blocks import BlockHasher, content_of, first_difference
 from farandole.training.engine.learner import Learner
+from farandole.training.engine.snapshot import SnapshotMemory
+from farandole.training.outer.copying import copier_for
 
 from ..conftest import ALICE, BOB, MakeReplica, copy_without
 
@@ -318,3 +326,58 @@ def test_a_damaged_header_never_surprises(make_replica: MakeReplica, saved: Path
         make_replica().checkpoint.load(damaged)
     except CheckpointError:
         return
+
+
+def memory_for(num_elements: int) -> SnapshotMemory:
+    vectors = {"slow": torch.zeros(num_elements), "means": torch.zeros(num_elements, dtype=torch.bfloat16)}
+    return SnapshotMemory(vectors, copier_for(torch.device("cpu")))
+
+
+def test_memory_that_another_process_takes_meanwhile_is_missed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([1 << 40, 1 << 40, 1 << 20])
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: next(left))
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 1 << 18)
+    with pytest.raises(MemoryError, match="75712 bytes are wanted, 1048576 available"):
+        memory_for(100_000)
+    assert next(left, None) is None, "it was asked before each piece"
+
+
+def test_something_is_left_to_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "available_bytes", lambda: 600_000 + snapshot._RESERVE_BYTES)
+    memory_for(100_000)
+    with pytest.raises(MemoryError):
+        memory_for(100_001)
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES])
+def test_each_block_has_its_hash_however_the_bytes_come(tmp_path: Path, size: int) -> None:
+    data = memoryview(bytes(range(251)) * (size // 251 + 1))[:size]
+    blocks = [data[start : start + BLOCK_BYTES] for start in range(0, size, BLOCK_BYTES)]
+    hasher, position = BlockHasher(), 0
+    while position < size:
+        piece = data[position : position + 300_000]
+        hasher.update(piece)
+        position += len(piece)
+    (tmp_path / "file").write_bytes(data)
+
+    content = hasher.content()
+
+    assert content.hashes == b"".join(hashlib.sha256(block).digest() for block in blocks)
+    assert content.size == size
+    assert content == content_of(tmp_path / "file")
+
+
+def test_the_first_block_that_differs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * BLOCK_BYTES + 1))
+    good = content_of(path)
+    assert first_difference(good, good.hashes) is None
+    assert first_difference(good, good.hashes[:-HASH_BYTES]) == 2
+    damaged = bytearray(path.read_bytes())
+    damaged[BLOCK_BYTES] = 1
+    path.write_bytes(damaged)
+    assert first_difference(content_of(path), good.hashes) == 1
+
+
+def test_blocks_are_those_of_the_protocol() -> None:
+    assert (BLOCK_BYTES, HASH_BYTES) == (protocol.BLOCK_BYTES, protocol.HASH_BYTES)

@@ -8,8 +8,7 @@ from torch import nn
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.inner.muon import matrices_of
-from farandole.training.inner.optimizer import learning_rate
+from farandole.training.inner.optimizer import learning_rate, matrices_of
 from farandole.training.model.model import build_model, language_loss
 
 from ..conftest import ALICE, RUN_ID, MakeReplica

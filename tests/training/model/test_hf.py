@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from farandole.protocol.run.families import hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
-from farandole.protocol.run.models import num_parameters, parts_of, stage_parameters
+from farandole.protocol.run.models import names_of_stage, num_parameters, parts_of, preset, shapes_of, stage_parameters
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
@@ -227,3 +227,14 @@ def test_a_loop_brings_the_model_as_transformers_makes_it(name: str) -> None:
         assert torch.equal(module.get_parameter(parameter_name), parameter), parameter_name
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(module(tokens).logits, oracle(tokens))
+
+
+@pytest.mark.parametrize("model", [preset("tiny"), *(hf_model(name) for name in SETTINGS)], ids=["own", *SETTINGS])
+def test_names_shapes_and_order_are_the_modules(model: ModelConfig) -> None:
+    whole = {name: tuple(parameter.shape) for name, parameter in build_module(model, 0).named_parameters()}
+    assert list(shapes_of(model).items()) == list(whole.items())
+    for stages in (2, 3):
+        cut = replace(model, num_stages=stages)
+        for stage in range(stages):
+            own = {name for name, _ in build_stage(cut, 0, stage).named_parameters()}
+            assert names_of_stage(cut, stage) == own

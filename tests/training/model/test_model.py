@@ -1,11 +1,14 @@
+from __future__ import annotations
+
 import math
 
 import pytest
 import torch
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.models import preset
-from farandole.training.model.model import build_model, initialise_, language_loss, rotary_tables, rotate
+from farandole.protocol.run.models import PRESETS, num_parameters, preset
+from farandole.protocol.wire.errors import ManifestError
+from farandole.training.model.model import Transformer, build_model, initialise_, language_loss, rotary_tables, rotate
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.5M", "3M"])
@@ -51,3 +54,24 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     assert rotate(q, cos[31], sin[31]).norm() == pytest.approx(float(q.norm()), rel=1e-5)
     assert product(3, 10) == pytest.approx(product(20, 27), rel=1e-4)
     assert product(3, 10) != pytest.approx(product(3, 11), rel=1e-2)
+
+
+UNITS = {"M": 1e6, "B": 1e9}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_count_is_that_of_the_real_model(name: str) -> None:
+    with torch.device("meta"):
+        model = Transformer(preset(name))
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(preset(name))
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "tiny"])
+def test_a_preset_is_as_large_as_its_name_says(name: str) -> None:
+    assert num_parameters(preset(name)) == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.05)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ManifestError, match="there are tiny, "):
+        preset("7B")

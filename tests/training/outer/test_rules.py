@@ -1,5 +1,7 @@
 """What holds for every outer rule that a run file may name."""
 
+from __future__ import annotations
+
 import typing
 from pathlib import Path
 
@@ -8,7 +10,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from farandole.protocol.run.rules import OuterConfig, OuterRules, required_vectors
+from farandole.protocol.run.rules import (
+    NoLoCoConfig,
+    OuterConfig,
+    OuterRules,
+    PlainConfig,
+    required_bytes,
+    required_vectors,
+)
 from farandole.training.engine.learner import Learner
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter
@@ -128,3 +137,21 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
     for name in required_vectors(settings):
         moved = (alice.checkpoint.vectors()[name] != before[name]).nonzero().flatten()
         assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop
+
+
+def test_it_is_the_mean_and_noloco_without_momentum_to_the_bit() -> None:
+    slow, *fast = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(0))
+    plain = OwnVectors(fast[0], slow.clone(), {})
+    noloco = OwnVectors(fast[0], slow.clone(), {"momentum": torch.randn(1_000)})
+
+    rule_of(PlainConfig()).step(plain, Meeting(fast, [0.5, 0.5]))
+    rule_of(NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0)).step(noloco, Meeting(fast, [0.5, 0.5]))
+
+    assert torch.equal(plain.slow, (fast[0] + fast[1]) / 2)
+    assert torch.equal(plain.slow, noloco.slow)
+
+
+def test_a_newcomer_downloads_half_of_what_a_rule_with_momentum_needs() -> None:
+    with_momentum = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0)  # has the vector with any settings
+
+    assert required_bytes(PlainConfig(), 1_000) == required_bytes(with_momentum, 1_000) / 2 == 4_000
