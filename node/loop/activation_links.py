@@ -84,24 +84,6 @@ class Worker:
         return self.memory[(2 * slot + 1) * self.size : (2 * slot + 2) * self.size]
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """The progress of data that were announced."""
-
-    index: int
-    """The microbatch's index."""
-    num_routes: int
-    num_come: int
-    """The bytes that arrived over this route, from any start."""
-    seconds_held_up: float
-    """The seconds of delay by this node's own cap, from any start."""
-
-    def is_enough(self, before: _Progress) -> bool:
-        """Return whether there is enough progress since ``before``, `PROGRESS_TIMEOUT` ago."""
-        seconds = PROGRESS_TIMEOUT - (self.seconds_held_up - before.seconds_held_up)
-        return bool(self.num_come - before.num_come >= PROGRESS_BYTES * seconds / PROGRESS_TIMEOUT)
-
-
 class ActivationLink:
     """Carries a `Link`. ``on_event`` is called with each event, and if that begins data, it calls ``link.place``.
 
@@ -233,20 +215,21 @@ class ActivationLink:
     async def _watch_progress(self) -> None:
         """Raise `trio.TooSlowError` when announced data stop, or arrive too slowly to be of use."""
         while True:
-            before = self._progress()
+            awaited, num_before, held_before = self._progress()
             await trio.sleep(PROGRESS_TIMEOUT)
-            now = self._progress()
-            is_same = before and now and (before.index, before.num_routes) == (now.index, now.num_routes)
-            if before and now and is_same and not now.is_enough(before):
-                raise trio.TooSlowError(f"the data of microbatch {now.index} do not come")
+            still_awaited, num_come, held_up = self._progress()
+            least = PROGRESS_BYTES * (PROGRESS_TIMEOUT - (held_up - held_before)) / PROGRESS_TIMEOUT
+            if awaited[0] is not None and awaited == still_awaited and num_come - num_before < least:
+                raise trio.TooSlowError(f"the data of microbatch {awaited[0]} do not come")
 
-    def _progress(self) -> _Progress | None:
-        """Return the progress of awaited data: on the stream data count; on the channel all bytes, sealed in pieces."""
-        if self.link.awaited is None:
-            return None
+    def _progress(self) -> tuple[tuple[int | None, int], int, float]:
+        """Return the awaited microbatch and the number of routes, the bytes that came, and the delay by the own cap.
+
+        On the stream data count; on the channel all bytes, which are sealed in pieces.
+        """
         pipe, channel = self.link.pipe, self._bulk.channel
         num_come = pipe.num_received if channel is None else channel.num_received
-        return _Progress(self.link.awaited, pipe.num_routes, num_come, self._bulk.seconds_capped)
+        return (self.link.awaited, pipe.num_routes), num_come, self._bulk.seconds_capped
 
     # Writing
 

@@ -75,15 +75,16 @@ class EngineExchange:
 
     def encode(self, round_index: int) -> None:
         """Encode the contribution, while the mesh process sends the encoded part; report `Encoded`."""
-        self._do(partial(self._encode, round_index), Aside.ENCODING)
+
+        def encode() -> None:
+            self._digest = self._round_end.encode(self._outgoing, partial(self._encoded.store, round_index))
+            self._report(messages.Encoded(round_index, self._digest))
+
+        self._do(encode, Aside.ENCODING)
 
     def _do(self, work: Callable[[], None], needed: Aside) -> None:
         """Do work in the side thread, if at least this is done there, or now."""
         self.side_thread.do(work, is_aside=self._round_end.aside >= needed)
-
-    def _encode(self, round_index: int) -> None:
-        self._digest = self._round_end.encode(self._outgoing, partial(self._encoded.store, round_index))
-        self._report(messages.Encoded(round_index, self._digest))
 
     def digest(self) -> bytes:
         """BLAKE3 of the newest contribution; waits until it is encoded."""
@@ -96,14 +97,15 @@ class EngineExchange:
         Call this between two inner steps, and often while there are none: the side thread may wait for it.
         """
         self.side_thread.look()
-        arrived = self._arrived.read()
-        if arrived != self._taken and not self.side_thread.is_busy:
-            self._do(partial(self._take_in, self._size, arrived, self._taken), Aside.ALL)
-            self._taken = arrived
+        size, arrived, taken = self._size, self._arrived.read(), self._taken
 
-    def _take_in(self, size: int, arrived: Count, taken: Count) -> None:
-        self._forget_earlier(arrived, taken)
-        self._round_end.take_in(self._incoming[:size], arrived.value)
+        def take_in() -> None:
+            self._forget_earlier(arrived, taken)
+            self._round_end.take_in(self._incoming[:size], arrived.value)
+
+        if arrived != taken and not self.side_thread.is_busy:
+            self._do(take_in, Aside.ALL)
+            self._taken = arrived
 
     def _forget_earlier(self, arrived: Count, taken: Count) -> None:
         """Discard the decoded part of an earlier exchange than that of what has ``arrived``."""
@@ -112,31 +114,33 @@ class EngineExchange:
 
     def screen(self, command: messages.Screen) -> None:
         """Judge the partner's contribution; report `Screened`."""
-        arrived = Count(command.number % MAX_EPOCHS, command.size)
-        self._do(partial(self._screen, command, arrived, self._taken), Aside.ALL)
-        self._taken = arrived
+        arrived, taken = Count(command.number % MAX_EPOCHS, command.size), self._taken
 
-    def _screen(self, command: messages.Screen, arrived: Count, taken: Count) -> None:
-        self._forget_earlier(arrived, taken)
-        self._is_suspected, self._is_near = command.is_suspected, command.is_near
-        encounter = self._encounter(command.partner, command.partner_tokens)
-        verdict = self._round_end.screen(self._incoming[: command.size], encounter)
-        if isinstance(verdict, Refuse):
-            judged = messages.Screened(verdict.reason, command.number, clip=0.0)
-        else:
-            judged = messages.Screened("", command.number, verdict.clip, verdict.remark)
-        self._report(msgspec.structs.replace(judged, is_suspect=verdict.is_suspect))
+        def screen() -> None:
+            self._forget_earlier(arrived, taken)
+            self._is_suspected, self._is_near = command.is_suspected, command.is_near
+            encounter = self._encounter(command.partner, command.partner_tokens)
+            verdict = self._round_end.screen(self._incoming[: command.size], encounter)
+            if isinstance(verdict, Refuse):
+                judged = messages.Screened(verdict.reason, command.number, clip=0.0)
+            else:
+                judged = messages.Screened("", command.number, verdict.clip, verdict.remark)
+            self._report(msgspec.structs.replace(judged, is_suspect=verdict.is_suspect))
+
+        self._do(screen, Aside.ALL)
+        self._taken = arrived
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """Take the outer step with the partner's contribution, or alone; report `OuterStepTaken`."""
-        self._do(partial(self._take_outer_step, command), Aside.ALL)
 
-    def _take_outer_step(self, command: messages.TakeOuterStep) -> None:
-        partner = self._incoming[: command.partner_size] if command.partner_size else None
-        encounter = self._encounter(command.partner, command.partner_tokens)
-        # Both partners must add in one order, so that they round alike: the lesser key comes first.
-        late = self._round_end.apply(partner, encounter, own_first=self._author < command.partner)
-        self._report(messages.OuterStepTaken(command.round, late))
+        def take() -> None:
+            partner = self._incoming[: command.partner_size] if command.partner_size else None
+            encounter = self._encounter(command.partner, command.partner_tokens)
+            # Both partners must add in one order, so that they round alike: the lesser key comes first.
+            late = self._round_end.apply(partner, encounter, own_first=self._author < command.partner)
+            self._report(messages.OuterStepTaken(command.round, late))
+
+        self._do(take, Aside.ALL)
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
         partner_tokens = partner_tokens if self._takes_steps else min(partner_tokens, 1)

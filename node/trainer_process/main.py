@@ -81,7 +81,14 @@ def _serve(channel: TrainerSocket) -> None:
         channel.send(Failed(str(error), "weights"))
         return
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
-        channel.send(Failed(_why_not_ready(error), "setup"))
+        words = str(error)
+        if _is_out_of_memory(error):
+            words = (
+                f"the model, and what training takes beside it, has no room in this machine's memory "
+                f"({_first_line(error)}): close other programs, or choose a --device with more memory, or a run of a "
+                "smaller model"
+            )
+        channel.send(Failed(words, "setup"))
         return
     try:
         while True:
@@ -96,15 +103,6 @@ def _serve(channel: TrainerSocket) -> None:
         raise
     finally:
         trainer.close()
-
-
-def _why_not_ready(error: Exception) -> str:
-    if not _is_out_of_memory(error):
-        return str(error)
-    return (
-        f"the model, and what training takes beside it, has no room in this machine's memory ({_first_line(error)}): "
-        "close other programs, or choose a --device with more memory, or a run of a smaller model"
-    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:
