@@ -141,22 +141,19 @@ class Dht:
             if key not in self._announced_at:
                 return  # withdrawn during the pause
             self._announce_after = trio.current_time() + ANNOUNCEMENT_INTERVAL
+            multihash = multihash_of(key)
             with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
-                await self._tell_closest(key)
+                closest = await self._look_up(position_of(multihash), Message(type=Message.FIND_NODE, key=multihash))
+                me = _named(self._dialler.author, self._dialler.own.all)
+                announcement = Message(type=Message.ADD_PROVIDER, key=multihash, providerPeers=[me])
 
-    async def _tell_closest(self, key: bytes) -> None:
-        multihash = multihash_of(key)
-        closest = await self._look_up(position_of(multihash), Message(type=Message.FIND_NODE, key=multihash))
-        me = _named(self._dialler.author, self._dialler.own.all)
-        announcement = Message(type=Message.ADD_PROVIDER, key=multihash, providerPeers=[me])
+                async def tell(peer: bytes) -> None:
+                    if await self._query(peer, announcement) is not None and key in self._announced_at:
+                        self._announced_at[key] = trio.current_time()
 
-        async def tell(peer: bytes) -> None:
-            if await self._query(peer, announcement) is not None and key in self._announced_at:
-                self._announced_at[key] = trio.current_time()
-
-        async with trio.open_nursery() as nursery:
-            for peer in closest:
-                nursery.start_soon(tell, peer)
+                async with trio.open_nursery() as nursery:
+                    for peer in closest:
+                        nursery.start_soon(tell, peer)
 
     # Finding
 

@@ -238,23 +238,21 @@ class Gate:
     # The other side
 
     async def _serve(self, stream: Libp2pStream) -> None:
+        refusal, peer = "", stream.peer
+        why: _Why = ""
         with trio.fail_after(INTRODUCTION_TIMEOUT):
             introduction = decode_introduction(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
-            await stream.send_all(frame(encode(self._judge(stream.peer, introduction)), MAX_INTRODUCTION_BYTES))
-
-    def _judge(self, peer: bytes, introduction: Introduction) -> IntroductionAnswer:
-        refusal = ""
-        why: _Why = ""
-        if introduction.run_id != self._run_id:
-            refusal, why = "this node is in another run", "run"
-        elif self.roster is not None and not self.roster.admits(peer):
-            try:
-                self._admit(self.roster, peer, introduction)
-            except RemoteProtocolError as error:
-                refusal = str(error)[:MAX_REFUSAL_CHARS]
-                why = "seat" if isinstance(error, SeatTakenError) else "admission"
-                logger.info("%s is not admitted: %s", short_name(peer), refusal)
-        return IntroductionAnswer(refusal, why, b"" if refusal else self.admission)
+            if introduction.run_id != self._run_id:
+                refusal, why = "this node is in another run", "run"
+            elif self.roster is not None and not self.roster.admits(peer):
+                try:
+                    self._admit(self.roster, peer, introduction)
+                except RemoteProtocolError as error:
+                    refusal = str(error)[:MAX_REFUSAL_CHARS]
+                    why = "seat" if isinstance(error, SeatTakenError) else "admission"
+                    logger.info("%s is not admitted: %s", short_name(peer), refusal)
+            answer = IntroductionAnswer(refusal, why, b"" if refusal else self.admission)
+            await stream.send_all(frame(encode(answer), MAX_INTRODUCTION_BYTES))
 
     @staticmethod
     def _admit(roster: Roster, peer: bytes, introduction: Introduction) -> None:

@@ -288,10 +288,6 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
         """Host and port at the other end of the connection; None if it is relayed."""
         return self._conn.link.remote
 
-    def limit_window(self, max_bytes: int) -> None:
-        """Limit the unread bytes that the peer may send; a stream never gets less than its initial window."""
-        self.state.max_window = max_bytes
-
     def limit(self, max_bytes: int) -> None:
         """Reset the stream when the peer has sent more than ``max_bytes``, including what it has sent already."""
         self.state.limit(max_bytes)

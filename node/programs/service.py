@@ -203,7 +203,7 @@ class ProgramService:
     async def _splice(self, connection: trio.SocketStream, stream: Libp2pStream) -> None:
         """Carry bytes both ways until either end closes; reset the stream if either breaks off."""
         stream.is_bulk = True
-        stream.limit_window(MAX_UNREAD_BYTES)
+        stream.state.max_window = MAX_UNREAD_BYTES
         up, down = self._shaping.up, self._shaping.down
 
         async def send(scope: trio.CancelScope) -> None:

@@ -69,7 +69,7 @@ class YamuxStream:
         self.is_bulk = False
         """Whether the user applies the bandwidth caps; the payload is not counted here, and goes after all else."""
         self.max_window = MAX_WINDOW
-        """The largest receive window, in bytes."""
+        """The largest receive window, in bytes: what the peer may send unread. Never less than the initial window."""
         self._conn = conn
         self._unread = bytearray()
         self._num_left = math.inf  # bytes that the peer may still send in all

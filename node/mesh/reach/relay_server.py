@@ -156,7 +156,7 @@ class RelayServer:
             target = await self._call(peer, source.peer, _limit_of(limits))
             try:
                 for stream in (source, target):
-                    stream.limit_window(WINDOW_BYTES)
+                    stream.state.max_window = WINDOW_BYTES
                 await self._answer(source, Status.OK, limit=_limit_of(limits))
                 await self._relay(source, target, limits)
             finally:
