@@ -15,7 +15,7 @@ from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
 
-from farandole.node.ui.dashboard.place import PageAddress, find_place
+from farandole.node.ui.dashboard.server import PageAddress, find_place
 
 PICTURE = Path(__file__).with_name("dashboard.png")
 # By then the demo's curves have a shape, and it is not over yet.

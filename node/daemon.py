@@ -27,7 +27,6 @@ from farandole.protocol.wire.errors import FarandoleError, ManifestError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 from farandole.training.base.host_memory import available_bytes, total_bytes
 
-from .admissions import admission_handlers
 from .base.bandwidth import Shaping
 from .base.control import ControlError, Handler, serve_control
 from .base.errors import PeerUnreachableError
@@ -44,11 +43,11 @@ from .base.requirements import (
 )
 from .base.settings import NodeSettings
 from .base.system.processes import STOP_SIGNALS
+from .control_methods import admission_handlers, change_quiet_hours, set_caps
 from .inspect.listing import offers_of
-from .join.address_book import AddressBook
+from .join.address_book import AddressBook, keep_ports, load_ports
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
 from .join.invites import own_invite
-from .join.kept_ports import keep_ports, load_ports
 from .loop.idle_service import IdleService, IdleWatch
 from .loop.rest_service import Rest, RestService
 from .loop.traffic_service import TrafficService
@@ -66,10 +65,9 @@ from .status.journal import Journal
 from .store.disk_space import DiskError
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
-from .ui.caps import change_quiet_hours, set_caps
 from .ui.console import Console
 from .ui.dashboard.server import open_dashboard
-from .ui.events import keep_reminding, note_changes
+from .ui.headline import keep_reminding, note_changes
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
 NETWORK_KEY_FACT: Final = "network key"

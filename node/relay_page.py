@@ -30,8 +30,7 @@ from .inspect.peek import VISIT_SECONDS, Visit, open_visit
 from .status.journal import Journal
 from .status.status import MemberStatus, RunStatus
 from .ui.dashboard.app import PAGE, page_file
-from .ui.dashboard.history import RunHistory
-from .ui.dashboard.views import PublicView, public_view
+from .ui.dashboard.views import PublicView, RunHistory, public_view
 from .ui.reporting import members_of, run_status
 
 logger = logging.getLogger(__name__)

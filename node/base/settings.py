@@ -20,7 +20,7 @@ from .config.setting import setting
 from .quiet_hours import split_quiet_hours
 
 HOME_VARIABLE = "FARANDOLE_HOME"
-# Any free port on every IPv4 interface, and the same one at later starts (`farandole.node.join.kept_ports`).
+# Any free port on every IPv4 interface, and the same one at later starts (`farandole.node.join.address_book`).
 # All addresses of this machine, on any port.
 DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
 # A tighter cap cannot promise a newcomer the slowest download that it waits for: 50 kbit/s, half of what is left for

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from farandole.protocol.planning.needs import TRAINER_BYTES
-from farandole.protocol.run.manifest import ModelConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig, SignedManifest, decode_manifest
 from farandole.protocol.run.models import shapes_of
+from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.base.errors import TrainingError
@@ -20,10 +22,173 @@ from farandole.training.data.tokenizer import TextStream, Tokenizer, load_tokeni
 from farandole.training.model.own_function import require_allowed
 from farandole.training.model.sampling import Sampling
 
-from ..base.figures import size
+from ..base.figures import count, size
 from ..base.settings import NodeSettings
 from ..base.system.terminal import without_controls
-from .model_weights import ModelWeights, open_weights
+from ..state.store import MANIFEST_FACT, read_fact
+from ..store.consolidated.folder import MANIFEST_NAME, read_folder
+from ..store.consolidated.hf_folder import open_hf_weights
+from ..store.consolidated.tensors import ConsolidatedError, Floats, TensorFile, open_tensors
+from ..store.folder import CheckpointFolder
+from ..store.run_file import manifest_of
+from .listing import local_checkpoints
+
+# The weights of a whole model on this disk, open to be read: a node's own, or those of a folder.
+#
+# A node's newest checkpoint is read while its daemon runs. A checkpoint is never changed under its name
+# (`farandole.node.store.folder`), and an open file can still be read after the daemon has removed it. Of the store, one
+# fact is read. So the daemon neither waits nor notices.
+
+# How often the folder is listed: a daemon may remove a checkpoint between the listing and the opening, but only after
+# it has written a newer one, which takes it seconds at least.
+ATTEMPTS: Final = 3
+
+_CONFIG_NAME: Final = "config.json"
+_TOKENIZER_NAME: Final = "tokenizer.json"
+_PULL: Final = "farandole checkpoint pull --to model"
+
+
+class NoWeightsError(FarandoleError):
+    """There are no weights of a whole model here; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The weights of a whole model; `read` works while they are open."""
+
+    path: Path
+    manifest: Manifest
+    """Of their run; of a Hugging Face folder, one that has its model and its tokenizer, and else nothing of it."""
+    read: Callable[[str], Floats]
+    """Returns a parameter by its name. Raises `ConsolidatedError`."""
+    tokenizer: Path | None
+    """The tokenizer's file, if it is known."""
+    run_id: bytes | None = None
+    """None: they are of no run."""
+    round: int | None = None
+    inner_steps: int | None = None
+    is_own: bool = False
+    """Whether they are of the replica that this node trains."""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return where the weights are from and how far they are trained, for scripts."""
+        return {
+            "weights": str(self.path),
+            "run": self.manifest.name,
+            "run_id": None if self.run_id is None else self.run_id.hex(),
+            "round": self.round,
+            "inner_steps": self.inner_steps,
+        }
+
+    @property
+    def origin(self) -> str:
+        """Say which weights these are, for people."""
+        if self.round is None or self.inner_steps is None:
+            return f"weights of {self.path}"
+        whose = "this node's weights" if self.is_own else "weights"
+        return (
+            f'{whose} of run "{self.manifest.name}", round {self.round}, {count(self.inner_steps)} inner steps, from '
+            f"{self.path}"
+        )
+
+
+@contextlib.contextmanager
+def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelWeights]:
+    """Open the newest weights of the node's data directory, or those of a folder, while the block runs.
+
+    ``folder``: what `checkpoint pull`, `import` or `export` wrote, or a Hugging Face model like it. Raises
+    `NoWeightsError`, `ConsolidatedError`, or `ManifestError`.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            yield _of_node(settings, stack)
+        elif (folder / MANIFEST_NAME).exists():
+            yield _of_consolidated(settings, folder, stack)
+        elif (folder / _CONFIG_NAME).exists():
+            yield _of_hf(settings, folder, stack)
+        else:
+            raise NoWeightsError(
+                f"{folder} holds no model: name a folder that `farandole checkpoint pull` or `export` has written"
+            )
+
+
+def _of_consolidated(settings: NodeSettings, path: Path, stack: contextlib.ExitStack) -> ModelWeights:
+    folder = read_folder(path)
+    file, index = stack.enter_context(open_tensors(folder.checkpoint)), folder.index
+    return ModelWeights(
+        path, folder.manifest, _slow(file), settings.tokenizer, folder.index.run_id, index.round, index.inner_steps
+    )
+
+
+def _of_hf(settings: NodeSettings, folder: Path, stack: contextlib.ExitStack) -> ModelWeights:
+    tokenizer = settings.tokenizer or folder / _TOKENIZER_NAME
+    if not tokenizer.exists():
+        raise NoWeightsError(f"{folder} has no {_TOKENIZER_NAME}: name the model's tokenizer file with --tokenizer")
+    described = {
+        "name": "a Hugging Face model",
+        "model": {"hf": str(folder.absolute())},
+        "tokenizer": {"file": str(tokenizer.absolute())},
+    }
+    manifest = manifest_of(described, folder, now=0)
+    return ModelWeights(folder, manifest, stack.enter_context(open_hf_weights(folder, manifest)), tokenizer)
+
+
+def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeights:
+    raw = read_fact(settings.store, MANIFEST_FACT)
+    if raw is None:
+        raise NoWeightsError(
+            f"{settings.home} knows no run: join one (`farandole join INVITE`), name another data directory with "
+            f"--home, or name a folder with a model (`{_PULL} INVITE` makes the folder `model`)"
+        )
+    manifest, signed = decode_manifest(raw)
+    if manifest.model.num_stages > 1:
+        raise NoWeightsError(_stages_held(settings, manifest.model.num_stages))
+    problem = ""
+    for _ in range(ATTEMPTS):
+        for path in CheckpointFolder(settings.checkpoints, 0).files():
+            try:
+                return _of_checkpoint(settings, path, manifest, signed, stack)
+            except ConsolidatedError as error:
+                problem = str(error)
+    if problem:
+        raise NoWeightsError(f"no checkpoint in {settings.checkpoints} can be read: {problem}")
+    raise NoWeightsError(
+        f"there is no checkpoint in {settings.checkpoints} yet: a node writes its first one some time after it has "
+        f"begun to train ({settings.checkpoint_seconds:g} s by its settings). Try again then; `farandole status` shows "
+        "what the node does"
+    )
+
+
+def _stages_held(settings: NodeSettings, num_stages: int) -> str:
+    held = sorted({each.stage for each in local_checkpoints(settings.checkpoints) if each.stage is not None})
+    stages = f"stage{'s' if len(held) > 1 else ''} {' and '.join(map(str, held))}" if held else "no stage yet"
+    return (
+        f"this node holds {stages} of {num_stages}, and this takes the whole model: pull it with `{_PULL}` while the "
+        "node runs, then run the command again with the folder `model`"
+    )
+
+
+def _of_checkpoint(
+    settings: NodeSettings, path: Path, manifest: Manifest, signed: SignedManifest, stack: contextlib.ExitStack
+) -> ModelWeights:
+    """Open a node's own checkpoint. Raises `ConsolidatedError` if it is not to be read, or of another run."""
+    with contextlib.ExitStack() as until_known:
+        file = until_known.enter_context(open_tensors(path))
+        if file.metadata.get("run_id") != signed.run_id.hex():
+            raise ConsolidatedError(f"{path} is a checkpoint of another run")
+        try:
+            round_index, inner_steps = (int(file.metadata.get(name, "")) for name in ("round", "steps"))
+        except ValueError as error:
+            raise ConsolidatedError(f"{path} does not say of which round it is") from error
+        stack.push(until_known.pop_all())
+    return ModelWeights(
+        path, manifest, _slow(file), settings.tokenizer, signed.run_id, round_index, inner_steps, is_own=True
+    )
+
+
+def _slow(file: TensorFile) -> Callable[[str], Floats]:
+    return lambda name: file.read(f"{SLOW}/{name}")
 
 
 class UnusableModelError(FarandoleError):

@@ -159,7 +159,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
 
     A run's first node has no peer to dial. A node that knows the manifest goes on alone after one try: the others may
     well come back to it, and a member goes on trying. Any other node has an invite. What its owner can do while no
-    address answers is in the status's first line, and printed (`farandole.node.ui.events`).
+    address answers is in the status's first line, and printed (`farandole.node.ui.headline`).
     """
     if not target.peers:
         journal.say("nobody to dial: waiting for others to join")

@@ -1,7 +1,7 @@
 """The node's side of farandole.Mesh: streams, notes and providers for programs of this node's owner.
 
 A program's connection carries one stream to a peer, or one thing that holds while it is open
-(`farandole.protocol.programs.program_messages`). So a program that dies leaves nothing behind. The node reads nothing
+(`farandole.protocol.programs`). So a program that dies leaves nothing behind. The node reads nothing
 of what programs say to each other; it applies the caps: their bytes wait for the owner's limits, and for the run's own.
 """
 
@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import trio
 
 from farandole.protocol.mesh.kademlia import file_key
-from farandole.protocol.programs.program_messages import (
+from farandole.protocol.programs import (
     LENGTH,
     MAX_REQUEST_BYTES,
     PROGRAMS_PROTOCOL,

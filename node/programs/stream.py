@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from farandole.protocol.programs.program_messages import (
+from farandole.protocol.programs import (
     END,
     LENGTH,
     MAX_ANSWER_BYTES,

@@ -30,7 +30,7 @@ from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..status.journal import Journal
 from ..status.status import MAX_LINKS, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
-from .events import Connections
+from .headline import Connections
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000

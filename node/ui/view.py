@@ -1,18 +1,273 @@
-"""``farandole status`` and ``farandole peers`` at the terminal: rows and members as rich draws them."""
+"""The status as rows of text, and ``farandole status`` and ``farandole peers`` as rich draws them.
+
+The terminal, the full screen and the page lay out the same rows. A row has a label, a value, and an emphasis. The full
+screen has two narrow columns, so a row also has the lines that are shown there.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from datetime import datetime
+from typing import Final, Literal
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..base.figures import count, duration, loss
-from ..status.status import MemberStatus, NodeStatus
+from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, size, sparkline
+from ..base.remedies import release_words, releases
+from ..status.round_log import more_steps
+from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
 from .headline import headline
-from .rows import Emphasis, member_state, status_rows
+
+# Share of an epoch from which on doubted slices are shown: there are always some of members that have just come.
+MUCH_DOUBTED: Final = 0.05
+SPARKLINE_WIDTH: Final = 40
+MAX_WARNINGS_SHOWN: Final = 3
+
+Emphasis = Literal["", "faint", "strong", "good", "warning", "well", "busy", "trouble"]
+
+_PHASES: Final[dict[str, Emphasis]] = {
+    "failed": "trouble",
+    "leaving": "warning",
+    "finished": "well",
+    "training": "good",
+}
+_WAYS: Final = {"unknown": "not known yet", "public": "directly", "punchable": "by hole punching"}
+_PATHS: Final = {"bulk": "over a channel of their own", "stream": "over libp2p's stream"}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One fact about a node."""
+
+    label: str
+    value: str
+    emphasis: Emphasis = ""
+    brief: str = ""
+    """Lines for a narrow column, without the label; empty: nothing is shown there."""
+
+
+def status_rows(status: NodeStatus, now: float) -> list[Row]:
+    """Return the rows of a node's status; ``now``: Unix seconds by the node's clock."""
+    waits = status.waits_for
+    rows = [
+        Row("node", status.peer_id),
+        Row("up", f"{duration(now - status.started_at)} on {status.device or 'no device yet'}"),
+        _doing(status, now),
+        Row("waits for", waits or "nothing", "warning" if waits else "", f"waits for {waits}" if waits else ""),
+        Row("isolated", status.isolation, "warning"),
+        Row("notice", status.notice, "warning", status.notice),
+        _progress(status),
+        _data(status),
+        _loss(status),
+        _stage(status),
+        _microbatches(status),
+        _exchanges(status),
+        _last_exchange(status, now),
+        _audits(status),
+        run_row(status.run),
+        _releases(status),
+        _links(status),
+        _reached(status),
+        _traffic(status),
+        _budget(status),
+        _resources(status),
+        *(Row("warning", warning, "warning") for warning in status.warnings[-MAX_WARNINGS_SHOWN:]),
+    ]
+    return [row for row in rows if row is not None and row.value]
+
+
+def _joined(separator: str, *parts: str) -> str:
+    """Join the parts that are not empty."""
+    return separator.join(part for part in parts if part)
+
+
+def _doing(status: NodeStatus, now: float) -> Row:
+    phase = f"{status.phase} for {duration(now - status.phase_since)}"
+    brief = f"{phase}, up {duration(now - status.started_at)}"
+    return Row("doing", _joined(": ", phase, status.phase_detail), _PHASES.get(status.phase, "busy"), brief)
+
+
+def _progress(status: NodeStatus) -> Row:
+    share = status.utilisation if status.recent_utilisation is None else status.recent_utilisation
+    busy = "" if share is None else f"{share:.0%} of the time in inner steps"
+    speed = count(status.tokens_per_second)
+    value = _joined(
+        ", ",
+        f"round {status.round}",
+        f"{status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round)",
+        f"{count(status.tokens)} tokens at {speed}/s",
+        busy,
+        f"outer step {more_steps(status.late_steps)}" if status.late_steps else "",
+        f"{status.microbatch} sequences at a time" if status.microbatch else "",
+    )
+    return Row("progress", value, brief=_joined("\n", f"{speed} tokens/s on {status.device or 'no device yet'}", busy))
+
+
+def _data(status: NodeStatus) -> Row | None:
+    if (data := status.data) is None:
+        return None
+    epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
+    others = f"{data.others_texts} nodes train on another text" if data.others_texts else ""
+    is_much = data.doubted > MUCH_DOUBTED * data.slices
+    doubted = f"{data.doubted:,} more are said to be done, and not believed yet" if is_much else ""
+    value = _joined("; ", epoch, f"{data.leased:,} of {data.slices:,} slices are this node's now", doubted, others)
+    return Row("data", value, "warning" if others else "", epoch)
+
+
+def _loss(status: NodeStatus) -> Row:
+    if status.loss is None:
+        why = "known to stage 0" if status.stage else "not measured yet"
+        return Row("loss", why, "faint", f"loss {why}")
+    since = f" from {loss(status.loss_first)}" if status.loss_first is not None else ""
+    curve = sparkline([value for _, value in status.losses], SPARKLINE_WIDTH)
+    value, brief = f"{loss(status.loss)}{since}  {curve}", f"loss {loss(status.loss)} here"
+    for round_index, held_out in status.validation[-1:]:
+        bits = status.bits_per_byte
+        value += f"\n{loss(held_out)}{bits_per_byte(bits)} on held-out text after round {round_index}"
+        if bits is None:
+            brief += f", held-out {loss(held_out)}"
+        else:  # as short as a screen of 80 columns needs it
+            brief = f"loss {loss(status.loss)}, held-out {loss(held_out)} ({bits:.3f} bpb)"
+    return Row("loss", value, "strong", brief)
+
+
+def _stage(status: NodeStatus) -> Row | None:
+    providers = status.run.providers
+    if len(providers) < 2:
+        return None
+    live = ", ".join(map(str, providers))
+    value = f"{status.stage} of {len(providers)} (0 to {len(providers) - 1}); live in each: {live}"
+    empty = ", ".join(str(stage) for stage, number in enumerate(providers) if number == 0)
+    value += f"; nobody holds {empty}" if empty else ""
+    return Row("stage", value, "warning" if empty else "", f"live in each stage: {live}")
+
+
+def _microbatches(status: NodeStatus) -> Row | None:
+    if (pipeline := status.pipeline) is None:
+        return None
+    lost = f"{pipeline.dropped} dropped"
+    if pipeline.reasons:
+        reason, number = max(pipeline.reasons.items(), key=lambda item: item[1])
+        lost += f" ({number} of them: {reason})"
+    done = f"{pipeline.kept:,} kept, {pipeline.in_flight} in flight, {lost}, {pipeline.rerouted} sent another way"
+    return Row("microbatches", f"{done}; {_moved(pipeline)}")
+
+
+def _exchanges(status: NodeStatus) -> Row:
+    paths = ", ".join(f"{number} {_PATHS[path]}" for path, number in status.paths.items() if path in _PATHS)
+    committed = f"{status.exchanges_ok} committed with {len(status.partners)} partners{f' ({paths})' if paths else ''}"
+    ends = f"{committed}, {status.exchanges_alone} alone, {status.exchanges_failed} failed"
+    return Row("exchanges", f"{ends}; {_moved(status)}")
+
+
+def _moved(counted: NodeStatus | PipelineStatus | ExchangeStatus) -> str:
+    return f"{size(counted.bytes_sent)} sent, {size(counted.bytes_received)} received"
+
+
+def _last_exchange(status: NodeStatus, now: float) -> Row:
+    if (exchange := status.last_exchange) is None:
+        return Row("last exchange", "none yet", "faint")
+    partner = took = ""
+    if exchange.partner:
+        partner = f" with {exchange.partner[-8:]}"
+        took = _joined(" ", f"{_moved(exchange)} in {duration(exchange.seconds)}", _PATHS.get(exchange.path, ""))
+    end = _joined(", ", exchange.verdict, took, f"{duration(now - exchange.ended_at)} ago")
+    emphasis: Emphasis = "good" if exchange.verdict == "committed" else "warning"
+    return Row("last exchange", f"round {exchange.round}{partner}: {end}", emphasis)
+
+
+def _audits(status: NodeStatus) -> Row | None:
+    if (audits := status.audits) is None:
+        return None
+    done = f"{audits.others} rounds of others and {audits.own} of its own replayed as they were committed to"
+    avoided = ", ".join(f"{peer[-8:]} ({reason})" for peer, reason in audits.avoided.items())
+    return Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
+
+
+def run_row(run: RunStatus) -> Row:
+    """Return the row about the run as a whole."""
+    heard = f"{run.members_heard} only heard of, " if run.members_heard else ""
+    company = f"{run.members_live} live, {heard}{run.members_gone} gone"
+    tokens, speed = count(run.tokens), count(run.tokens_per_second)
+    losses = f"loss {loss(run.loss_mean)} ({loss(run.loss_min)} to {loss(run.loss_max)})"
+    brief = f"loss of all {loss(run.loss_mean)}; {company}\n{speed} tokens/s, {tokens} tokens"
+    return Row("the run", f"{company}; {tokens} tokens at {speed}/s; {losses}", brief=brief)
+
+
+def _releases(status: NodeStatus) -> Row | None:
+    """Return the row about releases other than this node's."""
+    if status.release_conflict:
+        words = ": ".join(release_words(status.release_conflict, status.version))
+        return Row("releases", words, "trouble", words)
+    others = {name: number for name, number in status.run.versions.items() if name != status.version}
+    if not others:
+        return None
+    number = sum(others.values())
+    members = "1 member runs" if number == 1 else f"{number} members run"
+    return Row("releases", f"{members} {releases([*others], status.version)}; this node {status.version}")
+
+
+def _links(status: NodeStatus) -> Row:
+    kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
+    detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    return Row("links", f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else ""))
+
+
+def _reached(status: NodeStatus) -> Row:
+    """Return the row about how others reach this node, and for which peers it relays."""
+    way = _WAYS.get(status.reachability, "not directly")
+    number = len(status.relays)
+    relays = f"through {number} {'relay' if number == 1 else 'relays'}" if number else ""
+    names = ", ".join(relay[-8:] for relay in status.relays)
+    relayed = ""
+    if status.relayed_peers:
+        relayed = f"is a relay for {status.relayed_peers} peers, {status.relayed_circuits} pairs of which talk now"
+    brief = f"reached {_joined('; ', way, relays, relayed)}"
+    return Row("reached", _joined("; ", way, _joined(": ", relays, names), relayed), brief=brief)
+
+
+def _traffic(status: NodeStatus) -> Row:
+    sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
+    received = _flow(status.bytes_received_per_second, status.download_mbit)
+    return Row("traffic", f"sends {sent}; receives {received}")
+
+
+def _flow(bytes_per_second: float, cap_mbit: float) -> str:
+    return f"{bytes_per_second / BYTES_PER_MBIT:.2f} Mbit/s ({f'at most {cap_mbit:g}' if cap_mbit else 'no cap'})"
+
+
+def _budget(status: NodeStatus) -> Row | None:
+    if (traffic := status.traffic) is None:
+        return None
+    until = f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
+    return Row("this month", f"{size(traffic.used)} of {size(traffic.limit)} moved{until if traffic.is_saved else ''}")
+
+
+def _resources(status: NodeStatus) -> Row | None:
+    if (taken := status.resources) is None:
+        return None
+    trainer = "" if taken.trainer_memory is None else f", its trainer {size(taken.trainer_memory)}"
+    memory, gpu = f"{size(taken.memory)} of memory{trainer}", ""
+    if taken.device_memory is not None:
+        of_all = "" if taken.device_memory_total is None else f" of {size(taken.device_memory_total)}"
+        gpu = f"GPU memory {size(taken.device_memory)}{of_all}"
+    value = f"{memory}; {taken.descriptors} descriptors, {taken.tasks} tasks"
+    return Row("takes", value, brief=_joined("\n", memory, gpu))
+
+
+def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
+    """Return a member's state in words, with its emphasis."""
+    if member.has_left:
+        return "left", "faint"
+    if member.is_live and not member.is_apart:
+        return ("paused", "warning") if member.is_paused else ("live", "good")
+    if member.is_apart:
+        return "other release", "trouble"
+    return ("heard of", "faint") if member.is_heard else ("gone", "trouble")
+
 
 STYLES: Final[dict[Emphasis, str]] = {
     "": "",

@@ -193,7 +193,7 @@ def relay_key(run_id: bytes) -> bytes:
 
 
 def file_key(run_id: bytes, file_id: bytes) -> bytes:
-    """Return 32 bytes, provided by nodes whose owners' programs serve this file (`farandole.node.programs.files`)."""
+    """Return 32 bytes, provided by nodes whose owners' programs serve this file (`farandole.node.programs.mesh`)."""
     return hashlib.sha256(framed(b"farandole/file/1", run_id, file_id)).digest()
 
 

@@ -232,7 +232,7 @@ class Commitment(Payload, frozen=True):
 
 
 class ProgramNotes(Payload, frozen=True):
-    """Short notes of programs of the author's owner (`protocol.programs.program_messages`): name and value."""
+    """Short notes of programs of the author's owner (`protocol.programs`): name and value."""
 
     notes: Annotated[
         tuple[tuple[NoteName, Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]], ...],

@@ -24,13 +24,13 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
 from farandole.node.mesh.libp2p_parts import encode_delimited, multiaddr_texts, receive_message
 from farandole.node.mesh.upgrading import MULTISTREAM, Negotiation
+from farandole.protocol import programs
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
 from farandole.protocol.exchange import exchange, pipe
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
 from farandole.protocol.mesh import reachability
 from farandole.protocol.mesh.relay import circuit_address, parse_circuit
 from farandole.protocol.mesh.yamux import Yamux
-from farandole.protocol.programs import program_messages, shared_files
 from farandole.protocol.rounds import pairing_messages
 from farandole.protocol.run import invitations, manifest
 from farandole.protocol.run.invite import PREFIX, VERSION, Invite, InviteError, decode_invite, encode_invite
@@ -371,8 +371,8 @@ DECODERS: dict[str, Decoder] = {
         [bytes((number,)) + frame(b"\0" + message, 1_000) for number in (3, 251) for message in samples(pipe.Control)],
     ),
     "pipe-control": of(pipe.decode_control, pipe.Control),
-    "program-answer": of(program_messages.decode_answer, program_messages.Answer),
-    "program-request": of(program_messages.decode_request, program_messages.Request),
+    "program-answer": of(programs.decode_answer, programs.Answer),
+    "program-request": of(programs.decode_request, programs.Request),
     "protobuf-dht": protobuf(DhtMessage, DhtMessage(type=DhtMessage.FIND_NODE, key=bytes(34))),
     "protobuf-hop": protobuf(
         HopMessage,
@@ -391,8 +391,8 @@ DECODERS: dict[str, Decoder] = {
     "safetensors": Decoder(lambda raw: parse_header(raw, len(_HEADER) + 100), [_HEADER]),
     "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
     "shared-file-index": Decoder(
-        lambda raw: shared_files.decode_index(raw, sha256(raw).hexdigest()),
-        [msgspec.msgpack.encode(shared_files.FileIndex(shared_files.BLOCK_BYTES + 1, (bytes(32), bytes(32))))],
+        lambda raw: programs.decode_index(raw, sha256(raw).hexdigest()),
+        [msgspec.msgpack.encode(programs.FileIndex(programs.BLOCK_BYTES + 1, (bytes(32), bytes(32))))],
     ),
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.SketchQuestion),

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.admissions import admission_handlers
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
+from farandole.node.control_methods import admission_handlers
 from farandole.node.loop.traffic_service import TRAFFIC_FACT, Used
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store
-from farandole.node.ui.dashboard.place import find_place
+from farandole.node.ui.dashboard.server import find_place
 from farandole.protocol.mesh.kademlia import relay_key, run_key
 from farandole.protocol.run.invite import Invite, encode_invite, split_address
 from farandole.protocol.wire.identity import peer_id_of, short_name

@@ -63,8 +63,7 @@ def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
     from rich.console import Console
 
     from ...base.nurseries import run_to_end
-    from ...inspect.listing import local_checkpoints, node_offers, visit_offers
-    from ...inspect.view import checkpoints_screen
+    from ...inspect.listing import checkpoints_screen, local_checkpoints, node_offers, visit_offers
 
     local = local_checkpoints(settings.checkpoints)
     visit = partial(visit_offers, settings, partial(typer.echo, err=True))

@@ -74,7 +74,7 @@ def show_metrics(
 
 
 def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Path) -> None:
-    from ...ui.metrics.figures import figures_of, write_events
+    from ...status.round_log import figures_of, write_events
 
     try:
         path = write_events(figures_of(records, tokens_before), folder)

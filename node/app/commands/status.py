@@ -94,7 +94,7 @@ def dashboard(
     from farandole.protocol.wire.errors import FarandoleError
 
     from ...base.settings import NodeSettings
-    from ...ui.dashboard.place import find_place
+    from ...ui.dashboard.server import find_place
 
     node_status(home)  # raises an error if no node runs here
     place = find_place(NodeSettings(home=home).dashboard_place)

@@ -27,8 +27,7 @@ from ...base.control import call
 from ...base.errors import ListenError
 from ...base.settings import NodeSettings
 from ...daemon import NETWORK_KEY_FACT
-from ...join.address_book import AddressBook
-from ...join.kept_ports import load_ports
+from ...join.address_book import AddressBook, load_ports
 from ...mesh.host import Host, open_host
 from ...state.store import MANIFEST_FACT, StoreError, open_store
 from ...status.status import NodeStatus

@@ -1,24 +1,59 @@
-"""Serves the dashboard on a loopback port, and stores its address for the command line."""
+"""Serves the dashboard on a loopback port, and stores its address and token in a private file for the command line."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import trio
 from hypercorn.config import Config, Sockets
 from hypercorn.trio.run import worker_serve
 from hypercorn.utils import wrap_app
 
+from ...base.system.files import open_private
 from ...base.system.sockets import LOOPBACK, listen_alone
 from ...status.status import NodeStatus
 from .app import Action, Dashboard
-from .place import PageAddress, stored_place
+
+
+class PageAddress(msgspec.Struct, frozen=True):
+    """URL and token of a node's page, stored in a file next to its control socket."""
+
+    url: str
+    token: str
+
+    @property
+    def link(self) -> str:
+        """The link to open. The token is in the fragment, which a browser sends to no server."""
+        return f"{self.url}#{self.token}"
+
+
+def find_place(place_file: Path) -> PageAddress | None:
+    """Return the page address of the node that runs here, or None if it has none."""
+    try:
+        return msgspec.json.decode(place_file.read_bytes(), type=PageAddress)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+@contextmanager
+def stored_place(place_file: Path, place: PageAddress) -> Iterator[PageAddress]:
+    """Store the page's address within the block, in a file that is private to its owner from the start."""
+    place_file.unlink(missing_ok=True)
+    with os.fdopen(open_private(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(msgspec.json.encode(place))
+    try:
+        yield place
+    finally:
+        place_file.unlink(missing_ok=True)
+
 
 # A page that vanished without closing is detected by then; the stream of a page sends data every second.
 KEEP_ALIVE_SECONDS: Final = 10.0

@@ -25,8 +25,7 @@ from farandole.training.base.durable import replacing
 
 from ...base.backoff import pauses
 from ...base.system.files import OWNER_ALONE_FOLDER, HeldError, locked_file
-from ...status.round_log import RoundRecord, decode_round
-from .figures import RoundFigures, figures_of
+from ...status.round_log import RoundFigures, RoundRecord, decode_round, figures_of
 from .trackers import ReportedRun, Tracker, TrackerError, TrackerUnreachableError
 
 REPORTS: Final = "reports"

@@ -31,7 +31,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import how_to_add
 
-from .figures import RoundFigures
+from ...status.round_log import RoundFigures
 
 # Longer than any name that people give, shorter than the limits of all trackers.
 MAX_TEXT: Final = 120

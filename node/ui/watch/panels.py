@@ -16,8 +16,7 @@ from rich.text import Text
 from ...base.figures import BYTES_PER_MBIT, duration, loss
 from ...status.status import Event, LinkStatus, NodeStatus
 from ..headline import Headline, Level
-from ..rows import status_rows
-from ..view import STYLES
+from ..view import STYLES, status_rows
 
 _WORDS: Final[dict[Level, str]] = {"well": "WELL", "busy": "WAIT", "trouble": "TROUBLE"}
 _CHART_STYLE: Final = "cyan"

@@ -11,7 +11,7 @@ import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import DEFAULT_LISTEN, NodeSettings
-from farandole.node.join.kept_ports import keep_ports, load_ports
+from farandole.node.join.address_book import keep_ports, load_ports
 from farandole.node.state.store import StoreError, open_store
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of

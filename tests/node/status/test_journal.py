@@ -25,7 +25,7 @@ def test_committed_exchanges_are_counted_by_their_path() -> None:
 
 
 def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.node.status.history.MAX_PARTNERS", 2)
+    monkeypatch.setattr("farandole.node.status.journal.MAX_PARTNERS", 2)
     journal = Journal(say=lambda text: None)
     for peer in (b"a", b"a", b"b", b"c", b"d"):
         journal.record_exchange(ended(0, peer * 32))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
-from farandole.node.ui.events import CONNECTIONS_INTERVAL, Connections, changes, note_changes
+from farandole.node.ui.headline import CONNECTIONS_INTERVAL, Connections, changes, note_changes
 
 
 def told(before: Connections, after: Connections) -> list[str]:

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 from farandole.node.base.remedies import clock_words, release_words
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START, NodeStatus
-from farandole.node.ui.events import REMIND_AFTER, STATUS_INTERVAL, Reminder, keep_reminding
+from farandole.node.ui.headline import REMIND_AFTER, STATUS_INTERVAL, Reminder, keep_reminding
 from farandole.protocol.run.releases import ReleaseConflict
 from farandole.protocol.state.believing import ClockSkew
 

@@ -13,8 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
-from farandole.node.status.history import MAX_PARTNERS_REMEMBERED
-from farandole.node.status.journal import Journal
+from farandole.node.status.journal import MAX_PARTNERS_REMEMBERED, Journal
 from farandole.node.status.status import MAX_LINKS
 from farandole.node.ui.reporting import Reporter
 from farandole.protocol.state.entries import Beat, Delta, Entry, Kind, Member, Progress

@@ -11,9 +11,9 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
 from farandole.node.base.figures import BYTES_PER_MBIT
+from farandole.node.control_methods import change_quiet_hours, set_caps
 from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
-from farandole.node.ui.caps import change_quiet_hours, set_caps
 
 from .conftest import Run
 

@@ -38,9 +38,8 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
 from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import main
-from farandole.node.join.address_book import AddressBook
+from farandole.node.join.address_book import AddressBook, keep_ports
 from farandole.node.join.bootstrap import serve_manifest
-from farandole.node.join.kept_ports import keep_ports
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.state.store import MANIFEST_FACT, open_store

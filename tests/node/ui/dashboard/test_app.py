@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from farandole.node.ui.dashboard.app import MAX_LISTENERS, Dashboard
-from farandole.node.ui.dashboard.place import find_place
-from farandole.node.ui.dashboard.server import open_dashboard
+from farandole.node.ui.dashboard.server import find_place, open_dashboard
 
 from ....patience import PATIENCE
 from ...statuses import ALICE, NOW, STATUS

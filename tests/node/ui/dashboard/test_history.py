@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from farandole.node.status.status import MemberStatus, NodeStatus
-from farandole.node.ui.dashboard import history as history_module
-from farandole.node.ui.dashboard.history import MAX_POINTS_A_NODE, Curve, RunHistory
+from farandole.node.ui.dashboard import views
+from farandole.node.ui.dashboard.views import MAX_POINTS_A_NODE, Curve, RunHistory
 
 from ...statuses import ALICE, BOB, NOW, STATUS
 
@@ -56,7 +56,7 @@ def test_curves_are_of_every_live_node_and_of_the_run() -> None:
 
 
 def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "MAX_CURVES", 2)
+    monkeypatch.setattr(views, "MAX_CURVES", 2)
     history, one = RunHistory(), in_round(1).members[0]
     for generation in "abc":
         members = [msgspec.structs.replace(one, peer_id=f"{generation}{number}") for number in range(3)]

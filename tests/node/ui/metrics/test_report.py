@@ -10,7 +10,7 @@ import pytest
 
 from farandole.node.app.commands.uninstall import Belongings
 from farandole.node.base.system.files import locked_file
-from farandole.node.ui.metrics.figures import RoundFigures
+from farandole.node.status.round_log import RoundFigures
 from farandole.node.ui.metrics.report import MAX_BATCH, ReportPatience, report_rounds
 from farandole.node.ui.metrics.trackers import (
     OpenedRun,

@@ -13,8 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
-from farandole.node.status.round_log import RoundRecord
-from farandole.node.ui.metrics.figures import figures_of, write_events
+from farandole.node.status.round_log import RoundRecord, figures_of, write_events
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 FIRST = msgspec.structs.replace(FIRST, bits_per_byte=1.25)

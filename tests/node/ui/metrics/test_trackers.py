@@ -22,7 +22,7 @@ import pytest
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.cli import main
-from farandole.node.ui.metrics.figures import figures_of
+from farandole.node.status.round_log import figures_of
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 from farandole.training.base.errors import how_to_add
 

@@ -1,1 +1,0 @@
-"""What a node and its owner's own programs say to each other."""
