@@ -3,9 +3,16 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from ..parties import ALICE, BOB, MemoryHost, Party
 from .bulk_pair import BulkPair
+
+
+@pytest.fixture
+def clock(autojump_clock: MockClock) -> MockClock:
+    """Return virtual time that jumps to whatever is waited for."""
+    return autojump_clock
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from .bulk_pair import BulkPair
 
 
 @pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_who_gives_up_tells_its_partner(alice: Party, bob: Party, who: bytes, autojump_clock: MockClock) -> None:
+async def test_who_gives_up_tells_its_partner(alice: Party, bob: Party, who: bytes, clock: MockClock) -> None:
     leaver, other = (alice, bob) if who == ALICE else (bob, alice)
     leaver.encode_slowly(SIZE // 10, 1.0)
     async with trio.open_nursery() as nursery:
@@ -36,7 +36,7 @@ async def test_who_gives_up_tells_its_partner(alice: Party, bob: Party, who: byt
 @pytest.mark.parametrize("who", [ALICE, BOB])
 @pytest.mark.parametrize("moment", [0.1 * tenth for tenth in range(1, 36, 2)])
 async def test_whenever_one_gives_up_both_believe_the_same(
-    alice: Party, bob: Party, who: bytes, moment: float, autojump_clock: MockClock
+    alice: Party, bob: Party, who: bytes, moment: float, clock: MockClock
 ) -> None:
     for party in (alice, bob):
         party.host.faults.delay = 0.2
@@ -48,7 +48,7 @@ async def test_whenever_one_gives_up_both_believe_the_same(
     assert trio.current_time() <= PATIENCE
 
 
-async def test_who_waits_for_a_stream_may_give_up(bob: Party, autojump_clock: MockClock) -> None:
+async def test_who_waits_for_a_stream_may_give_up(bob: Party, clock: MockClock) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bob.exchange, ALICE)
         await trio.sleep(1)
@@ -64,7 +64,7 @@ _STEPS = [0, 60, 200, 1_000, CHUNK_BYTES, SIZE, SIZE + 150, SIZE + 200, SIZE + 2
 @pytest.mark.parametrize("at", _STEPS)
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_connection_that_breaks_anywhere_leaves_both_believing_the_same(
-    alice: Party, bob: Party, who: bytes, at: int, autojump_clock: MockClock
+    alice: Party, bob: Party, who: bytes, at: int, clock: MockClock
 ) -> None:
     (alice if who == ALICE else bob).host.faults.cut_at = at
     await meet(alice, bob)
@@ -77,7 +77,7 @@ async def test_a_connection_that_breaks_anywhere_leaves_both_believing_the_same(
 @pytest.mark.parametrize("at", _STEPS)
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_frozen_partner_costs_the_deadline_at_most(
-    alice: Party, bob: Party, who: bytes, at: int, autojump_clock: MockClock
+    alice: Party, bob: Party, who: bytes, at: int, clock: MockClock
 ) -> None:
     (alice if who == ALICE else bob).host.faults.freeze_at = at
     await meet(alice, bob)
@@ -85,9 +85,7 @@ async def test_a_frozen_partner_costs_the_deadline_at_most(
     assert trio.current_time() <= PATIENCE
 
 
-async def test_a_responder_in_doubt_asks_and_learns_of_the_commit(
-    alice: Party, bob: Party, autojump_clock: MockClock
-) -> None:
+async def test_a_responder_in_doubt_asks_and_learns_of_the_commit(alice: Party, bob: Party, clock: MockClock) -> None:
     asked: list[bytes] = []
     serve = alice.host.handlers[RESOLVE_PROTOCOL]
 
@@ -119,7 +117,7 @@ async def _bytes_up_to_commit(alice: Party) -> int:
 
 
 async def test_a_responder_in_doubt_whose_initiator_is_dead_goes_on_at_its_deadline(
-    alice: Party, bob: Party, network: dict[bytes, MemoryHost], autojump_clock: MockClock
+    alice: Party, bob: Party, network: dict[bytes, MemoryHost], clock: MockClock
 ) -> None:
     alice.host.faults.cut_at = await _bytes_up_to_commit(alice)
     tries = []
@@ -140,7 +138,7 @@ async def test_a_responder_in_doubt_whose_initiator_is_dead_goes_on_at_its_deadl
 @pytest.mark.parametrize("at", [0, 60, 150, 160, 170, 180, 190, 200, 210, 220, 230, 240])
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_stream_that_ends_beside_the_channel_leaves_both_believing_the_same(
-    pair: BulkPair, who: bytes, at: int, fault: str, autojump_clock: MockClock
+    pair: BulkPair, who: bytes, at: int, fault: str, clock: MockClock
 ) -> None:
     setattr(pair.party(who).host.faults, fault, at)
     await pair.meet()
@@ -152,7 +150,7 @@ async def test_a_stream_that_ends_beside_the_channel_leaves_both_believing_the_s
 
 @pytest.mark.parametrize("seed", range(60))
 async def test_whatever_befalls_streams_and_channels_both_believe_the_same(
-    pair: BulkPair, seed: int, autojump_clock: MockClock
+    pair: BulkPair, seed: int, clock: MockClock
 ) -> None:
     rng = random.Random(seed)
     for author in (ALICE, BOB):

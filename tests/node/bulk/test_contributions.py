@@ -27,7 +27,7 @@ async def pair(nursery: trio.Nursery, request: pytest.FixtureRequest) -> BulkPai
 
 @pytest.mark.parametrize("slow", [[ALICE], [BOB], [ALICE, BOB]])
 async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
-    pair: BulkPair, slow: list[bytes], autojump_clock: MockClock
+    pair: BulkPair, slow: list[bytes], clock: MockClock
 ) -> None:
     for author in slow:
         pair.both(author)[0].encode_slowly(pair.size // 4, seconds=1)
@@ -41,9 +41,7 @@ async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
 
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
-async def test_who_goes_while_it_encodes_ends_it_for_both(
-    pair: BulkPair, slow: bytes, autojump_clock: MockClock
-) -> None:
+async def test_who_goes_while_it_encodes_ends_it_for_both(pair: BulkPair, slow: bytes, clock: MockClock) -> None:
     """Its trainer died, which cancels the exchange."""
     encoding, other = pair.both(slow)
     encoding.encode_slowly(pair.size // 4, seconds=1)
@@ -60,7 +58,7 @@ async def test_who_goes_while_it_encodes_ends_it_for_both(
 
 
 @pytest.mark.parametrize("slow", [ALICE, BOB])
-async def test_an_encoder_that_stops_costs_the_deadline(pair: BulkPair, slow: bytes, autojump_clock: MockClock) -> None:
+async def test_an_encoder_that_stops_costs_the_deadline(pair: BulkPair, slow: bytes, clock: MockClock) -> None:
     encoding, _ = pair.both(slow)
     encoding.outgoing = Outgoing(memoryview(encoding.contribution))
     encoding.outgoing.advance(pair.size // 2)
@@ -71,7 +69,7 @@ async def test_an_encoder_that_stops_costs_the_deadline(pair: BulkPair, slow: by
 
 
 @pytest.mark.parametrize("liar", [ALICE, BOB])
-async def test_a_wrong_hash_is_nobodys_gain(pair: BulkPair, liar: bytes, autojump_clock: MockClock) -> None:
+async def test_a_wrong_hash_is_nobodys_gain(pair: BulkPair, liar: bytes, clock: MockClock) -> None:
     lying, honest = pair.both(liar)
     lying.encode_slowly(pair.size // 4, seconds=1, digest=bytes(32))
     await pair.meet()
@@ -81,9 +79,7 @@ async def test_a_wrong_hash_is_nobodys_gain(pair: BulkPair, liar: bytes, autojum
     assert trio.current_time() < 10
 
 
-async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(
-    pair: BulkPair, autojump_clock: MockClock
-) -> None:
+async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(pair: BulkPair, clock: MockClock) -> None:
     pair.alice.encode_slowly(pair.size // 2, seconds=1.1 * SILENT_FOR * PATIENCE)
     await pair.meet()
     assert_committed(pair.alice, pair.bob)

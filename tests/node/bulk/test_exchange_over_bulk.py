@@ -16,7 +16,7 @@ from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
 from .bulk_pair import BulkPair
 
 
-async def test_large_contributions_move_over_a_channel_that_is_kept(pair: BulkPair, autojump_clock: MockClock) -> None:
+async def test_large_contributions_move_over_a_channel_that_is_kept(pair: BulkPair, clock: MockClock) -> None:
     for _ in range(3):
         await pair.meet()
         assert_committed(pair.alice, pair.bob)
@@ -30,7 +30,7 @@ async def test_large_contributions_move_over_a_channel_that_is_kept(pair: BulkPa
 
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_node_without_bulk_channels_is_served_over_the_stream(
-    pair: BulkPair, who: bytes, autojump_clock: MockClock
+    pair: BulkPair, who: bytes, clock: MockClock
 ) -> None:
     pair.party(who).service.channels = None
     if who == BOB:
@@ -40,9 +40,7 @@ async def test_a_node_without_bulk_channels_is_served_over_the_stream(
     assert pair.alice.result.path == "stream"
 
 
-async def test_a_channel_that_takes_too_long_costs_its_share_of_the_deadline(
-    pair: BulkPair, autojump_clock: MockClock
-) -> None:
+async def test_a_channel_that_takes_too_long_costs_its_share_of_the_deadline(pair: BulkPair, clock: MockClock) -> None:
     pair.way(ALICE).is_frozen = True
     await pair.meet()
     assert_committed(pair.alice, pair.bob)
@@ -53,7 +51,7 @@ async def test_a_channel_that_takes_too_long_costs_its_share_of_the_deadline(
 @pytest.mark.parametrize("at", [0, BULK_FROM // 2, BULK_FROM])
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
-    pair: BulkPair, who: bytes, at: int, fault: str, autojump_clock: MockClock
+    pair: BulkPair, who: bytes, at: int, fault: str, clock: MockClock
 ) -> None:
     setattr(pair.way(who).faults, fault, at)
     await pair.meet()
@@ -65,7 +63,7 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
     assert silence < 0.1 if fault == "cut_at" else 1 <= silence <= 1 + 2 / SILENT_CHECKS
 
 
-async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, autojump_clock: MockClock) -> None:
+async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, clock: MockClock) -> None:
     pair.way(BOB).faults.freeze_at = 1_000
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pair.bob.exchange, ALICE)
@@ -76,7 +74,7 @@ async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, autojum
 
 
 async def test_nobody_hashes_a_contribution_while_a_thread_receives_it(
-    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
     async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
         while incoming.rest:
@@ -93,7 +91,7 @@ async def test_nobody_hashes_a_contribution_while_a_thread_receives_it(
 
 
 async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
-    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
     async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
         whole = b""

@@ -28,7 +28,7 @@ from ..parties import (
 )
 
 
-async def test_both_have_the_others_exact_bytes(alice: Party, bob: Party, autojump_clock: MockClock) -> None:
+async def test_both_have_the_others_exact_bytes(alice: Party, bob: Party, clock: MockClock) -> None:
     await meet(alice, bob)
     assert_committed(alice, bob)
     assert alice.result.reason == ""
@@ -38,7 +38,7 @@ async def test_both_have_the_others_exact_bytes(alice: Party, bob: Party, autoju
     assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
 
 
-async def test_contributions_wait_for_the_caps(alice: Party, bob: Party, autojump_clock: MockClock) -> None:
+async def test_contributions_wait_for_the_caps(alice: Party, bob: Party, clock: MockClock) -> None:
     up, down = (Shaper(SIZE / seconds, trio.current_time) for seconds in (5, 10))
     alice.service._shaping = Shaping(up, down)
     began = trio.current_time()
@@ -48,7 +48,7 @@ async def test_contributions_wait_for_the_caps(alice: Party, bob: Party, autojum
 
 
 async def test_a_contribution_that_does_not_fit_into_its_time_says_so_with_figures(
-    alice: Party, bob: Party, autojump_clock: MockClock
+    alice: Party, bob: Party, clock: MockClock
 ) -> None:
     """Both ends report figures: the one with the slow line, and the one that waits for it."""
     up = Shaper(SIZE / PATIENCE / 2, trio.current_time)
@@ -64,7 +64,7 @@ async def test_a_contribution_that_does_not_fit_into_its_time_says_so_with_figur
 
 
 async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
-    alice: Party, bob: Party, autojump_clock: MockClock
+    alice: Party, bob: Party, clock: MockClock
 ) -> None:
     up = Shaper(SIZE / 5, trio.current_time)
     up.charge(2 * SIZE)
@@ -77,9 +77,7 @@ async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
 
 
 @pytest.mark.parametrize("refuser", [ALICE, BOB])
-async def test_what_one_refuses_neither_uses(
-    alice: Party, bob: Party, refuser: bytes, autojump_clock: MockClock
-) -> None:
+async def test_what_one_refuses_neither_uses(alice: Party, bob: Party, refuser: bytes, clock: MockClock) -> None:
     refusing, other = (alice, bob) if refuser == ALICE else (bob, alice)
     refusing.refuses = "not finite"
     await meet(alice, bob)
@@ -94,7 +92,7 @@ async def test_what_one_refuses_neither_uses(
 
 @pytest.mark.parametrize("offer_within", [math.inf, 2.0])
 async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline_or_less(
-    bob: Party, offer_within: float, autojump_clock: MockClock
+    bob: Party, offer_within: float, clock: MockClock
 ) -> None:
     await bob.exchange(ALICE, offer_within=offer_within)
     assert bob.result.reason == "the partner opened no stream in time"
@@ -102,7 +100,7 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline_or_less(
     assert trio.current_time() == pytest.approx(min(DATA_UNTIL * PATIENCE, offer_within))
 
 
-async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: MockClock) -> None:
+async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, clock: MockClock) -> None:
     await alice.exchange(BOB)
     assert alice.result.reason == "nobody there"
     assert alice.result.is_broken
@@ -110,7 +108,7 @@ async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_cl
 
 
 async def test_a_stream_that_comes_before_its_session_is_expected_waits_for_it(
-    alice: Party, bob: Party, autojump_clock: MockClock
+    alice: Party, bob: Party, clock: MockClock
 ) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(alice.exchange, BOB)
@@ -119,7 +117,7 @@ async def test_a_stream_that_comes_before_its_session_is_expected_waits_for_it(
     assert_committed(alice, bob)
 
 
-async def test_streams_that_nobody_expects_are_few_and_short(bob: Party, autojump_clock: MockClock) -> None:
+async def test_streams_that_nobody_expects_are_few_and_short(bob: Party, clock: MockClock) -> None:
     streams = []
     for i in range(MAX_UNCLAIMED + 5):
         mallory = MemoryHost(bytes([i]) * 32, bob.host.nursery, bob.host.network)
@@ -133,9 +131,7 @@ async def test_streams_that_nobody_expects_are_few_and_short(bob: Party, autojum
     assert trio.current_time() == pytest.approx(CLAIM_TIMEOUT)
 
 
-async def test_a_peer_that_opens_many_streams_keeps_no_partner_away(
-    alice: Party, bob: Party, autojump_clock: MockClock
-) -> None:
+async def test_a_peer_that_opens_many_streams_keeps_no_partner_away(alice: Party, bob: Party, clock: MockClock) -> None:
     mallory = MemoryHost(b"m" * 32, bob.host.nursery, bob.host.network)
     streams = [await mallory.open_stream(BOB, EXCHANGE_PROTOCOL) for _ in range(MAX_UNCLAIMED)]
     await trio.testing.wait_all_tasks_blocked()
@@ -147,9 +143,7 @@ async def test_a_peer_that_opens_many_streams_keeps_no_partner_away(
     assert_committed(alice, bob)
 
 
-async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
-    alice: Party, bob: Party, autojump_clock: MockClock
-) -> None:
+async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(alice: Party, bob: Party, clock: MockClock) -> None:
     bob.host.faults.freeze_at = CHUNK_BYTES
     with trio.move_on_after(3):
         await alice.exchange(BOB)
@@ -158,7 +152,7 @@ async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
 
 
 async def test_a_slow_screening_is_cut_off(
-    alice: Party, bob: Party, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    alice: Party, bob: Party, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def sleepy(size: int, tokens: int) -> str | None:
         await trio.sleep_forever()
@@ -172,7 +166,7 @@ async def test_a_slow_screening_is_cut_off(
     assert trio.current_time() <= ASK_FROM * PATIENCE
 
 
-async def test_the_shorter_deadline_holds_for_both(alice: Party, bob: Party, autojump_clock: MockClock) -> None:
+async def test_the_shorter_deadline_holds_for_both(alice: Party, bob: Party, clock: MockClock) -> None:
     bob.host.faults.freeze_at = CHUNK_BYTES
     async with trio.open_nursery() as nursery:
         nursery.start_soon(alice.exchange, BOB, 100.0)

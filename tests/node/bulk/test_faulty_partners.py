@@ -139,7 +139,7 @@ STAGES = [
 @pytest.mark.parametrize("fault", ["dies", "freezes", "drips", "babbles", "jumps ahead"])
 @pytest.mark.parametrize(("size", "author", "stage"), STAGES)
 async def test_a_partner_that_fails_on_the_stream(
-    size: int, author: bytes, stage: str, fault: str, nursery: trio.Nursery, autojump_clock: MockClock
+    size: int, author: bytes, stage: str, fault: str, nursery: trio.Nursery, clock: MockClock
 ) -> None:
     hosts: dict[bytes, MemoryHost] = {}
     ways: dict[bytes, MemoryChannels] = {}

@@ -30,7 +30,7 @@ from .liars import Liar, meet_liar
     ],
 )
 async def test_an_offer_that_does_not_fit_is_refused_before_any_data(
-    bob: Party, lie: dict[str, object], autojump_clock: MockClock
+    bob: Party, lie: dict[str, object], clock: MockClock
 ) -> None:
     async def script(liar: Liar) -> None:
         await liar.stream.send_all(liar.exchange.send(msgspec.structs.replace(liar.exchange.offer, **lie)))
@@ -41,7 +41,7 @@ async def test_an_offer_that_does_not_fit_is_refused_before_any_data(
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
-async def test_bytes_behind_the_decision_change_nothing(bob: Party, autojump_clock: MockClock) -> None:
+async def test_bytes_behind_the_decision_change_nothing(bob: Party, clock: MockClock) -> None:
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
         await liar.expect(Offer)
@@ -56,7 +56,7 @@ async def test_bytes_behind_the_decision_change_nothing(bob: Party, autojump_clo
     assert bob.incoming == bytes(SIZE)
 
 
-async def test_a_stranger_cannot_take_the_partners_place(alice: Party, bob: Party, autojump_clock: MockClock) -> None:
+async def test_a_stranger_cannot_take_the_partners_place(alice: Party, bob: Party, clock: MockClock) -> None:
     mallory = MemoryHost(b"m" * 32, alice.host.nursery, alice.host.network)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bob.exchange, ALICE)
@@ -69,7 +69,7 @@ async def test_a_stranger_cannot_take_the_partners_place(alice: Party, bob: Part
     assert_committed(alice, bob)
 
 
-async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock: MockClock) -> None:
+async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, clock: MockClock) -> None:
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
         await liar.expect(Offer)
@@ -81,7 +81,7 @@ async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
-async def test_who_says_at_once_that_it_took_too_long_is_not_believed(bob: Party, autojump_clock: MockClock) -> None:
+async def test_who_says_at_once_that_it_took_too_long_is_not_believed(bob: Party, clock: MockClock) -> None:
     """This node's owner would otherwise read that the line is slow."""
 
     async def script(liar: Liar) -> None:
@@ -104,7 +104,7 @@ async def agree_on_channel(liar: Liar, pair: BulkPair) -> MemoryChannel:
     return channel
 
 
-async def test_an_abort_ends_what_moves_over_the_channel(pair: BulkPair, autojump_clock: MockClock) -> None:
+async def test_an_abort_ends_what_moves_over_the_channel(pair: BulkPair, clock: MockClock) -> None:
     pair.way(ALICE).faults.freeze_at = 1_000
 
     async def script(liar: Liar) -> None:
@@ -117,7 +117,7 @@ async def test_an_abort_ends_what_moves_over_the_channel(pair: BulkPair, autojum
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
-async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(pair: BulkPair, autojump_clock: MockClock) -> None:
+async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(pair: BulkPair, clock: MockClock) -> None:
     async def script(liar: Liar) -> None:
         channel = await agree_on_channel(liar, pair)
         await channel.send(liar.contribution)
@@ -130,7 +130,7 @@ async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(pair: BulkPair
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
-async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, autojump_clock: MockClock) -> None:
+async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, clock: MockClock) -> None:
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
         await liar.expect(Offer)

@@ -112,7 +112,7 @@ class End:
 @pytest.mark.parametrize("num_channels", [1, 2, 100])
 @pytest.mark.parametrize("at", [0, 1, 299_999, 300_500, 500_000, sum(SIZES) - 10, None])
 async def test_the_rest_goes_over_another_route(
-    fault: str, who: bytes, num_channels: int, at: int | None, autojump_clock: MockClock
+    fault: str, who: bytes, num_channels: int, at: int | None, clock: MockClock
 ) -> None:
     network: dict[bytes, MemoryChannels] = {}
     streams = dict(zip((ALICE, BOB), trio.testing.memory_stream_pair(), strict=True))
@@ -165,9 +165,7 @@ async def over_the_stream(
 
 
 @pytest.mark.parametrize("room", [0, 30, 50_000, CHUNK_FRAME_BYTES, 2 * CHUNK_FRAME_BYTES, 1 << 40])
-async def test_what_has_room_is_sent_without_a_wait(
-    room: int, nursery: trio.Nursery, autojump_clock: MockClock
-) -> None:
+async def test_what_has_room_is_sent_without_a_wait(room: int, nursery: trio.Nursery, clock: MockClock) -> None:
     sizes = [CHUNK_FRAME_BYTES * 3 // 2, 1, 40_000, CHUNK_FRAME_BYTES * 3 // 2, 300_000, 5]
     async with over_the_stream(sizes, nursery) as (alice, _):
         await alice.send_held(room)
@@ -178,9 +176,7 @@ async def test_what_has_room_is_sent_without_a_wait(
     assert max(alice.stream.sent_at_once + alice.stream.written) <= CHUNK_FRAME_BYTES
 
 
-async def test_a_piece_that_waits_for_the_cap_is_not_sent_twice(
-    nursery: trio.Nursery, autojump_clock: MockClock
-) -> None:
+async def test_a_piece_that_waits_for_the_cap_is_not_sent_twice(nursery: trio.Nursery, clock: MockClock) -> None:
     ahead = 0.0
     up = Shaper(50_000.0, lambda: trio.current_time() + ahead)
     async with over_the_stream([200_000], nursery, up) as (alice, _):

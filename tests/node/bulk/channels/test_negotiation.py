@@ -82,7 +82,7 @@ async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> No
 
 
 async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
-    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, clock: MockClock
 ) -> None:
     caplog.set_level("INFO", bulk.__name__)
     assert await alice.service.acquire(BOB) is None
