@@ -99,8 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         whole_app()(args=with_whole_invites(sys.argv[1:] if arguments is None else arguments))
     except FarandoleError as error:
+        from .base.control import ControlError, NoNodeError
+
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(exit_code_of(error))
+        is_lost = isinstance(error, ControlError) and error.code in ("timeout", "internal")
+        sys.exit(Exit.NO_NODE if is_lost or isinstance(error, NoNodeError) else Exit.BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(Exit.INTERRUPTED)
     except Exception as error:  # any defect; it stays as it is, with a note
@@ -161,12 +164,3 @@ def add_extensions(application: typer.Typer, extensions: Iterable[EntryPoint]) -
             typer.secho(f"warning: the commands of {extension.name!r} cannot be loaded: {error}", err=True)
         else:
             application.add_typer(group, name=extension.name)
-
-
-def exit_code_of(error: FarandoleError) -> Exit:
-    """Return the exit code for an error that ended a command."""
-    from .base.control import ControlError, NoNodeError
-
-    if isinstance(error, ControlError) and error.code in ("timeout", "internal"):
-        return Exit.NO_NODE
-    return Exit.NO_NODE if isinstance(error, NoNodeError) else Exit.BAD_INPUT

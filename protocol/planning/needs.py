@@ -105,10 +105,6 @@ class Needs:
         """Return the seconds that a contribution takes at ``rate`` bytes per second."""
         return self.contribution_bytes / rate
 
-    def join_seconds(self, rate: float) -> float:
-        """Return the seconds that a newcomer's download takes at ``rate`` bytes per second."""
-        return self.join_bytes / rate
-
     def memory(self, *, has_gpu: bool, averages_on_gpu: bool = False, is_lean: bool = False) -> Memory:
         """Return the memory for a trainer on the GPU, or on the CPU, where being lean saves nothing."""
         on_gpu = self.lean_on_gpu if is_lean else self.all_on_gpu if averages_on_gpu else self.on_gpu

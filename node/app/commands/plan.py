@@ -176,7 +176,7 @@ def _lines(best: Plan, planned: _Model, machine: Machine) -> list[str]:
     lines += [
         f"memory    {where}, for one sequence at a time",
         f"disk      {size(needs.disk_bytes)}",
-        f"joining   {size(needs.join_bytes)}: {duration(needs.join_seconds(machine.download))}",
+        f"joining   {size(needs.join_bytes)}: {duration(needs.join_bytes / machine.download)}",
     ]
     if stages > 1:
         share = 1 - min(best.seconds / rounds.round_seconds, 1.0) if rounds.round_seconds else 1.0

@@ -85,7 +85,12 @@ def uninstall(
                 typer.echo(f"service: {path}")
             if not yes:
                 question = "Remove these? The key cannot be made again" if "identity" in kinds else "Remove these?"
-                _confirm(question)
+                is_wanted = False
+                with contextlib.suppress(typer.Abort):  # there is no answer
+                    is_wanted = typer.confirm(question)
+                if not is_wanted:
+                    typer.echo("nothing is removed")
+                    raise typer.Exit(Exit.INTERRUPTED)
             for name, path in services.items():
                 stop_unit(name)
                 path.unlink(missing_ok=True)
@@ -102,15 +107,6 @@ def uninstall(
         raise typer.Exit(Exit.HOME_IN_USE) from error
     typer.echo("removed" if not keep_identity else f"removed; the key and the settings are in {home}")
     typer.echo(_how_to_remove_the_program())
-
-
-def _confirm(question: str) -> None:
-    """Ask at the terminal. Raises `typer.Exit` if the answer is no, or if there is no answer."""
-    with contextlib.suppress(typer.Abort):
-        if typer.confirm(question):
-            return
-    typer.echo("nothing is removed")
-    raise typer.Exit(Exit.INTERRUPTED)
 
 
 def _how_to_remove_the_program() -> str:

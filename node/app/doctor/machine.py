@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -238,22 +238,27 @@ def _check_stream(name: str) -> Finding:
     return found("data-stream", name=name)
 
 
-def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:
-    """Yield a finding for each input that the run requires of every node and the settings lack."""
+def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
+    """Return a finding for each input that the run requires of every node and the settings lack.
+
+    Reads the tokenizer's file.
+    """
+    needs: list[Finding] = []
     if manifest.data.source == "text" and not (settings.data or settings.stream):
-        yield found("run-needs-text")
+        needs.append(found("run-needs-text"))
     if manifest.tokenizer.kind == "tokenizers":
         path, sha256 = settings.tokenizer, manifest.tokenizer.sha256
         if path is None:
-            yield found("run-needs-tokenizer", sha256=sha256)
+            needs.append(found("run-needs-tokenizer", sha256=sha256))
         else:
             try:
                 if (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
-                    yield found("run-tokenizer-other", path=path, digest=digest, sha256=sha256)
+                    needs.append(found("run-tokenizer-other", path=path, digest=digest, sha256=sha256))
             except OSError as error:
-                yield found("run-tokenizer-unreadable", path=path, why=error.strerror)
+                needs.append(found("run-tokenizer-unreadable", path=path, why=error.strerror))
     own = manifest.model.own
     if own is not None and own.function not in settings.allow_model:
-        yield found("run-needs-model", function=own.function, package=own.package or "no package that it names")
+        needs.append(found("run-needs-model", function=own.function, package=own.package or "no package that it names"))
     if words := line_shortfall(manifest, settings.upload_mbit, settings.download_mbit):
-        yield found("run-needs-line", why=words)
+        needs.append(found("run-needs-line", why=words))
+    return needs

@@ -70,19 +70,13 @@ async def check_run(
     if not manifests:
         return [found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run)], None
     fine = found("run-fine", run=run, name=manifests[0].name)
-    return [fine, *await _needs_of(manifests[0], settings)], manifests[0]
+    return [fine, *await trio.to_thread.run_sync(check_needs, manifests[0], settings)], manifests[0]
 
 
 async def check_needs_of(manifest: Manifest | None, settings: NodeSettings) -> list[Finding]:
     """Check a run of invited members, who tell a visit nothing: what it needs, if the folder has its manifest."""
     skipped = found("run-untold", why="its members answer only invited ones, and the doctor joins no run")
-    return [skipped, *(await _needs_of(manifest, settings) if manifest is not None else ())]
-
-
-async def _needs_of(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
-    # In a thread, since it hashes the tokenizer's file.
-    needs: list[Finding] = await trio.to_thread.run_sync(list, check_needs(manifest, settings))
-    return needs
+    return [skipped, *(await trio.to_thread.run_sync(check_needs, manifest, settings) if manifest is not None else ())]
 
 
 async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:

@@ -146,22 +146,13 @@ def setting(default: object, help: str, **about: Any) -> Any:
 @cache
 def settings_of(owner: type) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in order, without its other fields."""
-    annotations = get_type_hints(owner)
-    return tuple(
-        Setting(
-            name=field.name,
-            kind=_kind(annotations[field.name]),
-            annotation=annotations[field.name],
-            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
-            **about,
-        )
-        for field in dataclasses.fields(owner)
-        if (about := field.metadata.get(_ABOUT)) is not None
-    )
-
-
-def _kind(annotation: Any) -> Any:
-    if get_origin(annotation) not in (Union, types.UnionType):
-        return annotation
-    (kind,) = (part for part in get_args(annotation) if part is not type(None))
-    return kind
+    annotations, found = get_type_hints(owner), []
+    for field in dataclasses.fields(owner):
+        if (about := field.metadata.get(_ABOUT)) is None:
+            continue
+        kind = annotation = annotations[field.name]
+        if get_origin(annotation) in (Union, types.UnionType):
+            (kind,) = (part for part in get_args(annotation) if part is not type(None))
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found.append(Setting(field.name, kind, annotation, default, **about))
+    return tuple(found)

@@ -34,7 +34,7 @@ def test_an_exchange_needs_a_line_that_leaves_the_partner_its_share() -> None:
     assert needs.rate / MBIT == pytest.approx(96.7, abs=0.1)
     assert needs.least_rate / MBIT == pytest.approx(48.4, abs=0.1)
     assert needs.seconds(20 * MBIT) == pytest.approx(50.8, abs=0.1)
-    assert needs.join_seconds(100 * MBIT) == pytest.approx(80, rel=0.01)
+    assert needs.join_bytes / (100 * MBIT) == pytest.approx(80, rel=0.01)
 
 
 @pytest.mark.parametrize(("codec", "gibibytes"), [("int8", 7.13), ("fp32", 7.36)])

@@ -1,4 +1,4 @@
-"""Units that `farandole service install` would write; test_user_manager.py has systemd run one."""
+"""Units that `farandole service install` would write."""
 
 from __future__ import annotations
 
@@ -90,6 +90,20 @@ def test_a_service_that_cannot_start_is_not_left_behind(run: Run, no_systemd: Pa
     code, _, err = run("service", "install", INVITE)
     assert (code, "systemctl" in err) == (Exit.BAD_INPUT, True)
     assert list(no_systemd.iterdir()) == []
+
+
+def test_a_node_is_installed_and_removed(run: Run, home: Path, no_systemd: Path, tmp_path: Path) -> None:
+    (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (tmp_path / "systemctl").chmod(0o755)
+    code, out, _ = run("service", "install", INVITE)
+    assert (code, "systemctl --user status farandole" in out) == (Exit.OK, True)
+    unit = no_systemd / "farandole.service"
+    assert started(unit.read_text()) == ["join", INVITE, "--home", str(home)]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked[-2:] == ["--user daemon-reload", "--user enable --now farandole.service"]
+    assert run("service", "uninstall")[0] == Exit.OK
+    assert "--user disable --now farandole.service" in (tmp_path / "asked").read_text().splitlines()[len(asked) :]
+    assert not unit.exists()
 
 
 def test_a_settings_file_may_name_the_run(run: Run, home: Path, no_systemd: Path) -> None:
