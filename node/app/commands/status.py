@@ -14,18 +14,6 @@ from .output import node_status, print_answer, print_json
 
 if TYPE_CHECKING:
     from ...base.interrupts import Ending
-    from ...status.status import NodeStatus
-
-From = Annotated[
-    Path | None,
-    typer.Option(
-        "--from",
-        metavar="FILE",
-        help="Show another node, from what `farandole status --json --watch` prints there; - is standard input.",
-        allow_dash=True,
-        dir_okay=False,
-    ),
-]
 
 
 def status(
@@ -34,22 +22,18 @@ def status(
         bool, typer.Option("--watch", "-w", help="Full-screen view, updated every second: q quits, p pauses.")
     ] = False,
     as_json: AsJson = False,
-    source: From = None,
 ) -> None:
     """Show the state of the node on this machine: whether it is in the run, its last exchange, its loss.
 
     With --json and --watch, prints a line of JSON a second, with at most 64 members, those closest to the node.
 
-    Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan];
-    [cyan]ssh host farandole status --json --watch | farandole status --watch --from -[/cyan]
+    Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan]
     """
-    if source is not None and as_json:
-        raise typer.BadParameter("what comes from there is JSON already", param_hint="--from")
     with interruptible() as is_interrupted:
         if watch and as_json:
             _watch_json(home, is_interrupted)
         elif watch:
-            _watch(home, source, is_interrupted)
+            _watch(home, is_interrupted)
         elif as_json:
             from ...base.control import call
 
@@ -59,7 +43,7 @@ def status(
 
             from ...ui.view import status_screen
 
-            seen = node_status(home) if source is None else _first_of(source)
+            seen = node_status(home)
             Console().print(status_screen(seen, seen.at))
 
 
@@ -105,22 +89,6 @@ def dashboard(
         raise FarandoleError("no browser was found here; open the address above")
 
 
-def _first_of(source: Path) -> NodeStatus:
-    """Return the first status that arrives. Raises `FarandoleError` if none does."""
-    from threading import Event
-
-    from farandole.protocol.wire.errors import FarandoleError
-
-    from ...ui.watch.feed import LinesFeed, Lost
-
-    no_more = Event()
-    no_more.set()
-    news = next(LinesFeed(source).news(no_more), Lost("there is no status in it"))
-    if isinstance(news, Lost):
-        raise FarandoleError(news.why)
-    return news.status
-
-
 def _watch_json(home: Path, is_interrupted: Ending) -> None:
     """Print one line a second, a stream for scripts. A node that was there may go away, and come back."""
     from farandole.protocol.wire.errors import FarandoleError
@@ -141,15 +109,14 @@ def _watch_json(home: Path, is_interrupted: Ending) -> None:
             return
 
 
-def _watch(home: Path, source: Path | None, is_interrupted: Ending) -> None:
+def _watch(home: Path, is_interrupted: Ending) -> None:
     """Show the status on the whole screen if there is one, otherwise print events line by line."""
-    from ...ui.watch.feed import HomeFeed, LinesFeed, has_screen, print_lines
+    from ...ui.watch.feed import Feed, has_screen, print_lines
 
-    feed = HomeFeed(home) if source is None else LinesFeed(source)
+    feed = Feed(home)
     if not has_screen():
         print_lines(feed, is_interrupted, typer.echo)
         return
-    from ...ui.watch.app import WatchApp, keys_from_terminal
+    from ...ui.watch.app import WatchApp
 
-    keys_from_terminal()
     WatchApp(feed).run()

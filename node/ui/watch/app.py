@@ -7,8 +7,6 @@ news come and every second, since the screen shows the status's age.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import Callable
 from threading import Event, Thread
@@ -25,10 +23,9 @@ from textual.widgets import Footer, Static
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...status.status import NodeStatus
-from .feed import TERMINAL, Feed, News, NodeView
+from .feed import Feed, News, NodeView
 from .panels import events_text, first_lines, links_table, node_panel, run_panel
 
-_STANDARD_INPUT: Final = 0
 REDRAW_INTERVAL: Final = 1.0
 # Below this many columns the panels are stacked.
 _WIDE: Final = 64
@@ -119,10 +116,6 @@ class WatchApp(App[None]):
         self.set_class(event.size.width < _WIDE, "-narrow")
         self.call_after_refresh(self._draw_all)
 
-    def _take(self, news: News) -> None:
-        self.view = self.view.told(news, self._clock())
-        self._draw_all()
-
     async def action_rest(self) -> None:
         """Pause or resume the node."""
         status = self.view.status
@@ -135,10 +128,14 @@ class WatchApp(App[None]):
             self.notify(str(error), severity="error", markup=False)
 
     def _follow(self) -> None:
+        def take(news: News) -> None:
+            self.view = self.view.told(news, self._clock())
+            self._draw_all()
+
         for news in self._feed.news(self._is_over):
             if self._is_over.is_set():
                 return
-            self.call_later(self._take, news)
+            self.call_later(take, news)
 
     def _draw_all(self) -> None:
         now, view = self._clock(), self.view
@@ -159,15 +156,3 @@ class WatchApp(App[None]):
         self._links_part.border_title = f"links: {status.connected_peers} peers connected"
         width = self._links_part.scrollable_content_region.width
         self._links.update(links_table(status.links, now, width))
-
-
-def keys_from_terminal() -> None:
-    """Read keys from the terminal although standard input is other data: Textual reads descriptor 0.
-
-    The reader of that data must have a descriptor of its own by then.
-    """
-    if sys.stdin.isatty():
-        return
-    terminal = os.open(TERMINAL, os.O_RDWR)
-    os.dup2(terminal, _STANDARD_INPUT)
-    os.close(terminal)

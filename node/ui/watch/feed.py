@@ -1,27 +1,25 @@
-"""A node that is watched: the sources of its statuses, what is known of it, and its news line by line.
+"""A node that is watched: its statuses, what is known of it, and its news line by line.
 
-A source is the node of this machine, asked every second, or lines that another node writes: each is the output of
-``farandole status --json --watch``, a status, or ``{"error": ...}`` if there was none. Where there is no screen, the
-node's first line is printed whenever that changes, and its events.
+The node of this machine is asked every second. Where there is no screen, the node's first line is printed whenever that
+changes, and its events.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import Final
 
 import msgspec
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from ...base.control import MAX_RESPONSE_BYTES, NoNodeError, call
+from ...base.control import NoNodeError, call
 from ...base.interrupts import Ending
 from ...status.status import Event, NodeStatus
 from ..headline import Headline, headline
@@ -29,21 +27,12 @@ from ..headline import Headline, headline
 INTERVAL: Final = 1.0
 # A screen has no room for more members, and `farandole peers` shows all: a status of a thousand members has a megabyte.
 MAX_MEMBERS: Final = 64
-STANDARD_INPUT: Final = Path("-")
-TERMINAL: Final = "/dev/tty"
-# A node answers within seconds, or says that it is stopped; a dead ssh connection says nothing at all.
+# A node answers within seconds, or says that it is stopped.
 STALE_SECONDS: Final = 12.0
 # Most events of the watcher itself; nodes come and go less often.
 MAX_OWN_EVENTS: Final = 50
 # Durations and counts change all the time; that is no news.
 _FIGURES: Final = re.compile(r"\d")
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSeen:
-    """The node answered."""
-
-    status: NodeStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,105 +42,33 @@ class Lost:
     why: str
 
 
-News = NodeSeen | Lost
+News = NodeStatus | Lost
 
 
-class Feed(Protocol):
-    """A source of news of one node."""
-
-    def news(self, is_over: Ending) -> Iterator[News]:
-        """Yield news until ``is_over`` is set, or no more can come. It blocks, so it runs in a thread of its own."""
-
-    def ask(self, action: str) -> str:
-        """Make the node ``pause`` or ``resume``; return its answer. Raises `FarandoleError`."""
-
-
-class HomeFeed:
-    """The node that runs in a home folder."""
+class Feed:
+    """News of the node that runs in a home folder."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
 
     def news(self, is_over: Ending) -> Iterator[News]:
-        """Yield one status a second."""
+        """Yield one status a second until ``is_over`` is set. It blocks, so it runs in a thread of its own."""
         while not is_over.is_set():
             try:
-                yield NodeSeen(msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus))
+                yield msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus)
             except (FarandoleError, msgspec.MsgspecError) as error:
                 yield Lost(str(error))
             is_over.wait(INTERVAL)
 
     def ask(self, action: str) -> str:
-        """Ask over the control socket."""
+        """Make the node ``pause`` or ``resume``; return its answer. Raises `FarandoleError`."""
         return str(call(self._home, action))
-
-
-class LinesFeed:
-    """Lines of a stream, or of a file that may still grow, from its last line on."""
-
-    def __init__(self, source: Path) -> None:
-        """``source``: a file, or `STANDARD_INPUT`. Raises `FarandoleError` if it cannot be read."""
-        self._source = source
-        if source == STANDARD_INPUT and sys.stdin.isatty():
-            raise FarandoleError("nothing comes in: `ssh HOST farandole status --json --watch | ...` goes before this")
-        try:
-            # A descriptor of its own: keys may be read from standard input's (`farandole.node.ui.watch.app`).
-            self._file: BinaryIO = os.fdopen(os.dup(0), "rb") if source == STANDARD_INPUT else source.open("rb")
-        except OSError as error:
-            raise FarandoleError(f"cannot read {source}: {error.strerror}") from error
-
-    def news(self, is_over: Ending) -> Iterator[News]:
-        """Yield the statuses in the source's lines as they come."""
-        with self._file:
-            if self._source == STANDARD_INPUT:
-                yield from map(read_line, self._lines())
-                yield Lost("its statuses have come to an end: was the connection lost?")
-                return
-            yield from map(read_line, deque(self._lines(), maxlen=1))
-            while not is_over.is_set():
-                yield from map(read_line, self._lines())
-                is_over.wait(INTERVAL)
-
-    def ask(self, action: str) -> str:
-        """Raise an error, because a stream has one direction."""
-        raise FarandoleError(f"this is another machine's node: there, `farandole {action}`")
-
-    def _lines(self) -> Iterator[bytes]:
-        """Yield complete lines; an incomplete one is kept for the next call."""
-        while line := self._file.readline(MAX_RESPONSE_BYTES):
-            if not line.endswith(b"\n") and self._file.seekable():
-                self._file.seek(-len(line), 1)
-                return
-            yield line
-
-
-def read_line(line: bytes) -> News:
-    """Decode a line of ``farandole status --json --watch``."""
-    try:
-        said = msgspec.json.decode(line, type=_Line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return Lost(f"this is no line of `farandole status --json --watch`: {error}")
-    if said.error is not None:
-        return Lost(said.error.message)
-    try:
-        return NodeSeen(msgspec.json.decode(line, type=NodeStatus))
-    except msgspec.MsgspecError as error:
-        return Lost(f"this is no status of farandole, or one of another version: {error}")
 
 
 def error_line(error: FarandoleError) -> str:
     """Return the line to print when the node did not answer."""
     code = "no_node" if isinstance(error, NoNodeError) else getattr(error, "code", "internal")
-    return msgspec.json.encode(_Line(_Problem(code, str(error)))).decode()
-
-
-class _Problem(msgspec.Struct):
-    code: str
-    message: str
-
-
-class _Line(msgspec.Struct):
-    error: _Problem | None = None
+    return json.dumps({"error": {"code": code, "message": str(error)}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +84,11 @@ class NodeView:
 
     def told(self, news: News, now: float) -> NodeView:
         """Return the view with these news."""
-        match news:
-            case NodeSeen(status):
-                return self._seen(status, now)
-            case Lost(why):
-                view = replace(self, lost=why)
-                return view if self.lost else view._noting(f"the node does not answer: {why}", now)
-
-    def _seen(self, status: NodeStatus, now: float) -> NodeView:
-        view = replace(self, status=status, read_at=now, lost="")
-        before = self.status
-        if before is not None and (before.pid, before.started_at) != (status.pid, status.started_at):
+        if isinstance(news, Lost):
+            view = replace(self, lost=news.why)
+            return view if self.lost else view._noting(f"the node does not answer: {news.why}", now)
+        view, before = replace(self, status=news, read_at=now, lost=""), self.status
+        if before is not None and (before.pid, before.started_at) != (news.pid, news.started_at):
             return view._noting("the node was started anew", now, is_warning=False)
         return view._noting("the node answers again", now, is_warning=False) if self.lost else view
 
@@ -236,11 +147,5 @@ def print_lines(
 
 
 def has_screen() -> bool:
-    """Return whether output goes to a terminal, and keys can be read from one."""
-    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
-        return False
-    try:
-        os.close(os.open(TERMINAL, os.O_RDWR))
-    except OSError:
-        return False
-    return True
+    """Return whether keys come from a terminal, and output goes to one."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()  # Textual draws on the latter

@@ -263,17 +263,6 @@ def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) ->
         assert process.stderr.read() == b""
 
 
-def test_a_status_that_was_kept_is_shown_again(run: Run, tmp_path: Path) -> None:
-    kept = tmp_path / "statuses"
-    kept.write_bytes(msgspec.json.encode(STATUS) + b"\n")
-    code, out, _ = run("status", "--from", str(kept))
-    assert code == Exit.OK
-    assert "inner steps of round 7" in out
-    assert "JSON already" in run("status", "--json", "--from", str(kept))[2]
-    kept.write_text("")
-    assert "there is no status in it" in run("status", "--from", str(kept))[2]
-
-
 def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list[str]:
     """Return which of the modules a command imports."""
     script = (

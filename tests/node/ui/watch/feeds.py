@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -44,6 +45,7 @@ class GivenFeed(Feed):
     """A feed with the test's news."""
 
     def __init__(self, *news: News) -> None:
+        super().__init__(Path())
         self.queue: queue.Queue[News | None] = queue.Queue()
         self.asked: list[str] = []
         self.refusal = ""

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
@@ -23,7 +22,6 @@ from farandole.node.base.exits import Exit
 from ....patience import PATIENCE
 from ...daemons import joined
 from ...small_runs import small_manifest, write_run, write_text
-from .feeds import FULL
 
 # A hang, not a duration.
 # Makes the terminal at its standard output /dev/tty, and becomes the command.
@@ -69,12 +67,12 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(command: list[str], stdin: int | None = None) -> Iterator[Terminal]:
+def on_terminal(command: list[str]) -> Iterator[Terminal]:
     near, far = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "NO_COLOR": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", TAKE_TERMINAL, *command],
-        stdin=far if stdin is None else stdin,
+        stdin=far,
         stdout=far,
         stderr=far,
         env=environment,
@@ -87,17 +85,6 @@ def on_terminal(command: list[str], stdin: int | None = None) -> Iterator[Termin
         process.kill()
         process.wait()
         os.close(near)
-
-
-def test_another_machines_statuses_come_by_a_pipe_and_keys_from_the_terminal() -> None:
-    readable, writable = os.pipe()
-    with on_terminal([*COMMAND, "--from", "-"], stdin=readable) as terminal:
-        os.close(readable)
-        with open(writable, "wb", buffering=0) as pipe:
-            pipe.write(msgspec.json.encode(FULL) + b"\n")
-            terminal.shows("training with 2 others")
-        terminal.shows("its statuses have come to an end")
-        assert terminal.press("q") == Exit.OK
 
 
 @pytest.fixture
@@ -122,11 +109,9 @@ async def test_a_daemon_is_watched_while_it_trains_is_gone_and_comes_back(tmp_pa
 
 
 def test_where_there_is_no_terminal_it_is_lines(tmp_path: Path) -> None:
-    file = tmp_path / "statuses"
-    file.write_bytes(msgspec.json.encode(FULL) + b"\n")
-    command = [*COMMAND, "--from", str(file)]
+    command = [*COMMAND, "--home", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"well: training with 2 others, round 7")
+        assert process.stdout.readline().startswith(b"trouble: the node does not answer")
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == Exit.OK
