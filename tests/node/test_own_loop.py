@@ -88,16 +88,6 @@ async def test_a_loop_waits_while_its_node_rests(tmp_path: Path) -> None:
             await node.until(lambda status: status.phase == "training" and status.inner_steps > resting.inner_steps)
 
 
-async def test_a_node_that_trains_by_itself_says_what_is_missing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    async with loop(tmp_path / "alice", "--create", str(run), "--steps", "1") as alice:
-        assert await alice.process.wait() == 0
-    async with started(
-        tmp_path / "bob", "join", str(run / "start" / "manifest"), "--start", str(run / "start")
-    ) as node:
-        await node.says("--trainer external")
-
-
 FAILING = """
 import torch
 import farandole

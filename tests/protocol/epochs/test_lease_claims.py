@@ -14,10 +14,15 @@ from farandole.protocol.epochs.lease_claims import (
     SAMPLE_SHARE,
     SIGNED_SLACK,
     Claims,
+    EpochProgress,
     Standing,
+    epoch_progress,
 )
 from farandole.protocol.run.slices import DoneSlices, Sections, parts, said_by
-from farandole.protocol.state.entries import Lease, LeasedSlices
+from farandole.protocol.state.entries import Delta, Kind, Lease, LeasedSlices
+from farandole.protocol.state.state import RunState
+
+from ..authors import CREATOR, NOW, RUN_ID, author_of, signed, tick_at
 
 GHOST, BOB, CAROL, DAVE, EVE = (bytes([number]) * 32 for number in range(5))
 CORPUS = b"one text"
@@ -201,3 +206,22 @@ def test_a_sample_is_trained_again_whatever_all_say() -> None:
 def test_sections_are_counted(masks: list[int], needed: int) -> None:
     expected = sum(1 << bit for bit in range(8) if sum(mask >> bit & 1 for mask in masks) >= needed)
     assert said_by(masks, needed) == expected
+
+
+CORPUS, OTHER_TEXT = b"one text", b"another."
+
+
+def test_a_visitor_learns_how_far_the_epochs_are() -> None:
+    state, done, live = RunState(RUN_ID, CREATOR), (1 << 3_000) - 1, [author_of(number) for number in range(1, 6)]
+    assert epoch_progress(state, live) is None
+    for number in range(1, 6):
+        corpus, epoch = (OTHER_TEXT, 0) if number == 5 else (CORPUS, 1)
+        said = done if number < 4 else (1 << 5_000) - 1
+        leases = [
+            (0, Lease(epoch, corpus)),
+            *((part + 1, Lease(epoch, corpus, (), raw)) for part, raw in enumerate(parts(said))),
+        ]
+        entries = [signed(number, Kind.LEASE, index, tick_at(Kind.LEASE), lease) for index, lease in leases]
+        state.merge(Delta(tuple(entries)), NOW)
+    assert epoch_progress(state, live) == EpochProgress(CORPUS, 1, done)
+    assert epoch_progress(state, live[4:]) == EpochProgress(OTHER_TEXT, 0, (1 << 5_000) - 1)

@@ -15,7 +15,9 @@ from farandole.protocol.rounds.pairing_events import (
     PeersChanged,
     RoundStarted,
     SendMessage,
+    StartExchange,
     Stopped,
+    TrafficSaved,
 )
 from farandole.protocol.rounds.pairing_messages import (
     Agree,
@@ -29,9 +31,10 @@ from farandole.protocol.rounds.pairing_messages import (
     encode_message,
 )
 from farandole.protocol.rounds.pairing_order import MeetingLimit
+from farandole.protocol.run.manifest import RoundConfig
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
-from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, Node, matched, only_proposal, started
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, STEPS, Node, matched, only_proposal, started
 
 
 def test_a_node_proposes_within_its_window_and_never_to_itself() -> None:
@@ -250,3 +253,31 @@ def test_a_partner_that_was_restarted_may_propose_again() -> None:
     alice.hear(BOB, Propose(HIGH, 8.0), 33.0)
     assert isinstance(alice.sent[-1][1], Agree)
     assert alice.machine.partner == BOB
+
+
+# A node with a limited traffic budget.
+
+
+@pytest.mark.parametrize("config", [BOXED, STEPS])
+def test_who_saves_traffic_meets_nobody_until_there_is_some(config: RoundConfig) -> None:
+    alice = Node(ALICE, config, frozenset((BOB, CAROL)))
+    alice.handle(TrafficSaved(True), 0.0)
+    assert not alice.handle(RoundStarted(7), 0.0)
+    alice.handle(TimerFired(), PROPOSE_UNTIL * 40.0)
+    assert not alice.sent
+    alice.hear(BOB, Propose(LOW, 0.0), 31.0)
+    assert alice.sent == [(BOB, Decline(LOW, "away"))]
+    assert alice.handle(ContributionReady(7), 39.0) == [GoAlone(7, "this node saves its traffic")]
+
+    alice.handle(RoundStarted(8), 40.0)
+    alice.handle(TrafficSaved(False), 41.0)
+    alice.hear(BOB, Propose(LOW, None), 42.0)
+    assert alice.machine.partner == BOB
+
+
+def test_who_has_to_save_in_the_middle_of_a_round_meets_its_partner_all_the_same() -> None:
+    alice, session = matched()
+    assert not alice.handle(TrafficSaved(True), 31.0)
+    alice.handle(ContributionReady(7), 39.0)
+    alice.hear(BOB, Ready(session), 39.5)
+    assert any(isinstance(output, StartExchange) for output in alice.outputs)
