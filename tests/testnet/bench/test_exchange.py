@@ -14,10 +14,7 @@ import pytest
 
 from farandole.testnet.bench.exchange import PATHS, Averaging, ExchangeFigures, measure
 from farandole.testnet.bench.mesh import OURS
-from farandole.testnet.bench.peers import peer
-from farandole.testnet.bench.peers.peer import class_of
 from farandole.testnet.bench.process import (
-    REQUIREMENTS,
     BenchError,
     obtain_python,
     open_worker,
@@ -89,12 +86,6 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     with open_worker("broken", command, log) as worker, pytest.raises(BenchError, match="broken"):
         worker.ask("open", address=None)
     assert "no such part" in log.read_text()
-
-
-@pytest.mark.parametrize("name", REQUIREMENTS)
-def test_a_project_has_a_peer_where_its_process_looks(name: str) -> None:
-    """The projects cannot be imported here: each has its own environment."""
-    assert f"\nclass {class_of(name)}:\n" in Path(peer.__file__).with_name(f"{name}.py").read_text()
 
 
 def test_a_project_that_cannot_be_installed_is_a_problem_with_a_reason(

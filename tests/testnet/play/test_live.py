@@ -11,7 +11,7 @@ from rich.console import Console
 
 from farandole.testnet.natlab.groups import Leash
 from farandole.testnet.play.judge import make_report, node_report
-from farandole.testnet.play.live import open_view, summary, table
+from farandole.testnet.play.live import open_view, summary
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.record import NodeRecord
 from farandole.testnet.play.report import Merged, plot_losses
@@ -39,28 +39,10 @@ NODES = [
 ]
 
 
-def shown(renderable: object, width: int = 140) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width).print(renderable)
-    return file.getvalue()
-
-
 def test_the_summary_counts_live_nodes_and_each_exchange_once() -> None:
     expected = "3 live, rounds 2 to 3 of 9, loss 2.500 to 2.750, 2 exchanges, 1.50 k tokens/s"
     assert summary(NODES, SCENARIO) == expected
     assert summary([node(0)], SCENARIO) == "1 nodes start"
-
-
-def test_the_table_has_a_line_for_each_node() -> None:
-    _, *rows = shown(table(NODES), width=80).splitlines()
-    assert [next(word for word in ("training", "starting", "not yet") if word in row) for row in rows] == [
-        "training",
-        "training",
-        "starting",
-        "not yet",
-    ]
-    assert "3/0/0" in rows[0]
-    assert "1/1/0" in rows[1]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -72,6 +54,7 @@ def test_both_views_show_events(is_terminal: bool) -> None:
         view.show(NODES, 65, SCENARIO)
     assert "kill -9 node [2]" in file.getvalue()
     assert ("ok/alone/failed" in file.getvalue()) == is_terminal
+    assert ("3/0/0" in file.getvalue()) == is_terminal
     assert ("1 min 05 s: 3 live" in file.getvalue()) == is_terminal
 
 

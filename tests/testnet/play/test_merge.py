@@ -53,6 +53,10 @@ def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp
     torch.testing.assert_close(merged.round_end.slow_weights(), weights.mean(0))
     expected = weights.std(0, correction=0).mean() / weights.mean(0).square().mean().sqrt()
     assert spread == pytest.approx(float(expected), rel=1e-4)
+    path = next(iter(replicas))
+    assert merge_checkpoints([path, path], layout, RUN_ID, tmp_path / "equal") == 0.0
+    with safe_open(path, framework="pt") as before, safe_open(tmp_path / "equal", framework="pt") as after:
+        assert before.metadata() == after.metadata()
 
 
 def test_what_the_inner_optimizer_keeps_of_some_parameters_alone_is_merged_too(tmp_path: Path) -> None:
@@ -71,13 +75,6 @@ def test_what_the_inner_optimizer_keeps_of_some_parameters_alone_is_merged_too(t
     merge_checkpoints(paths, each[0].checkpoint.layout, RUN_ID, tmp_path / "merged")
     assert load_file(tmp_path / "merged").keys() == load_file(paths[0]).keys()
     each[0].checkpoint.load(tmp_path / "merged")
-
-
-def test_equal_replicas_have_no_spread(replicas: dict[Path, Learner], tmp_path: Path) -> None:
-    path, each = next(iter(replicas.items()))
-    assert merge_checkpoints([path, path], each.checkpoint.layout, RUN_ID, tmp_path / "merged") == 0.0
-    with safe_open(path, framework="pt") as before, safe_open(tmp_path / "merged", framework="pt") as after:
-        assert before.metadata() == after.metadata()
 
 
 def test_the_mean_is_better_than_the_start(replicas: dict[Path, Learner], tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
     scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
     assert scenario.late_joiners == {3}
     assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
+    scenario = parse_scenario({"run": RUN, "upload_mbit": [2.0, 0.0], "download_mbit": [8.0]})
+    assert [scenario.caps(index) for index in range(3)] == [(2.0, 8.0), (0.0, 0.0), (0.0, 0.0)]
 
 
 def test_any_scenario_is_played_in_homes(tmp_path: Path) -> None:
@@ -159,8 +161,3 @@ def test_any_scenario_is_played_in_homes(tmp_path: Path) -> None:
     assert [home.kind for home in load_scenario(str(path), nat=True).home[:3]] == ["open", "open", "firewall"]
     path.write_text(path.read_text() + "[[home]]\nkind = 'symmetric'\ndelay_ms = 5\n")
     assert [home.delay_ms for home in load_scenario(str(path), nat=True).home] == [5.0]
-
-
-def test_caps_are_those_of_the_first_nodes() -> None:
-    scenario = parse_scenario({"run": RUN, "upload_mbit": [2.0, 0.0], "download_mbit": [8.0]})
-    assert [scenario.caps(index) for index in range(3)] == [(2.0, 8.0), (0.0, 0.0), (0.0, 0.0)]
