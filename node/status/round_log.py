@@ -6,6 +6,7 @@ ordinary node's rounds. A crash may cut its last line short, so lines that canno
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -88,20 +89,14 @@ def more_steps(number: int) -> str:
 def read_rounds(path: Path) -> Iterator[RoundRecord]:
     """Yield the rounds in a log file and in the older one that it replaced, oldest first; missing files are empty."""
     for part in (path.with_name(f"{path.name}.1"), path):
-        if not part.exists():
+        try:
+            file = part.open("rb")
+        except FileNotFoundError:
             continue
-        with part.open("rb") as file:
+        with file:
             for line in file:
-                if (record := decode_round(line)) is not None:
-                    yield record
-
-
-def decode_round(line: bytes) -> RoundRecord | None:
-    """Return the round in a line of the file; None if it cannot be read."""
-    try:
-        return msgspec.json.decode(line, type=RoundRecord)
-    except msgspec.MsgspecError:
-        return None
+                with contextlib.suppress(msgspec.MsgspecError):
+                    yield msgspec.json.decode(line, type=RoundRecord)
 
 
 def write_csv(records: Iterable[RoundRecord], file: TextIO) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from farandole.training.base.durable import replacing
 
 from ...base.backoff import pauses
 from ...base.system.files import OWNER_ALONE_FOLDER, HeldError, locked_file
-from ...status.round_log import RoundFigures, RoundRecord, decode_round, figures_of
+from ...status.round_log import RoundFigures, RoundRecord, figures_of, read_rounds
 from .trackers import ReportedRun, Tracker, TrackerError, TrackerUnreachableError
 
 REPORTS: Final = "reports"
@@ -92,20 +91,22 @@ def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Repo
         with _open_memory(path.with_name(REPORTS), opened.place) as memory:
             sent = None if opened.is_new else memory.read()
             tokens = 0 if sent is None else sent.tokens_in_all
-            tail = RoundTail(path)
-            records = _after(tail.new(), sent)
+            stamp = None
             while True:
+                before, stamp = stamp, _stamp(path)
+                records = _after(list(read_rounds(path)), sent) if stamp != before else []
+                if stamp and (_stamp(path) or stamp)[0] != stamp[0]:  # rotated meanwhile: a part may not have been read
+                    records, stamp = [], None
                 rounds = list(figures_of(records, tokens))
                 for begin in range(0, len(rounds), MAX_BATCH):
                     batch = rounds[begin : begin + MAX_BATCH]
                     patience.until_done(partial(tracker.log, batch))
-                    memory.write(batch[-1])
+                    sent = memory.write(batch[-1])
                     num_sent += len(batch)
                     patience.say(_line(batch))
-                    tokens = batch[-1].tokens_in_all
+                    tokens = sent.tokens_in_all
                 if patience.is_once or patience.wait(POLL_SECONDS):
                     break
-                records = tail.new()
     except _EndedError:
         pass
     finally:
@@ -114,6 +115,15 @@ def report_rounds(path: Path, tracker: Tracker, run: ReportedRun, patience: Repo
         except TrackerUnreachableError as error:
             patience.say(f"{error}; what was sent is there")
     return num_sent
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what is another value once the file has changed, or was rotated."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size
 
 
 def _line(batch: Sequence[RoundFigures]) -> str:
@@ -147,11 +157,12 @@ class _Memory:
         except msgspec.MsgspecError as error:
             raise TrackerError(f"{self.path} is damaged; without it, all rounds are sent again") from error
 
-    def write(self, last: RoundFigures) -> None:
-        """Replace the file."""
+    def write(self, last: RoundFigures) -> LastSent:
+        """Replace the file, and return what it has."""
         sent = LastSent(self.place, last.record.round, last.record.at, last.tokens_in_all)
         with replacing(self.path) as file:
             file.write(msgspec.json.encode(sent))
+        return sent
 
 
 @contextlib.contextmanager
@@ -164,59 +175,3 @@ def _open_memory(folder: Path, place: str) -> Iterator[_Memory]:
             yield _Memory(path, place)
     except HeldError as error:
         raise TrackerError(f"another process (pid {error}) sends this node's rounds there") from error
-
-
-class RoundTail:
-    """Reads a file of rounds from its beginning, and then what is new in it.
-
-    The file is rotated when it is full (`farandole.node.base.logs`). It is not kept open: on some systems an open file
-    cannot be renamed, and following the rounds must not disturb the node.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """``path``: the file; it need not exist yet."""
-        self._path = path
-        self._older = path.with_name(f"{path.name}.1")
-        self._inode: int | None = None
-        """Of the file that has been read up to `_position`."""
-        self._position = 0
-
-    def new(self) -> list[RoundRecord]:
-        """Return the rounds that have been written since the last call; at the first call all, oldest first.
-
-        A line without its end is left for a later call. Raises `OSError`.
-        """
-        if self._inode is None:
-            self._inode = _inode(self._older) or _inode(self._path)
-        found = []
-        newest = _inode(self._path)
-        if self._inode != newest:  # it was rotated: the rest of it is in the older file
-            found += self._read(self._older)
-            if newest is None:
-                return found
-            self._inode, self._position = newest, 0
-        return found + self._read(self._path)
-
-    def _read(self, path: Path) -> list[RoundRecord]:
-        """Return the rounds after the position, which moves, if this is the file that it belongs to."""
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            return []
-        with file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode:
-                return []
-            if found.st_size < self._position:  # someone has cut it
-                self._position = 0
-            file.seek(self._position)
-            *lines, _ = file.read().split(b"\n")
-        self._position += sum(len(line) + 1 for line in lines)
-        return [record for record in map(decode_round, lines) if record is not None]
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None

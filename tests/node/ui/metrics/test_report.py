@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from logging.handlers import RotatingFileHandler
 from random import Random
 
 import msgspec
@@ -191,6 +194,31 @@ def test_two_processes_do_not_send_the_same_rounds(story: Story) -> None:
     (lock,) = (story.node.path / "reports").glob("*.lock")
     with locked_file(lock), pytest.raises(TrackerError, match="another process"):
         story.report()
+
+
+def test_rounds_go_once_each_across_rotations_and_a_line_without_its_end_waits(story: Story) -> None:
+    """The real handler of the log writes and rotates the file."""
+    path, lines = story.node.rounds, [msgspec.json.encode(record).decode() for record in rounds(*range(8))]
+    size = max(map(len, lines)) + 1
+    with closing(RotatingFileHandler(path, maxBytes=3 * size, backupCount=1, encoding="utf-8")) as node:
+
+        def write(*indices: int) -> None:
+            for index in indices:
+                node.handle(logging.LogRecord("rounds", logging.INFO, "", 0, lines[index], None, None))
+
+        write(0, 1)
+        assert story.report(lambda: write(2, 3, 4), lambda: None, lambda: write(5), lambda: None) == 6
+        write(6)
+    assert path.with_name(f"{path.name}.1").exists()
+    with path.open("a") as file:
+        file.write('{"at": 1, "rou\n' + lines[7][:20])
+
+    def end_line() -> None:
+        with path.open("a") as file:
+            file.write(lines[7][20:] + "\n")
+
+    assert story.report(end_line, lambda: None) == 2
+    assert story.tracker.indices == list(range(8))
 
 
 def test_a_damaged_memory_sends_nothing_twice(story: Story) -> None:
