@@ -384,6 +384,11 @@ class Links:
             if opened.is_upstream:
                 self._handle(opened)
 
+        def hear(link: ActivationLink, event: Event) -> None:
+            self._handle(Received(link.number, event))
+            if link.link.awaits_place:  # the data are not needed
+                link.link.place(None)
+
         def on_routed() -> None:
             # A channel takes seconds to open, or to fail. Until then the downstream node gives the link no credits, so
             # that microbatches take other links.
@@ -391,14 +396,9 @@ class Links:
                 self._handle(opened)
 
         try:
-            await link.run(self._hear, on_routed)
+            await link.run(hear, on_routed)
         finally:
             self.by_number.pop(link.number, None)
             self._bytes_sent += link.bytes_sent
             self._bytes_received += link.bytes_received
             self._handle(LinkClosed(link.number))
-
-    def _hear(self, link: ActivationLink, event: Event) -> None:
-        self._handle(Received(link.number, event))
-        if link.link.awaits_place:  # the data are not needed
-            link.link.place(None)

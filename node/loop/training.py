@@ -263,6 +263,7 @@ class Training:
             self.handle(machine.RestChanged(self._rest.words))
 
     async def _watch_traffic(self) -> None:
+        """Tell the loop when there is no traffic for an exchange, or again."""
         is_saving = False
         while True:
             if is_saving == self._parts.shaping.may_spend(self._exchange_bytes):

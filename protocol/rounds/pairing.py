@@ -307,7 +307,11 @@ class Pairing:
 
     def _seek(self, now: float) -> None:
         """Plan the next proposal; if no peer is left to ask and the node is ready, go on alone."""
-        ask_at = self._next_ask_at(now)
+        current, to_ask, ask_at = self._current, self._order.to_ask, math.inf
+        if to_ask and not self._is_saving and current.num_proposals < MAX_PROPOSALS:
+            has_unasked = not to_ask <= current.ask_at.keys() or bool(self._to_ask_again(now))
+            next_at = current.propose_at if has_unasked else min(current.ask_at[peer] for peer in to_ask)
+            ask_at = max(current.propose_at, next_at)
         if ask_at < self.wait_ends_at:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
             return
@@ -316,15 +320,6 @@ class Pairing:
             kind = "peer" if self._order.seeks_far else "near peer"
             reason = f"no {kind} is {'free' if self._order.to_ask else 'live'}"
             self._go_alone("this node saves its traffic" if self._is_saving else reason)
-
-    def _next_ask_at(self, now: float) -> float:
-        to_ask = self._order.to_ask
-        if self._is_saving or not to_ask or self._current.num_proposals >= MAX_PROPOSALS:
-            return math.inf
-        current = self._current
-        has_unasked = not to_ask <= current.ask_at.keys() or bool(self._to_ask_again(now))
-        next_at = current.propose_at if has_unasked else min(current.ask_at[peer] for peer in to_ask)
-        return max(current.propose_at, next_at)
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}

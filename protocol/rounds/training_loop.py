@@ -231,18 +231,13 @@ class TrainingLoop:
             self._watch(now)
         if self._is_from_start(life) and self.config.validate_every:
             self._validate(life)
-        first_round = self._first_round(prepared.round)
+        # The first round is the others' if it is later than the weights' and near it: one further away is only claimed
+        # by others, and must not move this node. Where the model is cut the others' round always counts, because a
+        # stage that was lost begins again in the middle of the run.
+        is_near = self._is_cut or self._others_round - prepared.round <= MAX_LEAP
+        first_round = max(prepared.round, self._others_round) if is_near else prepared.round
         life.lag = _Lag(self._others_round - first_round)
         self._start_round(life, first_round, now)
-
-    def _first_round(self, prepared: int) -> int:
-        """Return the first round: the others' if it is later than the weights' round and near it, else the weights'.
-
-        A round further away is only claimed by others, and must not move this node. Where the model is cut the others'
-        round always counts, because a stage that was lost begins again in the middle of the run.
-        """
-        is_near = self._others_round - prepared <= MAX_LEAP
-        return max(prepared, self._others_round) if self._is_cut or is_near else prepared
 
     def _end_life(self, ended: TrainerEnded, now: float) -> None:
         """Handle the end of the trainer process: start another one now or later, or end."""
