@@ -45,10 +45,6 @@ RETRY_SECONDS: Final = 5.0
 Show = Callable[[str, FetchProgress], None]
 
 
-class PullError(FarandoleError):
-    """The run's members do not give what is asked for; the message says which stage, and what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A checkpoint that a peer holds."""
@@ -102,7 +98,7 @@ class Pull:
     async def run(self) -> bytes:
         """Fetch and write everything; return the checkpoint's id. Downloads resume after an interruption.
 
-        Raises `PullError` or `ConsolidatedError`.
+        Raises `FarandoleError`.
         """
         try:
             self.parts.mkdir(parents=True, exist_ok=True)
@@ -133,7 +129,7 @@ class Pull:
         )
 
     async def fetch_stage(self, stage: int) -> list[Path]:
-        """Download one stage's checkpoints into `parts`; return their files. Raises `PullError`."""
+        """Download one stage's checkpoints into `parts`; return their files. Raises `FarandoleError`."""
         problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -147,7 +143,7 @@ class Pull:
                 return [await self._fetch(each) for each in found]
             except PeerUnreachableError as error:
                 problem = str(error)
-        raise PullError(
+        raise FarandoleError(
             f"{self._name(stage)}: no member gives its checkpoint ({problem or 'none is live'}). Try again when a node "
             "that holds it is there; `farandole checkpoint list` shows who has what"
         )

@@ -48,10 +48,6 @@ _TOKENIZER_NAME: Final = "tokenizer.json"
 _PULL: Final = "farandole checkpoint pull --to model"
 
 
-class NoWeightsError(FarandoleError):
-    """There are no weights of a whole model here; the message says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """The weights of a whole model; `read` works while they are open."""
@@ -98,7 +94,7 @@ def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelW
     """Open the newest weights of the node's data directory, or those of a folder, while the block runs.
 
     ``folder``: what `checkpoint pull`, `import` or `export` wrote, or a Hugging Face model like it. Raises
-    `NoWeightsError`, `ConsolidatedError`, or `ManifestError`.
+    `FarandoleError`, whose message says what to do.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -108,7 +104,7 @@ def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelW
         elif (folder / _CONFIG_NAME).exists():
             yield _of_hf(settings, folder, stack)
         else:
-            raise NoWeightsError(
+            raise FarandoleError(
                 f"{folder} holds no model: name a folder that `farandole checkpoint pull` or `export` has written"
             )
 
@@ -124,7 +120,7 @@ def _of_consolidated(settings: NodeSettings, path: Path, stack: contextlib.ExitS
 def _of_hf(settings: NodeSettings, folder: Path, stack: contextlib.ExitStack) -> ModelWeights:
     tokenizer = settings.tokenizer or folder / _TOKENIZER_NAME
     if not tokenizer.exists():
-        raise NoWeightsError(f"{folder} has no {_TOKENIZER_NAME}: name the model's tokenizer file with --tokenizer")
+        raise FarandoleError(f"{folder} has no {_TOKENIZER_NAME}: name the model's tokenizer file with --tokenizer")
     described = {
         "name": "a Hugging Face model",
         "model": {"hf": str(folder.absolute())},
@@ -137,13 +133,13 @@ def _of_hf(settings: NodeSettings, folder: Path, stack: contextlib.ExitStack) ->
 def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeights:
     raw = read_fact(settings.store, MANIFEST_FACT)
     if raw is None:
-        raise NoWeightsError(
+        raise FarandoleError(
             f"{settings.home} knows no run: join one (`farandole join INVITE`), name another data directory with "
             f"--home, or name a folder with a model (`{_PULL} INVITE` makes the folder `model`)"
         )
     manifest, signed = decode_manifest(raw)
     if manifest.model.num_stages > 1:
-        raise NoWeightsError(_stages_held(settings, manifest.model.num_stages))
+        raise FarandoleError(_stages_held(settings, manifest.model.num_stages))
     problem = ""
     for _ in range(ATTEMPTS):
         for path in CheckpointFolder(settings.checkpoints, 0).files():
@@ -152,8 +148,8 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
             except ConsolidatedError as error:
                 problem = str(error)
     if problem:
-        raise NoWeightsError(f"no checkpoint in {settings.checkpoints} can be read: {problem}")
-    raise NoWeightsError(
+        raise FarandoleError(f"no checkpoint in {settings.checkpoints} can be read: {problem}")
+    raise FarandoleError(
         f"there is no checkpoint in {settings.checkpoints} yet: a node writes its first one some time after it has "
         f"begun to train ({settings.checkpoint_seconds:g} s by its settings). Try again then; `farandole status` shows "
         "what the node does"
@@ -191,23 +187,19 @@ def _slow(file: TensorFile) -> Callable[[str], Floats]:
     return lambda name: file.read(f"{SLOW}/{name}")
 
 
-class UnusableModelError(FarandoleError):
-    """The model cannot be used here; the message says why, and what to do."""
-
-
 @contextlib.contextmanager
 def _errors_for_people() -> Iterator[None]:
-    """Raise training's errors as `UnusableModelError`."""
+    """Raise training's errors as `FarandoleError`."""
     try:
         yield
     except TrainingError as error:
-        raise UnusableModelError(str(error)) from error
+        raise FarandoleError(str(error)) from error
 
 
 def _require_known(model: ModelConfig, allowed: Collection[str]) -> None:
-    """Raise `UnusableModelError` or `TrainingError` unless this node can and may make such a model."""
+    """Raise `FarandoleError` or `TrainingError` unless this node can and may make such a model."""
     if model.external is not None:
-        raise UnusableModelError(
+        raise FarandoleError(
             "this run's members train in loops of their own, and only these know how the model computes. Its weights "
             "are in checkpoint.safetensors of a folder that `farandole checkpoint pull` writes, by the names slow/..."
         )
@@ -216,12 +208,12 @@ def _require_known(model: ModelConfig, allowed: Collection[str]) -> None:
 
 
 def _require_room(model: ModelConfig, positions: int) -> None:
-    """Raise `UnusableModelError` if the weights and the logits of so many tokens do not fit into the memory now."""
+    """Raise `FarandoleError` if the weights and the logits of so many tokens do not fit into the memory now."""
     num_parameters = sum(math.prod(shape) for shape in shapes_of(model).values())
     needed = FP32_BYTES * (num_parameters + positions * model.vocabulary) + TRAINER_BYTES
     available = available_bytes()
     if available is not None and available < needed:
-        raise UnusableModelError(
+        raise FarandoleError(
             f"the model's {num_parameters:,} parameters, and its logits, take {size(needed)} of memory here, with "
             f"PyTorch, and {size(available)} are free: stop other programs, or use a machine with more"
         )
@@ -244,7 +236,7 @@ class Sample:
     def pieces(self) -> Iterator[str]:
         """Yield the text that follows the prompt, as its tokens come; a terminal may be given it.
 
-        Raises `UnusableModelError`.
+        Raises `FarandoleError`.
         """
         text = TextStream(self.tokenizer, self.start)
         with _errors_for_people():
@@ -263,7 +255,7 @@ def prepare_sample(
     """Load the newest weights (see `open_weights`), for a text of at most ``num_tokens`` tokens after the prompt.
 
     Torch is imported only when the weights are known to be there, to fit into the memory, and to be of a model that may
-    be made here. Raises `UnusableModelError`, and what `open_weights` raises.
+    be made here. Raises `FarandoleError`.
     """
     with open_weights(settings, folder) as weights, _errors_for_people():
         manifest, allowed = weights.manifest, tuple(settings.allow_model)

@@ -6,9 +6,9 @@ knowledge of farandole, and a remedy that can be typed or done.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, takewhile
 from typing import Final, Literal
 
 import trio
@@ -49,6 +49,9 @@ _REFUSALS: Final = (
 _SLOW_LINE: Final = (
     "the line may be too slow for this run, or lose too much: `farandole doctor INVITE` says what the run needs"
 )
+_START: Final = (
+    "start a node on a machine that has them: `farandole join MANIFEST --start FOLDER`; the others fetch them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,119 +68,86 @@ class Headline:
 
 def headline(status: NodeStatus, now: float) -> Headline:
     """Return the first line of a status; ``now`` is Unix time."""
-    rules = (_at_rest, _trainer_died, _wrong_clock, _split, _outside, _isolated, _failing, _preparing, _alone, _well)
-    return next(found for rule in rules if (found := rule(status, now)) is not None)
+    return next(chain(_own_troubles(status), _troubles_with_others(status, now), _well(status, now)))
 
 
-def _at_rest(status: NodeStatus, now: float) -> Headline | None:
-    match status.phase:
-        case "failed":
-            text = f"not training: {status.phase_detail or 'the trainer failed'}"
-            return Headline("trouble", text, "see `farandole doctor` and the log")
-        case "leaving":
-            return Headline("busy", "leaving the run")
-        case "paused":
-            return Headline("busy", f"not training: {status.phase_detail}")
-    return None
+def _own_troubles(status: NodeStatus) -> Iterator[Headline]:
+    if status.phase == "failed":
+        text = f"not training: {status.phase_detail or 'the trainer failed'}"
+        yield Headline("trouble", text, "see `farandole doctor` and the log")
+    if status.phase == "leaving":
+        yield Headline("busy", "leaving the run")
+    if status.phase == "paused":
+        yield Headline("busy", f"not training: {status.phase_detail}")
+    if status.phase == "preparing" and status.is_trainer_dead:
+        times = "once" if status.trainer_restarts == 1 else f"{status.trainer_restarts} times"
+        remedy = status.warnings[-1] if status.warnings else "its last words are in the log, whose end says where it is"
+        yield Headline("trouble", f"the trainer died ({times} so far) and is started again: nothing to do yet", remedy)
+    if status.clock is not None and status.clock.is_harmful:
+        yield Headline("trouble", *clock_words(status.clock))
 
 
-def _trainer_died(status: NodeStatus, now: float) -> Headline | None:
-    if status.phase != "preparing" or not status.is_trainer_dead:
-        return None
-    times = "once" if status.trainer_restarts == 1 else f"{status.trainer_restarts} times"
-    remedy = "its last words are in the log, whose end says where it is" if not status.warnings else status.warnings[-1]
-    return Headline("trouble", f"the trainer died ({times} so far) and is started again: nothing to do yet", remedy)
+def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
+    is_alone = status.run.members_live <= 1 and status.phase not in ("finished", "relaying")
+    if status.release_conflict and is_alone:
+        text, remedy = release_words(status.release_conflict, status.version)
+        part = "training alone" if status.is_member else "not in the run yet"
+        yield Headline("trouble", f"{part}: {text}", remedy)
+    if not status.is_member and status.phase != "relaying":
+        since = now - status.started_at
+        waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
+        if since < USUAL_SECONDS:
+            yield Headline("busy", waiting)
+        remedy = (
+            "ask any member for a new invite (`farandole run invite`); check that this machine is online and that its "
+            "firewall lets it out; `farandole doctor INVITE` finds out why"
+        )
+        yield Headline("trouble", waiting, remedy, since)
+    if status.isolation:
+        text = f"cut off from all other members: {status.isolation}"
+        goes_on = "" if status.phase == "relaying" else ". Training goes on meanwhile"
+        yield Headline("trouble", text, f"check this machine's internet; `farandole doctor` says more{goes_on}")
+    yield from _failures(status)
+    if status.phase in ("starting", "joining", "fetching weights", "preparing"):
+        waiting = f"in the run, not training yet: {status.phase_detail or status.phase}"
+        since = now - status.phase_since
+        if status.phase_detail == NO_START and since >= USUAL_SECONDS:
+            yield Headline("trouble", waiting, _START, since)
+        yield Headline("busy", waiting)
+    if is_alone:
+        known = f"; {status.run.members_gone} others were here" if status.run.members_gone else ""
+        text = f"training alone: there is no other live member in this run{known}"
+        yield Headline("trouble", text, "`farandole run invite` prints an invite for others")
 
 
-def _wrong_clock(status: NodeStatus, now: float) -> Headline | None:
-    if status.clock is None or not status.clock.is_harmful:
-        return None
-    return Headline("trouble", *clock_words(status.clock))
-
-
-def _outside(status: NodeStatus, now: float) -> Headline | None:
-    if status.is_member or status.phase == "relaying":
-        return None
-    since = now - status.started_at
-    waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
-    if since < USUAL_SECONDS:
-        return Headline("busy", waiting)
-    remedy = (
-        "ask any member for a new invite (`farandole run invite`); check that this machine is online and that its "
-        "firewall lets it out; `farandole doctor INVITE` finds out why"
-    )
-    return Headline("trouble", waiting, remedy, since)
-
-
-def _isolated(status: NodeStatus, now: float) -> Headline | None:
-    if not status.isolation:
-        return None
-    goes_on = "" if status.phase == "relaying" else ". Training goes on meanwhile"
-    return Headline(
-        "trouble",
-        f"cut off from all other members: {status.isolation}",
-        f"check this machine's internet; `farandole doctor` says more{goes_on}",
-    )
-
-
-def _failing(status: NodeStatus, now: float) -> Headline | None:
+def _failures(status: NodeStatus) -> Iterator[Headline]:
     tried = [exchange for exchange in status.recent_exchanges if exchange.partner]
-    num_failed = len(list(itertools.takewhile(lambda exchange: exchange.verdict != "committed", reversed(tried))))
+    num_failed = len(list(takewhile(lambda exchange: exchange.verdict != "committed", reversed(tried))))
     if num_failed < FAILURES_IN_A_ROW:
-        return None
+        return
     last = tried[-FAILURES_IN_A_ROW:]
     for prefixes, text, remedy in _REFUSALS:
         if all(exchange.verdict.startswith(prefixes) for exchange in last):
             reason = last[-1].verdict.removeprefix("failed:").rpartition("refused:")[2].strip()
-            return Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
+            yield Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
     reason = last[-1].verdict.removeprefix("failed:").strip()
-    return Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
+    yield Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
 
 
-def _preparing(status: NodeStatus, now: float) -> Headline | None:
-    if status.phase not in ("starting", "joining", "fetching weights", "preparing"):
-        return None
-    waiting = f"in the run, not training yet: {status.phase_detail or status.phase}"
-    since = now - status.phase_since
-    if status.phase_detail != NO_START or since < USUAL_SECONDS:
-        return Headline("busy", waiting)
-    remedy = "start a node on a machine that has them: `farandole join MANIFEST --start FOLDER`; the others fetch them"
-    return Headline("trouble", waiting, remedy, since)
-
-
-def _split(status: NodeStatus, now: float) -> Headline | None:
-    if not status.release_conflict or status.run.members_live > 1 or status.phase in ("finished", "relaying"):
-        return None
-    text, remedy = release_words(status.release_conflict, status.version)
-    part = "training alone" if status.is_member else "not in the run yet"
-    return Headline("trouble", f"{part}: {text}", remedy)
-
-
-def _alone(status: NodeStatus, now: float) -> Headline | None:
-    if status.run.members_live > 1 or status.phase in ("finished", "relaying"):
-        return None
-    known = f"; {status.run.members_gone} others were here" if status.run.members_gone else ""
-    return Headline(
-        "trouble",
-        f"training alone: there is no other live member in this run{known}",
-        "`farandole run invite` prints an invite for others",
-    )
-
-
-def _well(status: NodeStatus, now: float) -> Headline:
+def _well(status: NodeStatus, now: float) -> Iterator[Headline]:
     if status.phase == "relaying":
-        return Headline("well", f"relaying: {status.connected_peers} peers are connected")
+        yield Headline("well", f"relaying: {status.connected_peers} peers are connected")
     others = status.run.members_live - 1
     company = f"with {others} other{'s' if others != 1 else ''}"
     if status.phase == "finished":
-        return Headline("well", f"all rounds are done; here {company} for those who still train")
+        yield Headline("well", f"all rounds are done; here {company} for those who still train")
     text = f"training {company}, round {status.round}, {count(status.tokens_per_second)} tokens/s"
     if status.loss is not None:
         text += f", loss {loss(status.loss)}"
     last = next((exchange for exchange in reversed(status.recent_exchanges) if exchange.verdict == "committed"), None)
     if last is not None:
         text += f"; averaged {duration(now - last.ended_at)} ago with {last.partner[-8:]}"
-    return Headline("well", text)
+    yield Headline("well", text)
 
 
 # Events that follow from looking at a node: changes of its connections, and remedies for what lasts.

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.inspect import pull as pulling
-from farandole.node.inspect.pull import Pull, PullError
+from farandole.node.inspect.pull import Pull
 from farandole.node.transfers.donor import Conditions
 from farandole.node.transfers.fetch import Fetched
 from farandole.node.transfers.partial_file import partial_path
@@ -25,6 +25,7 @@ from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.epochs.lease_claims import EpochProgress
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
 from farandole.protocol.state.entries import CheckpointNotice
+from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import public_bytes
 
 from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
@@ -136,7 +137,7 @@ async def test_the_optimizers_means_are_taken_from_a_member_that_has_them(
 
     alone = dataclasses.replace(pull_to(tmp_path / "alone", decoded(SIGNED), members=(ANN,)), with_optimizer=True)
     alone.parts.mkdir()
-    with pytest.raises(PullError, match="has no mean, square, as it trains in a loop of its own"):
+    with pytest.raises(FarandoleError, match="has no mean, square, as it trains in a loop of its own"):
         await alone.fetch_stage(0)
 
 
