@@ -7,7 +7,7 @@ screen has two narrow columns, so a row also has the lines that are shown there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Final, Literal
 
@@ -51,32 +51,16 @@ class Row(msgspec.Struct, frozen=True):
 
 def status_rows(status: NodeStatus, now: float) -> list[Row]:
     """Return the rows of a node's status; ``now``: Unix seconds by the node's clock."""
-    waits = status.waits_for
-    rows = [
-        Row("node", status.peer_id),
-        Row("up", f"{duration(now - status.started_at)} on {status.device or 'no device yet'}"),
-        _doing(status, now),
-        Row("waits for", waits or "nothing", "warning" if waits else "", f"waits for {waits}" if waits else ""),
-        Row("isolated", status.isolation, "warning"),
-        Row("notice", status.notice, "warning", status.notice),
-        _progress(status),
-        _data(status),
-        _loss(status),
-        _stage(status),
-        _microbatches(status),
-        _exchanges(status),
-        _last_exchange(status, now),
-        _audits(status),
+    rows = (
+        *_of_node(status, now),
+        *_of_training(status),
+        *_of_exchanges(status, now),
         run_row(status.run),
-        _releases(status),
-        _links(status),
-        _reached(status),
-        _traffic(status),
-        _budget(status),
-        _resources(status),
+        *_of_links(status),
+        *_of_machine(status),
         *(Row("warning", warning, "warning") for warning in status.warnings[-MAX_WARNINGS_SHOWN:]),
-    ]
-    return [row for row in rows if row is not None and row.value]
+    )
+    return [row for row in rows if row.value]
 
 
 def _joined(separator: str, *parts: str) -> str:
@@ -84,13 +68,19 @@ def _joined(separator: str, *parts: str) -> str:
     return separator.join(part for part in parts if part)
 
 
-def _doing(status: NodeStatus, now: float) -> Row:
-    phase = f"{status.phase} for {duration(now - status.phase_since)}"
-    brief = f"{phase}, up {duration(now - status.started_at)}"
-    return Row("doing", _joined(": ", phase, status.phase_detail), _PHASES.get(status.phase, "busy"), brief)
+def _of_node(status: NodeStatus, now: float) -> Iterator[Row]:
+    yield Row("node", status.peer_id)
+    up = duration(now - status.started_at)
+    yield Row("up", f"{up} on {status.device or 'no device yet'}")
+    phase, waits = f"{status.phase} for {duration(now - status.phase_since)}", status.waits_for
+    emphasis = _PHASES.get(status.phase, "busy")
+    yield Row("doing", _joined(": ", phase, status.phase_detail), emphasis, f"{phase}, up {up}")
+    yield Row("waits for", waits or "nothing", "warning" if waits else "", f"waits for {waits}" if waits else "")
+    yield Row("isolated", status.isolation, "warning")
+    yield Row("notice", status.notice, "warning", status.notice)
 
 
-def _progress(status: NodeStatus) -> Row:
+def _of_training(status: NodeStatus) -> Iterator[Row]:
     share = status.utilisation if status.recent_utilisation is None else status.recent_utilisation
     busy = "" if share is None else f"{share:.0%} of the time in inner steps"
     speed = count(status.tokens_per_second)
@@ -103,18 +93,30 @@ def _progress(status: NodeStatus) -> Row:
         f"outer step {more_steps(status.late_steps)}" if status.late_steps else "",
         f"{status.microbatch} sequences at a time" if status.microbatch else "",
     )
-    return Row("progress", value, brief=_joined("\n", f"{speed} tokens/s on {status.device or 'no device yet'}", busy))
-
-
-def _data(status: NodeStatus) -> Row | None:
-    if (data := status.data) is None:
-        return None
-    epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
-    others = f"{data.others_texts} nodes train on another text" if data.others_texts else ""
-    is_much = data.doubted > MUCH_DOUBTED * data.slices
-    doubted = f"{data.doubted:,} more are said to be done, and not believed yet" if is_much else ""
-    value = _joined("; ", epoch, f"{data.leased:,} of {data.slices:,} slices are this node's now", doubted, others)
-    return Row("data", value, "warning" if others else "", epoch)
+    brief = _joined("\n", f"{speed} tokens/s on {status.device or 'no device yet'}", busy)
+    yield Row("progress", value, brief=brief)
+    if (data := status.data) is not None:
+        epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
+        others = f"{data.others_texts} nodes train on another text" if data.others_texts else ""
+        is_much = data.doubted > MUCH_DOUBTED * data.slices
+        doubted = f"{data.doubted:,} more are said to be done, and not believed yet" if is_much else ""
+        leased = f"{data.leased:,} of {data.slices:,} slices are this node's now"
+        yield Row("data", _joined("; ", epoch, leased, doubted, others), "warning" if others else "", epoch)
+    yield _loss(status)
+    providers = status.run.providers
+    if len(providers) > 1:
+        live = ", ".join(map(str, providers))
+        value = f"{status.stage} of {len(providers)} (0 to {len(providers) - 1}); live in each: {live}"
+        empty = ", ".join(str(stage) for stage, number in enumerate(providers) if number == 0)
+        value += f"; nobody holds {empty}" if empty else ""
+        yield Row("stage", value, "warning" if empty else "", f"live in each stage: {live}")
+    if (pipeline := status.pipeline) is not None:
+        lost = f"{pipeline.dropped} dropped"
+        if pipeline.reasons:
+            reason, number = max(pipeline.reasons.items(), key=lambda item: item[1])
+            lost += f" ({number} of them: {reason})"
+        done = f"{pipeline.kept:,} kept, {pipeline.in_flight} in flight, {lost}, {pipeline.rerouted} sent another way"
+        yield Row("microbatches", f"{done}; {_moved(pipeline)}")
 
 
 def _loss(status: NodeStatus) -> Row:
@@ -134,57 +136,29 @@ def _loss(status: NodeStatus) -> Row:
     return Row("loss", value, "strong", brief)
 
 
-def _stage(status: NodeStatus) -> Row | None:
-    providers = status.run.providers
-    if len(providers) < 2:
-        return None
-    live = ", ".join(map(str, providers))
-    value = f"{status.stage} of {len(providers)} (0 to {len(providers) - 1}); live in each: {live}"
-    empty = ", ".join(str(stage) for stage, number in enumerate(providers) if number == 0)
-    value += f"; nobody holds {empty}" if empty else ""
-    return Row("stage", value, "warning" if empty else "", f"live in each stage: {live}")
-
-
-def _microbatches(status: NodeStatus) -> Row | None:
-    if (pipeline := status.pipeline) is None:
-        return None
-    lost = f"{pipeline.dropped} dropped"
-    if pipeline.reasons:
-        reason, number = max(pipeline.reasons.items(), key=lambda item: item[1])
-        lost += f" ({number} of them: {reason})"
-    done = f"{pipeline.kept:,} kept, {pipeline.in_flight} in flight, {lost}, {pipeline.rerouted} sent another way"
-    return Row("microbatches", f"{done}; {_moved(pipeline)}")
-
-
-def _exchanges(status: NodeStatus) -> Row:
+def _of_exchanges(status: NodeStatus, now: float) -> Iterator[Row]:
     paths = ", ".join(f"{number} {_PATHS[path]}" for path, number in status.paths.items() if path in _PATHS)
     committed = f"{status.exchanges_ok} committed with {len(status.partners)} partners{f' ({paths})' if paths else ''}"
     ends = f"{committed}, {status.exchanges_alone} alone, {status.exchanges_failed} failed"
-    return Row("exchanges", f"{ends}; {_moved(status)}")
+    yield Row("exchanges", f"{ends}; {_moved(status)}")
+    if (exchange := status.last_exchange) is None:
+        yield Row("last exchange", "none yet", "faint")
+    else:
+        partner = took = ""
+        if exchange.partner:
+            partner = f" with {exchange.partner[-8:]}"
+            took = _joined(" ", f"{_moved(exchange)} in {duration(exchange.seconds)}", _PATHS.get(exchange.path, ""))
+        end = _joined(", ", exchange.verdict, took, f"{duration(now - exchange.ended_at)} ago")
+        emphasis: Emphasis = "good" if exchange.verdict == "committed" else "warning"
+        yield Row("last exchange", f"round {exchange.round}{partner}: {end}", emphasis)
+    if (audits := status.audits) is not None:
+        done = f"{audits.others} rounds of others and {audits.own} of its own replayed as they were committed to"
+        avoided = ", ".join(f"{peer[-8:]} ({reason})" for peer, reason in audits.avoided.items())
+        yield Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
 
 
 def _moved(counted: NodeStatus | PipelineStatus | ExchangeStatus) -> str:
     return f"{size(counted.bytes_sent)} sent, {size(counted.bytes_received)} received"
-
-
-def _last_exchange(status: NodeStatus, now: float) -> Row:
-    if (exchange := status.last_exchange) is None:
-        return Row("last exchange", "none yet", "faint")
-    partner = took = ""
-    if exchange.partner:
-        partner = f" with {exchange.partner[-8:]}"
-        took = _joined(" ", f"{_moved(exchange)} in {duration(exchange.seconds)}", _PATHS.get(exchange.path, ""))
-    end = _joined(", ", exchange.verdict, took, f"{duration(now - exchange.ended_at)} ago")
-    emphasis: Emphasis = "good" if exchange.verdict == "committed" else "warning"
-    return Row("last exchange", f"round {exchange.round}{partner}: {end}", emphasis)
-
-
-def _audits(status: NodeStatus) -> Row | None:
-    if (audits := status.audits) is None:
-        return None
-    done = f"{audits.others} rounds of others and {audits.own} of its own replayed as they were committed to"
-    avoided = ", ".join(f"{peer[-8:]} ({reason})" for peer, reason in audits.avoided.items())
-    return Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
 
 
 def run_row(run: RunStatus) -> Row:
@@ -197,23 +171,22 @@ def run_row(run: RunStatus) -> Row:
     return Row("the run", f"{company}; {tokens} tokens at {speed}/s; {losses}", brief=brief)
 
 
-def _releases(status: NodeStatus) -> Row | None:
-    """Return the row about releases other than this node's."""
+def _of_links(status: NodeStatus) -> Iterator[Row]:
+    others = {name: number for name, number in status.run.versions.items() if name != status.version}
     if status.release_conflict:
         words = ": ".join(release_words(status.release_conflict, status.version))
-        return Row("releases", words, "trouble", words)
-    others = {name: number for name, number in status.run.versions.items() if name != status.version}
-    if not others:
-        return None
-    number = sum(others.values())
-    members = "1 member runs" if number == 1 else f"{number} members run"
-    return Row("releases", f"{members} {releases([*others], status.version)}; this node {status.version}")
-
-
-def _links(status: NodeStatus) -> Row:
+        yield Row("releases", words, "trouble", words)
+    elif others:
+        number = sum(others.values())
+        members = "1 member runs" if number == 1 else f"{number} members run"
+        yield Row("releases", f"{members} {releases([*others], status.version)}; this node {status.version}")
     kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-    return Row("links", f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else ""))
+    yield Row("links", f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else ""))
+    yield _reached(status)
+    sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
+    received = _flow(status.bytes_received_per_second, status.download_mbit)
+    yield Row("traffic", f"sends {sent}; receives {received}")
 
 
 def _reached(status: NodeStatus) -> Row:
@@ -229,33 +202,23 @@ def _reached(status: NodeStatus) -> Row:
     return Row("reached", _joined("; ", way, _joined(": ", relays, names), relayed), brief=brief)
 
 
-def _traffic(status: NodeStatus) -> Row:
-    sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
-    received = _flow(status.bytes_received_per_second, status.download_mbit)
-    return Row("traffic", f"sends {sent}; receives {received}")
-
-
 def _flow(bytes_per_second: float, cap_mbit: float) -> str:
     return f"{bytes_per_second / BYTES_PER_MBIT:.2f} Mbit/s ({f'at most {cap_mbit:g}' if cap_mbit else 'no cap'})"
 
 
-def _budget(status: NodeStatus) -> Row | None:
-    if (traffic := status.traffic) is None:
-        return None
-    until = f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
-    return Row("this month", f"{size(traffic.used)} of {size(traffic.limit)} moved{until if traffic.is_saved else ''}")
-
-
-def _resources(status: NodeStatus) -> Row | None:
-    if (taken := status.resources) is None:
-        return None
-    trainer = "" if taken.trainer_memory is None else f", its trainer {size(taken.trainer_memory)}"
-    memory, gpu = f"{size(taken.memory)} of memory{trainer}", ""
-    if taken.device_memory is not None:
-        of_all = "" if taken.device_memory_total is None else f" of {size(taken.device_memory_total)}"
-        gpu = f"GPU memory {size(taken.device_memory)}{of_all}"
-    value = f"{memory}; {taken.descriptors} descriptors, {taken.tasks} tasks"
-    return Row("takes", value, brief=_joined("\n", memory, gpu))
+def _of_machine(status: NodeStatus) -> Iterator[Row]:
+    if (traffic := status.traffic) is not None:
+        until = f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
+        moved = f"{size(traffic.used)} of {size(traffic.limit)} moved{until if traffic.is_saved else ''}"
+        yield Row("this month", moved)
+    if (taken := status.resources) is not None:
+        trainer = "" if taken.trainer_memory is None else f", its trainer {size(taken.trainer_memory)}"
+        memory, gpu = f"{size(taken.memory)} of memory{trainer}", ""
+        if taken.device_memory is not None:
+            of_all = "" if taken.device_memory_total is None else f" of {size(taken.device_memory_total)}"
+            gpu = f"GPU memory {size(taken.device_memory)}{of_all}"
+        value = f"{memory}; {taken.descriptors} descriptors, {taken.tasks} tasks"
+        yield Row("takes", value, brief=_joined("\n", memory, gpu))
 
 
 def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
