@@ -4,7 +4,7 @@ It serves the DHT for one run or several, introduces newcomers to members, and r
 as peers have found that they can dial it. It is a member of no run: it needs neither manifest nor run state, so it
 costs a small machine little and cannot mislead a peer about a run. torch is never imported.
 
-    store -> host -> connectivity (reachability, relay) -> desk (control socket, page) -> finding members
+    store -> host -> connectivity (reachability, relay) -> control socket, page -> finding members
 """
 
 from __future__ import annotations
