@@ -120,7 +120,9 @@ async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: 
 
     ``own``: addresses of the relay itself, which the visitor dials first: it knows members.
     """
-    visitor = _visitor_settings(settings, invite, own)
+    addresses = list(dict.fromkeys([*own, *invite.addresses]))[:MAX_ADDRESSES]
+    named = encode_invite(Invite(invite.run_id, tuple(addresses), invite.admission, invite.network_key))
+    visitor = replace(settings, invite=named, listen=DEFAULT_LISTEN, port=0, bootstrap=[], mdns=False)
     waits, told = pauses(FIRST_PAUSE, MAX_PAUSE, random.Random()), ""
     while True:
         try:
@@ -146,10 +148,3 @@ async def _write_often(visit: Visit, page: PublicPage, journal: Journal) -> None
                 journal.warn(f"the page could not be written, still trying: {error}")
             has_failed = True
         await trio.sleep(WRITE_INTERVAL)
-
-
-def _visitor_settings(settings: NodeSettings, invite: Invite, own: list[str]) -> NodeSettings:
-    """Return the settings of a visitor that dials the relay first, and listens at a port of its own."""
-    addresses = list(dict.fromkeys([*own, *invite.addresses]))[:MAX_ADDRESSES]
-    named = Invite(invite.run_id, tuple(addresses), invite.admission, invite.network_key)
-    return replace(settings, invite=encode_invite(named), listen=DEFAULT_LISTEN, port=0, bootstrap=[], mdns=False)

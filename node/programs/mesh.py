@@ -88,15 +88,12 @@ class OfferedFile:
                 if question == INDEX_QUESTION:
                     stream.send(encode(self._index), IDLE_SECONDS)
                     continue
-                number = _block_number(question, self._index)
+                if len(question) != BLOCK_NUMBER.size or (number := int(BLOCK_NUMBER.unpack(question)[0])) >= len(
+                    self._index.hashes
+                ):
+                    raise MeshError("this is no number of a block")
                 file.seek(number * BLOCK_BYTES)
                 stream.send(file.read(self._index.block_bytes(number)), IDLE_SECONDS)
-
-
-def _block_number(question: bytes, index: FileIndex) -> int:
-    if len(question) != BLOCK_NUMBER.size or (number := BLOCK_NUMBER.unpack(question)[0]) >= len(index.hashes):
-        raise MeshError("this is no number of a block")
-    return int(number)
 
 
 def fetch(
@@ -129,7 +126,7 @@ def _fetch(file_id: str, part: Path, stream: MeshStream, progress: Progress, tim
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
     with open(descriptor, "r+b") as file:
         missing = deque(
-            number for number in range(len(index.hashes)) if not _is_block(file.read(BLOCK_BYTES), index, number)
+            number for number in range(len(index.hashes)) if not index.is_block(number, file.read(BLOCK_BYTES))
         )
         file.truncate(index.size)
         requested: deque[int] = deque()
@@ -149,10 +146,6 @@ def _fetch(file_id: str, part: Path, stream: MeshStream, progress: Progress, tim
             progress(done, index.size)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _is_block(data: bytes, index: FileIndex, number: int) -> bool:
-    return len(data) == index.block_bytes(number) and index.is_block(number, data)
 
 
 def _answer(stream: MeshStream, timeout: float) -> bytes:

@@ -207,20 +207,17 @@ class Journal:
         self.exchanges.add(exchange)
         if not ended.committed:
             self._failed = [*(other for other in self._failed if other.round == ended.round), exchange]
-            self._note_failure(exchange.partner, ended.round, ended.reason)
+            name = exchange.partner[-8:]
+            if ended.reason.startswith(REFUSED_THERE):
+                self.note(
+                    f"{name} refused this node's contribution: {ended.reason.removeprefix(REFUSED_THERE).strip()}"
+                )
+            elif not ended.reason.startswith(REFUSED_HERE):  # else a warning has said so already, with the reason
+                self.note(f"the exchange of round {ended.round} with {name} failed: {ended.reason}")
 
     def record_alone(self, round_index: int, reason: str) -> None:
         """Record a round whose outer step is taken without a partner."""
         self.exchanges.add(ExchangeStatus(round_index, "", f"alone: {reason}", 0, 0, 0.0, self.clock()))
-
-    def _note_failure(self, name: str, round_index: int, reason: str) -> None:
-        if reason.startswith(REFUSED_HERE):
-            return  # a warning has said so already, with the reason
-        if reason.startswith(REFUSED_THERE):
-            text = f"{name[-8:]} refused this node's contribution: {reason.removeprefix(REFUSED_THERE).strip()}"
-        else:
-            text = f"the exchange of round {round_index} with {name[-8:]} failed: {reason}"
-        self.note(text)
 
     def finish_round(self, done: Contributed, late_steps: int) -> None:
         """Print and keep the record of a round; its exchange, if there was one, is recorded already.

@@ -86,11 +86,18 @@ class Dashboard:
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
+
+        async def show_overview(request: Request) -> Response:
+            return _json(overview(self.status(), self.history, self.clock()))
+
+        async def show_members(request: Request) -> Response:
+            return _json(members_view(self.status().members, self.history))
+
         return Starlette(
             routes=[
                 *(Route(path, _file(*served)) for path, served in PAGE.items()),
-                Route("/api/overview", self._with_token(self._overview)),
-                Route("/api/members", self._with_token(self._members)),
+                Route("/api/overview", self._with_token(show_overview)),
+                Route("/api/members", self._with_token(show_members)),
                 Route("/metrics", self._metrics),
                 Route("/events", self._with_token(self._events)),
                 Route("/api/{action}", self._with_token(self._do), methods=["POST"]),
@@ -109,12 +116,6 @@ class Dashboard:
             return await answer(request)
 
         return guarded
-
-    async def _overview(self, request: Request) -> Response:
-        return _json(overview(self.status(), self.history, self.clock()))
-
-    async def _members(self, request: Request) -> Response:
-        return _json(members_view(self.status().members, self.history))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)

@@ -74,20 +74,18 @@ async def open_dashboard(
     """Serve within the block, and store the address in ``place_file``; at another port if ``port`` is not free."""
     dashboard = Dashboard(status, actions, secrets.token_urlsafe(24), clock)
     application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
-    with _listening(port) as listener, stored_place(place_file, _place(listener, dashboard.token)) as place:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(dashboard.run)
-            nursery.start_soon(
-                partial(worker_serve, sockets=Sockets([], [listener], []), shutdown_trigger=trio.sleep_forever),
-                wrap_app(application, _MAX_WSGI_BODY_BYTES, "asgi"),
-                _config(),
-            )
-            yield place
-            nursery.cancel_scope.cancel()
-
-
-def _place(listener: socket.socket, token: str) -> PageAddress:
-    return PageAddress(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", token)
+    with _listening(port) as listener:
+        address = PageAddress(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", dashboard.token)
+        with stored_place(place_file, address) as place:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(dashboard.run)
+                nursery.start_soon(
+                    partial(worker_serve, sockets=Sockets([], [listener], []), shutdown_trigger=trio.sleep_forever),
+                    wrap_app(application, _MAX_WSGI_BODY_BYTES, "asgi"),
+                    _config(),
+                )
+                yield place
+                nursery.cancel_scope.cancel()
 
 
 def _config() -> Config:

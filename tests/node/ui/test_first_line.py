@@ -11,7 +11,6 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from farandole.node.base.control import NoNodeError, call
 from farandole.node.base.exits import Exit
 from farandole.node.store.folder import index_of, saved_round
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
@@ -168,8 +167,3 @@ def turn_around(checkpoints: Path) -> None:
     }
     index_of(newest).unlink(missing_ok=True)
     save_file(tensors, newest, metadata)
-
-
-async def test_a_node_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
-    with pytest.raises(NoNodeError, match=r"no node runs in .*: start one with `farandole join INVITE`"):
-        call(tmp_path, "status")
