@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+import trio
 from torch import nn
 
+from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.negotiation import open_bulk
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.run.rules import Codec
 from farandole.training.base.parameters import flatten_, layout_of
@@ -13,7 +18,8 @@ from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean
 from farandole.training.screening.rule import share_by_tokens
 
-from ..real_nodes import TOKENS, open_nodes, swap
+from ..real_nodes import TOKENS, Node, open_nodes, swap
+from ..relayed import relayed_pair
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -52,3 +58,21 @@ def test_parameters_of_odd_shapes_and_types_come_back_in_their_places(dtype: tor
         assert parameter.dtype is torch.float32
         assert torch.equal(parameter, before[name])
         assert torch.equal(received[name], before[name])
+
+
+async def test_an_exchange_is_committed_over_a_relay() -> None:
+    async with (
+        relayed_pair() as (_, alice, bob),
+        open_bulk(alice, bytes(32)) as ones,
+        open_bulk(bob, bytes(32)) as twos,
+    ):
+        nodes = Node(alice, ones, ExchangeService(alice, ones)), Node(bob, twos, ExchangeService(bob, twos))
+        for seed, node in enumerate(nodes):
+            node.outgoing = bytearray(random.Random(seed).randbytes(BULK_FROM + 1))
+        async with trio.open_nursery() as nursery:
+            for node, partner in zip(nodes, nodes[::-1], strict=True):
+                nursery.start_soon(node.exchange, partner.host.author, bytes(16))
+        for node, partner in zip(nodes, nodes[::-1], strict=True):
+            (result,) = node.results
+            assert (result.committed, result.path) == (True, "stream")
+            assert node.incoming == partner.outgoing

@@ -7,9 +7,10 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from farandole.node.base.figures import size
 from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
-from farandole.protocol.exchange.pipe import BULK_FROM
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES
 from farandole.protocol.wire.incoming import Incoming
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
@@ -63,6 +64,46 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
     assert silence < 0.1 if fault == "cut_at" else 1 <= silence <= 1 + 2 / SILENT_CHECKS
 
 
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
+@pytest.mark.parametrize(("by_alice", "by_bob"), [(0, 0), (1_000, 700_000), (BULK_FROM, BULK_FROM)])
+async def test_a_channel_that_is_lost_in_both_directions_is_replaced(
+    pair: BulkPair, by_alice: int, by_bob: int, fault: str, clock: MockClock
+) -> None:
+    setattr(pair.way(ALICE).faults, fault, by_alice)
+    setattr(pair.way(BOB).faults, fault, by_bob)
+    await pair.meet()
+    pair.assert_committed("bulk", num_channels=2)
+    for party in (pair.alice, pair.bob):
+        assert party.result.bytes_received < BULK_FROM + 1_000
+
+
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_when_every_channel_breaks_the_stream_takes_the_rest(
+    pair: BulkPair, who: bytes, fault: str, clock: MockClock
+) -> None:
+    faults = pair.way(who).faults
+    setattr(faults, fault, 300_000)
+    faults.num_channels = 100
+    await pair.meet()
+    pair.assert_committed("stream", num_channels=MAX_ROUTES - 1)
+    for party in (pair.alice, pair.bob):
+        assert party.result.bytes_received < BULK_FROM + 1_000
+    assert not any(way.kept for way in pair.ways)
+
+
+@pytest.mark.parametrize("closed", [ALICE, BOB])
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_where_no_other_channel_opens_the_stream_takes_the_rest(
+    pair: BulkPair, who: bytes, closed: bytes, clock: MockClock
+) -> None:
+    pair.way(who).faults.cut_at = 1_000
+    pair.way(closed).num_allowed = 1
+    await pair.meet()
+    assert_committed(pair.alice, pair.bob)
+    assert pair.alice.result.path == "stream"
+
+
 async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, clock: MockClock) -> None:
     pair.way(BOB).faults.freeze_at = 1_000
     async with trio.open_nursery() as nursery:
@@ -106,3 +147,21 @@ async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
     await pair.meet()
     pair.assert_committed("bulk", num_channels=1)
     assert trio.current_time() > 2 * SILENT_FOR * PATIENCE
+
+
+async def test_a_channel_that_is_too_slow_says_so_with_figures(
+    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
+) -> None:
+    send, piece = MemoryChannel.send, pair.size // 200
+
+    async def drip(channel: MemoryChannel, data: memoryview) -> None:
+        for start in range(0, len(data), piece):
+            await trio.sleep(PATIENCE / 100)
+            await send(channel, data[start : start + piece])
+
+    monkeypatch.setattr(MemoryChannel, "send", drip)
+    await pair.meet()
+    pair.assert_aborted()
+    for party in (pair.alice, pair.bob):
+        assert party.result.path == "bulk"
+        assert party.result.reason.startswith(f"{size(pair.size)} did not fit into ")

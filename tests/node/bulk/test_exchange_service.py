@@ -10,7 +10,14 @@ from trio.testing import MockClock
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.figures import BYTES_PER_MBIT, size
-from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
+from farandole.node.base.streams import Stream
+from farandole.node.bulk.exchange_service import (
+    CLAIM_TIMEOUT,
+    EXCHANGE_PROTOCOL,
+    FAREWELL_TIMEOUT,
+    MAX_UNCLAIMED,
+    MAX_UNCLAIMED_PER_PEER,
+)
 from farandole.node.status.status import SCREENED_LATE
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
@@ -98,6 +105,17 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline_or_less(
     assert bob.result.reason == "the partner opened no stream in time"
     assert bob.result.is_broken
     assert trio.current_time() == pytest.approx(min(DATA_UNTIL * PATIENCE, offer_within))
+
+
+async def test_a_partner_that_sends_no_offer_costs_as_little(alice: Party, bob: Party, clock: MockClock) -> None:
+    async def say_nothing(stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    bob.host.set_handler(EXCHANGE_PROTOCOL, say_nothing)
+    await alice.exchange(BOB, offer_within=2.0)
+    assert alice.result.reason == "the partner did not begin in time"
+    assert alice.result.is_broken
+    assert trio.current_time() == pytest.approx(2.0, abs=FAREWELL_TIMEOUT)
 
 
 async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, clock: MockClock) -> None:

@@ -186,3 +186,11 @@ async def test_a_piece_that_waits_for_the_cap_is_not_sent_twice(nursery: trio.Nu
             alice.stream.room = 1 << 40
             ahead += 1.0  # the cap allows more, before the task that waits for it runs
             alice.bulk.flush()
+
+
+async def test_the_cap_holds_for_what_is_sent_without_a_wait(nursery: trio.Nursery, clock: MockClock) -> None:
+    up, began_at = Shaper(50_000.0, trio.current_time), trio.current_time()
+    async with over_the_stream([1_000, 100_000, 200_000, 1], nursery, up) as (alice, _):
+        await alice.send_held(1 << 40)
+    assert trio.current_time() - began_at > 0.95 * 301_001 / 50_000.0
+    assert alice.stream.sent_at_once

@@ -51,6 +51,21 @@ async def test_a_provider_is_found_through_one_bootstrap_peer_and_can_be_dialled
             assert [peer for peer, _ in found] == ([] if host is provider else [provider.author])
         await seeker.connect(provider.author)
         assert provider.author in seeker.connected
+        await seeker.dht.provide(key)
+        for one, other in ((provider, seeker), (seeker, provider)):  # every node of a run provides its key
+            assert [peer for peer, _ in await one.dht.find_providers(key, timeout=PATIENCE)] == [other.author]
+
+
+async def test_announcements_never_exceed_what_receivers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_module, "ANNOUNCEMENT_INTERVAL", 0.05)
+    async with open_mesh(2) as (first, second):
+        started = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for number in range(6):
+                nursery.start_soon(first.dht.provide, bytes([number]) * 32)
+        assert trio.current_time() - started >= 5 * 0.05
+        for number in range(6):
+            assert await second.dht.find_providers(bytes([number]) * 32, timeout=PATIENCE)
 
 
 async def test_a_key_that_nobody_provides_is_not_found_and_takes_no_longer_than_asked() -> None:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import socket
+from typing import Any
 
 import pytest
 import trio
@@ -161,6 +162,26 @@ async def test_many_who_want_one_peer_share_one_connection() -> None:
         assert len(alice.connections.live) == 1
 
 
+async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with host_at_loopback() as alice, host_at_loopback() as bob:
+        dial_one, won = alice.dialler.dial_one, list[Any]()
+
+        async def dialled(peer: bytes, address: str) -> Any:
+            won.append(await dial_one(peer, address))
+            scope.cancel()
+            return won[0]
+
+        monkeypatch.setattr(alice.dialler, "dial_one", dialled)
+        dial = alice.dialler._dials[bob.author, False] = Dial(False, [])
+        dial.offer(bob.addresses)
+        with trio.CancelScope() as scope:
+            await alice.dialler._run(bob.author, dial)
+        assert scope.cancelled_caught
+        (muxed,) = won
+        with pytest.raises(trio.BrokenResourceError):
+            await muxed.link.write(b"nobody has closed this")
+
+
 async def test_both_may_dial_at_once() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob:
         bob.set_handler(ECHO, echo)
@@ -211,6 +232,8 @@ async def test_by_default_both_versions_of_ip_have_one_port() -> None:
     async with open_host(new_key(), DEFAULT_LISTEN) as host:
         assert {ip for ip, _ in host.own.listening} == {"0.0.0.0", "::"} == set(host.own.bound_ips)
         assert len(set(host.ports.values())) == 1
+        assert host.addresses
+        assert not any("/0.0.0.0/" in address or "/::/" in address for address in host.addresses)
         with socket.socket() as other:
             other.bind(("0.0.0.0", 0))
             other.listen()
@@ -246,6 +269,13 @@ async def test_a_port_that_is_taken_is_an_error_and_is_free_again_afterwards() -
                 raise AssertionError
     async with open_host(new_key(), [taken]) as bob:
         assert bob.addresses[0].startswith(taken)
+
+
+@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/udp/1/quic-v1", "nonsense", "/ip4/127.0.0.1/tcp/99999"])
+async def test_listening_elsewhere_is_an_error(address: str) -> None:
+    with pytest.raises(ListenError):
+        async with open_host(new_key(), [address]):
+            raise AssertionError
 
 
 async def test_leaving_closes_the_listener_and_every_connection() -> None:

@@ -49,7 +49,10 @@ def num_descriptors() -> int:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: str) -> None:
+async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with host_at_loopback() as bob:
         bob.set_handler(ECHO, echo)
         await assert_answers(bob)
@@ -64,6 +67,7 @@ async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: 
         assert not bob.acceptor.handshakes
         assert bob.connections.budget.num_unread == 0
         assert not bob.connections.budget.conns
+    assert not caplog.records, "strangers fill no log"
 
 
 @pytest.mark.parametrize(("sources", "most"), [(1, MAX_HANDSHAKES_PER_ADDRESS), (100, MAX_HANDSHAKES)])

@@ -252,7 +252,8 @@ trio.run(main)
 """
 
 
-async def test_a_frozen_peer_is_given_up_even_with_a_full_pipe() -> None:
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_frozen_or_killed_peer_is_given_up_even_with_a_full_pipe(end: signal.Signals) -> None:
     process = await trio.lowlevel.open_process([sys.executable, "-c", HOLD], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -264,7 +265,7 @@ async def test_a_frozen_peer_is_given_up_even_with_a_full_pipe() -> None:
                 streams = [await alice.open_stream(peer, "/hold/1") for _ in range(40)]
                 with alice.connections.events() as events:
                     assert await anext(events) == (peer, True)
-                    process.send_signal(signal.SIGSTOP)
+                    process.send_signal(end)
                     async with trio.open_nursery() as nursery:
                         for stream in streams:
                             nursery.start_soon(_send_until_broken, stream)
@@ -301,6 +302,23 @@ async def test_a_living_peer_is_not_given_up() -> None:
 
 
 # Which peers may open which streams
+
+
+async def test_of_strangers_the_idle_make_room_first() -> None:
+    async with host_at_loopback() as bob, AsyncExitStack() as stack:
+        bob.connections.max_connections = 2
+        bob.set_handler(ECHO, echo)
+        busy, idle, newcomer = [await stack.enter_async_context(host_at_loopback()) for _ in range(3)]
+        await busy.connect(bob.author, bob.addresses)
+        held = await busy.open_stream(bob.author, ECHO)
+        await idle.connect(bob.author, bob.addresses)
+        while any(conn.is_in_use for conn in bob.connections.of(idle.author)):
+            await wait_all_tasks_blocked(0.05)
+        await newcomer.connect(bob.author, bob.addresses)
+        await wait_all_tasks_blocked(0.1)
+        assert bob.connected == {busy.author, newcomer.author}
+        await held.send_all(b"x")
+        assert await held.receive_some() == b"x"
 
 
 async def test_connections_of_one_peer_are_bounded() -> None:

@@ -14,7 +14,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state import messenger as messenger_module
 from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
-from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
@@ -142,6 +142,24 @@ async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
                     assert await inbox.wait_for(1) == [number]
                 while from_alice.queued_bytes:
                     await wait_all_tasks_blocked(0.01)
+
+
+async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None:
+    async with host_at_loopback() as alice, open_messenger(alice) as messenger:
+        messenger.set_receiver(TALK, MAX_BYTES, Inbox().receive)
+        with pytest.raises(LocalProtocolError):
+            messenger.send_nowait(bytes(32), TALK, bytes(MAX_BYTES + 1))
+
+
+async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger_module, "IDLE_TIMEOUT", 0.5)
+    async with open_talk() as talk:
+        talk.say(b"one")
+        await talk.inbox.wait_for(1)
+        while talk.from_alice.queued_bytes or _streams(talk.alice, talk.bob):
+            await wait_all_tasks_blocked(0.01)
+        talk.say(b"two")
+        assert await talk.inbox.wait_for(2) == [b"one", b"two"]
 
 
 async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

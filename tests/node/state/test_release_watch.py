@@ -94,3 +94,10 @@ async def test_a_peer_that_is_starting_is_asked_again_and_then_more_rarely(autoj
         await watch.run()
     assert not host.asked
     assert not journal.warnings
+
+
+def test_builds_of_one_release_that_do_not_fit_are_told_apart() -> None:
+    host, journal, watch, _ = watched()
+    host.says(BOB, VERSION, "/farandole/push/1")
+    watch.look()
+    assert journal.warnings[0].startswith(f"1 connected peer runs another farandole {VERSION}; this node runs")

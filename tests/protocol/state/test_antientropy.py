@@ -214,3 +214,13 @@ def test_a_full_table_is_sent_few_authors_that_it_cannot_take() -> None:
     newcomer = state_of()
     Transcript(newcomer, bob)
     assert len(newcomer.authors) == 1_039
+
+
+def test_a_table_with_little_room_costs_a_session_little() -> None:
+    """Otherwise each author that leaves would make all others of a liar travel again."""
+    alice, bob = full_state(1_000, 1_000), full_state(5_000, 1_000)
+    of_full = sum(map(len, Transcript(alice, bob).sent.values()))
+    alice.places.capacity += 10
+    assert not alice.is_full
+    with_room = sum(map(len, Transcript(alice, bob).sent.values()))
+    assert with_room < 1.5 * of_full

@@ -14,6 +14,7 @@ from farandole.protocol.state.push import (
     MAX_HAVE_BYTES,
     MAX_IDS,
     MAX_ITEMS_A_TICK,
+    MAX_RECENT,
     MIN_REPEATED,
     PATIENCE_SECONDS,
     Batch,
@@ -197,3 +198,10 @@ def test_requests_count_as_a_flood_like_items() -> None:
 def test_malformed_messages_are_refused(raw: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_have(raw)
+
+
+def test_the_latest_items_are_remembered() -> None:
+    recall = Recall()
+    items = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_RECENT + 1)]
+    recall.add({id_of(item): item for item in items})
+    assert recall.find(map(id_of, items)) == items[1:]

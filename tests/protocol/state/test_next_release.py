@@ -28,6 +28,7 @@ from farandole.protocol.state.entries import (
 )
 from farandole.protocol.state.gossip import FAULT_BURST, Gossip
 from farandole.protocol.state.state import SHORT_LIVED_BURST, Outcome, RunState
+from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ...next_release.sitecustomize import entries_of_next_release
@@ -38,6 +39,7 @@ from ..authors import (
     author_of,
     beat,
     contents,
+    key_of,
     member,
     notice,
     progress,
@@ -203,6 +205,16 @@ def test_what_is_not_known_is_on_disk_as_it_was_signed() -> None:
     row = state_of(plan(1), later).export(author_of(1))
     assert row is not None
     assert set(decode_delta(row).entries) == {plan(1), later}
+
+
+def test_a_node_that_is_set_back_goes_on_after_its_next_releases_entries() -> None:
+    """Otherwise the older release might sign a tick of that kind again, once it knows the kind."""
+    writer = Writer(key_of(1), RUN_ID)
+    writer.observe(entry(plan(1)))
+    mark = writer.mark_needed(Kind.MEMBER, 0, NOW)
+    assert mark is not None
+    writer.marked(mark)
+    writer.write(Kind.MEMBER, 0, Member(), NOW)
 
 
 @pytest.mark.parametrize(

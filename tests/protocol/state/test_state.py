@@ -208,6 +208,9 @@ def test_expiry_leaves_what_would_be_accepted_now(items: list[Signed], steps: li
         now += step
         state.expire(now)
         assert all(entry.expires_at > now for entry in state)
+    for item in items:
+        state.merge(Delta((item,)), now)
+        assert all(entry.expires_at > now for entry in state), "what has expired does not come back"
     fresh = RunState(RUN_ID, CREATOR)
     fresh.merge(everything(state), now)
     assert fresh.root == state.root
@@ -223,6 +226,13 @@ def test_heartbeats_are_no_part_of_the_root() -> None:
     assert state.refs(range(NUM_BUCKETS))[0].by_slot().keys() == {Kind.MEMBER << 8}
     assert {entry.author for entry in state.expire(NOW + 121)} == {author_of(1), author_of(2)}
     assert state.root == root
+
+
+def test_heartbeats_last_longer_in_large_runs() -> None:
+    state = state_of(beat(1))
+    state.fit_beat_ttl(silence=240.0)
+    assert state.expire(NOW + 260) == []
+    assert len(state.expire(NOW + 271)) == 1
 
 
 def test_roots_tell_states_apart() -> None:

@@ -104,6 +104,15 @@ def test_a_slot_written_too_fast_has_to_wait() -> None:
     assert author.write(Kind.PROGRESS, NOW + author.writer.delay(Kind.PROGRESS, 0, NOW) + 1)
 
 
+def test_a_second_that_others_remember_is_in_no_mark_yet() -> None:
+    remembered = entry_of_past_life(NOW)
+    heir = Author()
+    heir.writer.observe(remembered)
+    assert heir.writer.mark_needed(Kind.MEMBER, 0, NOW) is not None
+    assert heir.write(Kind.BEAT, NOW)
+    assert heir.written[-1][1] == remembered.tick + 1
+
+
 def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
     remembered = state_of(member(1)).get(author_of(1), Kind.MEMBER)
     assert remembered is not None

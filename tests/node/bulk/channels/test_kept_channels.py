@@ -32,6 +32,13 @@ async def test_a_kept_channel_that_the_peer_has_closed_is_replaced(alice: Party,
     await move(again, far_again, b"data")
 
 
+async def test_only_so_many_channels_are_kept(alice: Party, bob: Party) -> None:
+    pairs = [await meet(alice, bob) for _ in range(bulk.MAX_IDLE + 1)]
+    for near, _ in pairs:
+        alice.service.release(near)
+    assert [near.is_fit for near, _ in pairs] == [False] + [True] * bulk.MAX_IDLE
+
+
 async def test_a_channel_is_called_for_by_its_peer_alone(alice: Party, bob: Party) -> None:
     near, far = await meet(alice, bob)
     bob.service.release(far)

@@ -93,6 +93,39 @@ async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
     assert "for 20 s no channel is tried" in caplog.messages[-1]
 
 
+async def test_who_could_not_be_reached_is_tried_again_over_another_connection(alice: Party, bob: Party) -> None:
+    assert await alice.service.acquire(BOB) is None
+    alice.host.remote_port += 1
+    await meet(alice, bob)
+
+
+@pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_peer_that_freezes_in_the_negotiation_costs_its_timeout(alice: Party, bob: Party, who: bytes) -> None:
+    (alice if who == ALICE else bob).host.is_frozen = True
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    await assert_no_channel(alice, bob)
+
+
+async def test_each_negotiation_has_keys_of_its_own(alice: Party, bob: Party) -> None:
+    proposed: list[bytes] = []
+
+    def note(proposal: Proposal) -> Proposal:
+        proposed.append(proposal.key)
+        return proposal
+
+    alice.host.change = bob.host.change = note
+    for _ in range(2):
+        await meet(alice, bob)
+    assert len(set(proposed)) == len(proposed) == 4
+
+
+async def test_a_stranger_is_cut_off_while_nothing_is_negotiated(bob: Party) -> None:
+    async with await trio.open_tcp_stream("127.0.0.1", bob.port) as stranger:
+        assert await _closed_by_peer(stranger)
+
+
 async def test_a_negotiation_for_which_the_exchange_has_no_more_time_counts_as_failed(alice: Party, bob: Party) -> None:
     bob.host.is_frozen = True
     with bob.service.expecting(ALICE), trio.move_on_after(0.1):
@@ -201,6 +234,7 @@ async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None
             async with two_parties() as (alice, bob):
                 with bob.service.expecting(ALICE), cancelled_at(step) as instrument:
                     channel = await alice.service.acquire(BOB)
+                assert not alice.service._races
                 if channel is not None:
                     channel.close()
             gc.collect()

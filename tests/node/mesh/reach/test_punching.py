@@ -57,14 +57,14 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
         # On connections that both have dialled, the caller of the relayed one is the client (libp2p specs, DCUtR).
         assert all(conn.muxed.is_initiator for conn in alice.connections.of(bob.author))
         assert not any(conn.muxed.is_initiator for conn in bob.connections.of(alice.author))
-        await old.send_all(b"still under way")
-        assert await old.receive_some() == b"still under way"
-        old.reset()
-        await until(lambda: relay.server.table.num_circuits == 0)
         async with await alice.open_stream(bob.author, ECHO) as stream:
             assert not stream.is_relayed
             await stream.send_all(b"x")
             assert await stream.receive_some() == b"x"
+        await old.send_all(b"still under way")
+        assert await old.receive_some() == b"still under way"
+        old.reset()
+        await until(lambda: relay.server.table.num_circuits == 0)
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\x7f", b"\x05hello", SYNC, CONNECT, b""])

@@ -165,6 +165,27 @@ async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_new
             assert num_echoed == num_pieces
 
 
+async def test_circuits_come_and_go_and_leave_nothing() -> None:
+    async with open_relay() as relay, open_home() as alice, open_home() as bob:
+        address = await reserve(bob, relay.host)
+
+        async def come_and_go(times: int) -> None:
+            for _ in range(times):
+                await alice.connect(bob.author, [address])
+                await alice.connections.disconnect(bob.author)
+            await until(lambda: relay.server.table.num_circuits == 0)
+
+        def num_tasks() -> int:
+            return trio.lowlevel.current_statistics().tasks_living
+
+        await come_and_go(1)
+        await trio.sleep(0.5)
+        before = num_tasks()
+        await come_and_go(30)
+        with trio.fail_after(PATIENCE):
+            await until(lambda: num_tasks() <= before)
+
+
 @pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])
 async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None:
     async with relayed_pair(limits) as (relay, alice, bob):
