@@ -122,6 +122,12 @@ async def test_an_unknown_method_names_those_that_there_are(home: Path) -> None:
     assert caught.value.code == "unknown_method"
 
 
+async def test_a_refusal_keeps_its_code_and_message(home: Path) -> None:
+    with pytest.raises(ControlError, match="still joins") as caught:
+        await ask(home, "refuse")
+    assert caught.value.code == "not_ready"
+
+
 async def test_a_failing_handler_costs_its_request_only(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ControlError, match="a defect") as caught:
         await ask(home, "fail")

@@ -39,6 +39,15 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
         load_or_create_key(path)
 
 
+def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(IdentityError, match="not a farandole key"):
+        load_or_create_key(path)
+    assert path.read_bytes() == b"short"
+
+
 @pytest.mark.parametrize(
     ("content", "mode"),
     [((), 0o700), (("store.sqlite", "key"), 0o700), (("thesis.tex",), 0o755)],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.node.base.identity import IdentityError
 from farandole.node.base.logs import (
     CONSOLE,
     MAX_ALIKE_PER_MINUTE,
@@ -29,6 +30,14 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
     show_all_characters()
     Console().say("Zoë → 名")
     assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "home" / "log").mkdir(parents=True)
+    for home in (tmp_path / "file" / "home", tmp_path / "home"):
+        with pytest.raises(IdentityError, match="--home"), logging_to_file(NodeSettings(home=home)):
+            pass
 
 
 def test_text_of_a_peer_neither_begins_a_line_nor_controls_a_terminal(tmp_path: Path) -> None:

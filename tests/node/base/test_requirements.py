@@ -65,6 +65,7 @@ def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None
     assert words.endswith("Raise --upload-mbit to 97 or more, or leave out the cap")
     assert "--upload-mbit 10 and --download-mbit 20" in line_shortfall(LARGE, 10.0, 20.0)
     assert "only exchanges whose partner is ready early" in line_shortfall(LARGE, 60.0, 0.0)
+    assert line_shortfall(LARGE, 0.0, 0.0) == line_shortfall(LARGE, 97.0, 0.0) == ""
 
 
 def test_inputs_that_a_run_does_not_take_are_named() -> None:

@@ -626,6 +626,25 @@ async def test_a_trainer_that_dies_again_and_again_leaves_the_node_in_the_run_at
     assert len(story.trainers) == MAX_CRASHES + 1
 
 
+async def test_who_leaves_while_a_dead_trainer_rests_is_gone_at_once(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    for _ in range(MAX_CRASHES):
+        await story.trainers[-1].report(TrainerError("killed"))
+        await trio.sleep(1.1 * RESTART_DELAYS[-1])
+    with trio.fail_after(1):
+        await story.training.leave()
+
+
+async def test_a_trainer_without_memory_is_followed_by_one_that_takes_less_at_a_time(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    await story.trainers[0].report(TrainerError("out of memory", "memory"))
+    await trio.sleep(2 * RESTART_DELAYS[0])
+    assert len(story.trainers) == 2
+    assert story.supervisor.microbatch == story.batch_size // 2
+
+
 async def test_a_trainer_that_was_replaced_is_dead_no_more(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -175,3 +175,11 @@ def test_a_run_that_takes_no_loops_says_why_and_what_to_do() -> None:
     cut = manifest_of({"name": "a", "model": {"preset": "tiny", "num_stages": 2}}, Path(), 0)
     with pytest.raises(JoinError, match=r"model\.num_stages exclude.*farandole join without --trainer external"):
         require_trainable_model(cut, [], by_loop=True)
+
+
+def test_a_run_of_loops_says_how_to_take_part() -> None:
+    sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
+    run = manifest_from_dict({"name": "a", "model": {"num_layers": 1, **sizes, "external": {"parameters": {"w": [2]}}}})
+    with pytest.raises(JoinError, match=r"farandole\.NoLoCo.*--trainer external"):
+        require_trainable_model(run, [], by_loop=False)
+    require_trainable_model(run, [], by_loop=True)

@@ -145,3 +145,14 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: bytes, mes
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ManifestError, match=message):
         manifest_of({"name": "a", "model": {"hf": "config.json"}}, tmp_path, 0)
+
+
+@pytest.mark.parametrize("hf", ["nowhere.json", 3, True, []])
+def test_what_is_not_there_is_refused(tmp_path: Path, hf: object) -> None:
+    with pytest.raises(ManifestError, match=r"model\.hf"):
+        manifest_of({"name": "a", "model": {"hf": hf}}, tmp_path, 0)
+
+
+def test_sizes_are_not_said_twice() -> None:
+    with pytest.raises(ManifestError, match=r"model\.width is 64, but model\.hf makes it 2048"):
+        manifest_of({"name": "a", "model": {"hf": LLAMA, "width": 64}}, Path(), 0)

@@ -14,6 +14,7 @@ import trio.testing
 from safetensors.numpy import load, load_file
 
 from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
 from farandole.node.store.disk_space import Room, used_bytes
@@ -224,6 +225,20 @@ async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monk
         donors[0].holding = hold(tmp_path / "theirs", checkpoint_bytes(1_000))
         with pytest.raises(match="nobody has it any more"):
             await fetch(newcomer, donors, tmp_path / "ours")
+
+
+async def test_one_who_has_it_is_asked_though_others_have_it_no_more(tmp_path: Path) -> None:
+    async with open_members(3) as (newcomer, *donors):
+        donors[1].holding = hold(tmp_path / "theirs", CONTENT)
+        await fetch(newcomer, donors, tmp_path / "ours")
+        assert is_what_was_wanted(tmp_path / "ours")
+
+
+async def test_a_download_that_cannot_be_stored_is_said(tmp_path: Path) -> None:
+    async with open_members(2) as (newcomer, donor):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        with pytest.raises(PeerUnreachableError, match="cannot be stored"):
+            await fetch(newcomer, [donor], tmp_path / "nowhere" / "ours")
 
 
 async def test_what_is_more_than_the_owner_allows_is_refused_before_any_weights_move(tmp_path: Path) -> None:

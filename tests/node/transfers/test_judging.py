@@ -37,6 +37,17 @@ async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(
     assert world.is_fetched(BOB, 1, 28)
 
 
+async def test_weights_that_were_taken_up_cost_nobody_its_credit(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29)}
+    await world.weights.obtain()
+    world.settings.fetched(1).replace(world.settings.checkpoints / "stage-1-round-29.safetensors")
+    await world.weights.obtain()
+    assert world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+
+
 async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them(
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -205,3 +216,14 @@ async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_nex
         await world.weights.obtain()
     assert len(world.fetched_from) == 1
     assert not world.settings.fetched(1).exists()
+
+
+async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_alike(world, [], [ANN, BOB])
+    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert trio.current_time() - began_at < comparing.COMPARISON_TIMEOUT + 2
+    assert comparing.COMPARISON_TIMEOUT <= 60

@@ -22,6 +22,7 @@ from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, Provider
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
+from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages
 
 from .donors import ANN, BOB, ME, World, content_of
@@ -96,6 +97,29 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     assert await world.given(weights, 2) is None
     assert list(world.settings.checkpoints.iterdir()) == []
     nursery.cancel_scope.cancel()
+
+
+async def test_what_is_held_is_told_again_before_the_run_forgets_it(
+    serving: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    serving.members, serving.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    await trio.sleep(30)
+    serving.members = {}  # the stage's only copy is this node's
+    await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
+    assert len(serving.told) >= 2
+    assert set(serving.told) == {(2, 29, True)}
+
+
+async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
+    serving: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    first, _ = serving.two_to_copy()
+    serving.busy = {first}
+    await trio.sleep(30)
+    assert set(serving.asked) == {(first, 2)}
+    serving.busy = set()
+    await trio.sleep(30)
+    assert serving.fetched_from == [(first,)]
 
 
 async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, autojump_clock: trio.testing.MockClock) -> None:
@@ -222,3 +246,11 @@ async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
 ) -> None:
     assert await LargeProvider(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
     assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
+
+
+def test_the_rate_of_saves_is_measured() -> None:
+    provider = LargeProvider(1_000, None).provider
+    provider.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
+    assert provider.save_rate is None
+    provider.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
+    assert provider.save_rate == 2_000

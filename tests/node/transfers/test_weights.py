@@ -84,6 +84,16 @@ async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
     assert world.fetched_from == [(ANN, CYD, DAN)]
 
 
+async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, CYD: 1}
+    world.by_peer = {(ANN, 1): (ANN, 27), (CYD, 1): (ANN, 27)}
+    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [DAN]}
+    await world.weights.obtain()
+    assert [set(names) for names in world.fetched_from] == [{ANN, CYD}]
+
+
 async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -214,6 +214,13 @@ def test_errors_have_a_code_and_say_what_to_do(run: Run, arguments: list[str], c
     assert "Traceback" not in err
 
 
+def test_an_invite_may_be_longer_than_a_file_name(run: Run) -> None:
+    invite = encode_invite(Invite(bytes(32), tuple(ADDRESS.replace("4001", f"400{number}") for number in range(8))))
+    assert len(invite) > 255
+    assert run("run", "show", invite)[0] == Exit.OK
+    assert run("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
+
+
 def test_an_invite_in_pieces_is_one() -> None:
     invite = encode_invite(Invite(bytes(32), ()))
     assert with_whole_invites(["join", invite[:30], invite[30:50], invite[50:], "--home", "here"]) == [

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.node.store.consolidated.folder import read_folder
+from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.training.engine.learner import Learner
 
-from .runs import GPT2, LLAMA, MODELS, assert_same_logits, manifest_for, pulled, trained
+from .runs import GPT2, KEY, LLAMA, MODELS, VECTORS, assert_same_logits, manifest_for, pulled, save_stages, trained
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 TOKENS = torch.arange(2 * 16).view(2, 16) * 37 % 256
@@ -68,6 +69,13 @@ def test_bytes_are_tokens_for_transformers_as_well(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "bytes" in card
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+
+
+def test_the_optimizers_state_is_no_hindrance(tmp_path: Path) -> None:
+    signed = manifest_for(MODELS["own"])
+    stages = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path, "replica")
+    consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], (*VECTORS, *OPTIMIZER_VECTORS))
+    assert "model.safetensors" in export_hf(read_folder(tmp_path / "pulled"), tmp_path / "hf")
 
 
 def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:

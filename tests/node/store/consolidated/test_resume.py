@@ -45,6 +45,20 @@ def test_what_a_run_file_leaves_out_is_as_it_was(folder: Consolidated) -> None:
     assert resumed(folder, {}).model.num_stages == 1
 
 
+def test_stages_codec_rounds_and_length_may_be_others(folder: Consolidated) -> None:
+    before = folder.manifest
+    settings = {
+        "model": {"num_stages": 2, "stage_layers": [1, before.model.num_layers - 1]},
+        "outer": {"codec": "int4"},
+        "rounds": {"round_seconds": 9.0},
+        "inner": {"total_tokens": 100 * before.inner.batch_size * before.model.context},
+    }
+    after = resumed(folder, settings)
+    assert (after.outer.codec, after.rounds.round_seconds) == ("int4", 9.0)
+    assert (after.inner.total_steps, after.inner.warmup_steps) == (100, before.inner.warmup_steps)
+    assert resumed(folder, {**settings, "start": {"id": "0" * 64}}).start == after.start
+
+
 EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 
 
@@ -62,6 +76,11 @@ def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
     assert after.start.epochs == EPOCHS
     assert after.slice_order(bytes(32)) == bytes.fromhex(EPOCHS.run_id)
     assert decode_manifest(sign_manifest(after, KEY).encode())[0] == after
+
+
+def test_who_has_done_all_epochs_is_asked_how_many_more(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="so many are done"):
+        resumed(with_epochs(tmp_path), {"data": {"epochs": 1}})
 
 
 @pytest.mark.parametrize(
@@ -99,6 +118,11 @@ def saved_by_transformers(config: dict[str, Any], path: Path, dtype: torch.dtype
     )
     model.save_pretrained(path)
     return model.eval()  # without dropout
+
+
+def test_the_folder_says_which_model_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="no more than how it is cut"):
+        import_model(tmp_path, {"name": "a", "model": "tiny"}, tmp_path, tmp_path / "ours", KEY, 0)
 
 
 @pytest.mark.parametrize(
