@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,7 @@ from farandole.protocol.run.own_model import ExternalModel, recipe_hash
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import Loop
+from farandole.training.model.model import build_model
 
 from ...patience import PATIENCE
 from ..relayed import until
@@ -128,6 +130,48 @@ async def test_a_loop_goes_on_from_the_nodes_checkpoint_when_its_trainer_is_ende
                 await trainer.receive()
     assert torch.equal(seen[2], seen[0]), "the two steps after the checkpoint are lost"
     assert torch.equal(seen[3], seen[0] + 1)
+
+
+async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
+    attachment = attached(tmp_path, Loop(a_model(), evaluate=lambda: 2.5, tokens_per_byte=0.25))
+
+    def loop() -> None:
+        attachment.begin()
+        attachment.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, tmp_path) as trainer:
+                assert trainer.prepared.has_loss
+                await trainer.send(messages.Validate(8))
+                validated = await report_of(trainer, messages.Validated)
+                await trainer.send(messages.Train(0, 2))
+                while True:
+                    await trainer.receive()
+    assert validated == messages.Validated(0, 2.5, bits_per_byte=2.5 / math.log(2) / 4)
+
+
+async def test_the_first_loop_of_a_built_in_models_run_begins_with_the_seeds_weights(tmp_path: Path) -> None:
+    run = small_manifest(seed=7)
+    model = build_model(run.model, 1)
+    attachment = attached(tmp_path, Loop(model, tokens_per_step=32))
+    seen: list[torch.Tensor] = []
+
+    def loop() -> None:
+        attachment.begin()
+        seen.append(model.embedding.weight.detach().clone())
+        attachment.end()
+
+    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, tmp_path, run) as trainer:
+                assert trainer.prepared.resumed is None
+                await trainer.send(messages.Train(0, 2))
+                while True:
+                    await trainer.receive()
+    assert torch.equal(seen[0], build_model(run.model, 7).embedding.weight)
 
 
 @pytest.mark.parametrize(

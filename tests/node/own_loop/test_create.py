@@ -68,6 +68,12 @@ def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_is_made_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    farandole.create_run(a_model(), tmp_path / "run")
+    with pytest.raises(ManifestError, match="has a run already"):
+        farandole.create_run(a_model(), tmp_path / "run")
+
+
 def test_a_model_of_too_many_parameters_is_refused_by_name_and_number(tmp_path: Path) -> None:
     many = nn.ModuleList(nn.Linear(1, 1) for _ in range(2_500))
     with pytest.raises(ManifestError, match="shapes of 5000 parameters"):

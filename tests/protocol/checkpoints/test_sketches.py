@@ -70,6 +70,7 @@ def test_honest_weights_are_fit_and_noise_and_scaled_ones_are_not(num_members: i
         judgement = judge(poison, members)
         assert judgement.verdict is (SketchVerdict.UNFIT if num_members > 1 else SketchVerdict.DISPUTED)
         assert "far from" in str(judgement)
+    assert judge(HONEST, []).verdict is SketchVerdict.UNKNOWN
 
 
 def test_members_that_have_just_averaged_do_not_make_a_third_one_unfit() -> None:

@@ -41,6 +41,8 @@ def test_what_a_run_file_leaves_open_is_chosen() -> None:
     assert known.outer == PlainConfig(codec=RUN.outer.codec)
     assert known.inner == msgspec.structs.replace(RUN.inner, optimizer="muon", learning_rate=6e-3, warmup_steps=1_250)
     assert msgspec.structs.replace(known, outer=RUN.outer, inner=RUN.inner) == RUN
+    assert best_known(RUN, ["inner.optimizer"]).inner.learning_rate == 3e-3, "AdamW's own"
+    assert best_known(RUN, ["inner.learning_rate"]).inner.optimizer == RUN.inner.optimizer
 
 
 @pytest.mark.parametrize("given", ["outer.kind", "outer.alpha", "outer.gamma", "outer.momentum"])

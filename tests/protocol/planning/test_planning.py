@@ -90,6 +90,10 @@ def test_a_line_that_carries_nothing_is_said_to_lack() -> None:
     assert not planned.fits
 
 
+def test_a_slower_way_down_counts_as_well() -> None:
+    assert plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4)).needs.rate <= USUAL_RATE / 4
+
+
 @pytest.mark.parametrize("inner_steps", [0, 10])
 def test_an_exchange_has_long_where_rounds_may_end_far_apart(inner_steps: int) -> None:
     rounds = RoundConfig(inner_steps=inner_steps, round_seconds=0.0 if inner_steps else 60.0)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 
-from farandole.protocol.run.exclusions import EXCLUSIONS, exclusions_in
+from farandole.protocol.run.exclusions import EXCLUSIONS, exclusions_in, why_no_loop
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
 from farandole.protocol.wire.errors import ManifestError
 
@@ -74,3 +74,11 @@ def test_each_pair_is_refused_with_its_reason_and_each_setting_is_fine_alone(
         with pytest.raises(ManifestError) as caught:
             manifest_with(setting, other)
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "outer.drift", "rounds.partners"],
+)
+def test_a_run_that_depends_on_inner_steps_or_batches_takes_no_loops(setting: str) -> None:
+    assert setting in why_no_loop(manifest_with(setting))

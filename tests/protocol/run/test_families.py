@@ -96,6 +96,10 @@ def test_so_it_is_with_gpt2(wrong: dict[str, Any], message: str) -> None:
         manifest({**GPT2, **wrong})
 
 
+def test_heads_of_gpt2_may_be_odd_since_nothing_is_rotated() -> None:
+    assert manifest({**GPT2, "n_embd": 36}, width=36).model.width == 36
+
+
 def test_low_frequencies_are_the_lower() -> None:
     rope = {
         "rope_type": "llama3",

@@ -70,6 +70,11 @@ def test_an_inner_step_has_the_quota() -> None:
     for node in world.nodes.values():
         assert len(node.steps) > 3
         assert set(node.steps) == {5}
+    world = World([1, 2, 1], quota=6, in_flight=12, latency=0.05, overlap=True)
+    world.run(10)
+    for node in world.nodes.values():
+        assert len(node.steps) > 3
+        assert set(node.steps) == {3 if node.stage == 1 else 6}
 
 
 def test_a_slow_node_is_given_less() -> None:

@@ -204,6 +204,7 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callab
     """An outer step that is smaller than what bf16 can show adds up all the same, over rounds without inner steps."""
     script = language_script(dtype=torch.bfloat16)
     engine = script.engine
+    addresses = [parameter.data_ptr() for parameter in script.module.parameters()]
     start = engine.round_end.slow_weights()
     partner = start + 1e-4
     for _ in range(10):
@@ -215,6 +216,7 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callab
     assert 5e-5 < float(moved.mean()) < 2e-4
     rounded = engine.round_end.slow_weights().bfloat16()
     assert torch.equal(weights_of(script.module), rounded)
+    assert [parameter.data_ptr() for parameter in script.module.parameters()] == addresses, "changed in place"
 
 
 def test_vectors_are_fp32_whatever_dtype_a_users_script_makes_tensors_of() -> None:
@@ -292,6 +294,24 @@ def test_what_ends_the_engine_is_raised_in_the_users_loop(scripts: list[Script])
     script.turns.end(raised.value)
     script.end()
     assert script.failure is raised.value
+
+
+def test_without_evaluate_and_tokens_per_byte_neither_loss_is_known(scripts: list[Script]) -> None:
+    engine = linear_script(scripts).engine
+    assert engine.bits_per_byte(1.0, 1) is None
+    with pytest.raises(DataError, match="no held-out loss"):
+        engine.evaluate(1)
+
+
+def test_the_losses_that_a_loop_reports_are_shown_by_round(scripts: list[Script]) -> None:
+    script = linear_script(scripts)
+    script.take_steps(1)
+    assert script.engine.mean_loss() is None
+    script.engine.note_loss(2.0)
+    script.engine.note_loss(3.0)
+    assert script.engine.mean_loss() == 2.5
+    script.take_steps(1)
+    assert script.engine.mean_loss() is None
 
 
 def test_evaluate_runs_in_the_users_thread_on_the_weights_that_are_judged(scripts: list[Script]) -> None:

@@ -51,7 +51,7 @@ def of_one_process(screening: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "screening"),
     [
-        *[("fsdp", 2, "losses"), ("replicated", 2, "guard")],
+        *[("fsdp", 1, "guard"), ("fsdp", 2, "losses"), ("fsdp", 4, "guard"), ("replicated", 2, "guard")],
         *[("hsdp", 4, "guard"), ("both", 4, "losses")],
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,10 @@ import pytest
 
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest
 from farandole.protocol.run.models import preset
-from farandole.training.data.dataset import Bring, build_sampler, load_text
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.training.data.dataset import Bring, Sampler, build_sampler, load_text
 from farandole.training.data.tokenizer import load_tokenizer
+from farandole.training.engine.learner import build_learner
 
 from ...tokenizer_files import write_bpe
 
@@ -74,3 +77,29 @@ def test_a_stream_has_one_too(bpe: tuple[Manifest, Path], tmp_path: Path) -> Non
     expected = ratio(manifest, Bring((tmp_path / "records.jsonl",), tokenizer=file))
 
     assert ratio(manifest, Bring(streams=(str(tmp_path / "data"),), tokenizer=file)) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_learner_converts_its_loss(bpe: tuple[Manifest, Path], tmp_path: Path) -> None:
+    manifest, file = bpe
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    bring = Bring((tmp_path / "records.jsonl",), tokenizer=file)
+    learner = build_learner(
+        manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"), bring=bring
+    )
+    loss = learner.evaluate(NUM_BATCHES)
+
+    bits = learner.bits_per_byte(loss, NUM_BATCHES)
+    assert bits == pytest.approx(loss / math.log(2) * ratio(manifest, bring))
+
+
+def test_without_the_tokenizer_nothing_is_known(bpe: tuple[Manifest, Path], tmp_path: Path) -> None:
+    manifest, file = bpe
+    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
+    text = load_text(
+        msgspec.structs.replace(manifest.data, held_out=0.0),
+        load_tokenizer(manifest.tokenizer, file),
+        Bring((tmp_path / "a.txt",)),
+    )
+    sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=2, context=8, vocabulary=300)
+
+    assert sampler.tokens_per_byte(NUM_BATCHES) is None

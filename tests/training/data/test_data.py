@@ -72,6 +72,11 @@ def test_too_little_text_is_said_clearly() -> None:
         sampler(text=Text(np.zeros(9, np.uint8), np.zeros(8, np.uint8), Found(1, 0, b""))).held_out_batch(0)
 
 
+def test_tokens_beyond_the_model_are_refused() -> None:
+    with pytest.raises(DataError, match=r"token 5499, but the model has only 256: .* model\.vocabulary"):
+        sampler(vocabulary=256)
+
+
 def test_documents_are_split_by_their_text_alone() -> None:
     documents = [Document(f"{number}.py", b"%010d" % number) for number in range(400)]
 

@@ -89,3 +89,10 @@ def test_weights_that_do_not_fit_are_refused(paths: tuple[Path, Path]) -> None:
     epochs = msgspec.structs.replace(MANIFEST, data=DataConfig(source="text", epochs=1))
     with pytest.raises(DataError, match=r"each document is trained on once per epoch; weights .* would repeat some"):
         mixture(Bring(paths, weights=(1.0, 2.0)), epochs)
+
+
+def test_a_text_that_is_too_short_is_named(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("text")
+
+    with pytest.raises(DataError, match=r"--data .*short: too little text"):
+        mixture(Bring((*paths, tmp_path / "short"), weights=(1.0, 1.0, 1.0)))

@@ -110,7 +110,7 @@ def test_a_packed_file_that_is_damaged_is_named(tmp_path: Path, name: str) -> No
             documents(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.xz", "A.NDJSON.BZ2", "a.parquet.gz", "a.json.zip"])
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.xz", "A.NDJSON.BZ2", "a.parquet.gz", "a.json.zip", "a.bin.gz"])
 def test_text_that_is_packed_otherwise_is_refused_and_not_left_out(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\0")
     with pytest.raises(DataError, match="unpack it"):
@@ -143,6 +143,33 @@ def test_a_data_set_is_the_same_in_every_format(tmp_path: Path) -> None:
     assert documents(tmp_path / "saved") == jsonl
     assert documents(tmp_path / "splits") == jsonl
     assert documents(tmp_path / "folder") == jsonl
+
+
+def test_the_text_may_have_another_name(tmp_path: Path) -> None:
+    rows: list[object] = [{"content": text, "text": 7} for text in TEXTS]
+    assert texts(write_jsonl(tmp_path / "a.ndjson", rows), field="content") == TEXTS
+    assert texts(write_parquet(tmp_path / "a.parquet", content=list(TEXTS), text=[1, 2, 3]), field="content") == TEXTS
+
+
+def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": ""}\n{"text": null}\n  \n{"text": "b", "more": [{}]}')
+    assert texts(path) == ["a", "b"]
+    assert texts(write_parquet(tmp_path / "a.parquet", text=["a", "", None, "b"])) == ["a", "b"]
+    assert texts(write_jsonl(tmp_path / "none.jsonl", [])) == []
+
+
+def test_broken_data_sets_are_named(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="no column 'content'"):
+        documents(tmp_path / "saved", field="content")
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "../../elsewhere.arrow"}]}')
+    with pytest.raises(DataError, match=r"cannot be read .* Save it again, or leave it out"):
+        documents(tmp_path / "saved")
+    DatasetDict({"test": Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match="no split called train, but test: name one's folder"):
+        documents(tmp_path / "splits")
+    assert texts(tmp_path / "splits" / "test") == TEXTS
 
 
 @pytest.mark.parametrize(

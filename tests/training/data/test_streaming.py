@@ -76,6 +76,13 @@ def test_batches_are_consecutive_windows_of_whole_documents(folder: Path) -> Non
     assert not any(is_held_out(hashlib.sha256(document).digest(), SHARE) for document in found)
 
 
+def test_a_step_asked_for_again_gives_the_same_batch(folder: Path) -> None:
+    drawn = sampler(folder)
+    first = drawn.batch(7)
+    assert np.array_equal(first, drawn.batch(7))
+    assert not np.array_equal(first, drawn.batch(8))
+
+
 def test_nodes_read_in_orders_of_their_own_and_hold_out_the_same(folder: Path) -> None:
     alice, again, bob = sampler(folder), sampler(folder), sampler(folder, b"bob")
     assert np.array_equal(alice.batch(0), again.batch(0))
@@ -94,6 +101,21 @@ def test_a_stream_begins_again_where_it_ends(folder: Path) -> None:
     assert held_out == set()
     assert 200 < len(set(found)) < 280
     assert len(found) > 1.5 * len(set(found))
+
+
+def test_a_learner_learns_from_a_stream(folder: Path) -> None:
+    inner = InnerConfig(batch_size=BATCH, learning_rate=1e-2, warmup_steps=1)
+    learner = build_learner(
+        Manifest("a run", MODEL, data=DataConfig(source="text", held_out=SHARE), inner=inner),
+        run_id=b"run",
+        author=b"alice",
+        settings=TrainerSettings(device="cpu"),
+        bring=Bring(streams=(str(folder),)),
+    )
+    before = learner.evaluate(2)
+    for _ in range(60):
+        learner.learn()
+    assert learner.evaluate(2) < before - 1
 
 
 def test_a_stream_has_no_epochs(folder: Path) -> None:

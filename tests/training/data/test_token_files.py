@@ -11,7 +11,7 @@ import pytest
 from farandole.protocol.run.manifest import DataConfig
 from farandole.training.base.errors import DataError
 from farandole.training.data import token_files
-from farandole.training.data.dataset import Bring, Text, load_text
+from farandole.training.data.dataset import Bring, Sampler, Text, load_text
 from farandole.training.data.tokenizer import ByteTokenizer, Tokenizer
 
 DATA = DataConfig(source="text", held_out=0.3)
@@ -82,6 +82,19 @@ def test_a_document_is_held_out_whatever_file_it_is_in(write: Write, tmp_path: P
     assert whole.found.num_documents == 40
     assert whole.found.largest == SEPARATOR
     assert whole.found.corpus != moved.found.corpus  # another order: other slices
+
+
+def test_batches_and_slices_come_out_of_the_files(tmp_path: Path) -> None:
+    text = load(write_nanogpt(tmp_path / "a.bin", DOCUMENTS), write_llmc(tmp_path / "b.bin", DOCUMENTS[::-1]))
+    sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=4, context=16, vocabulary=501)
+    training = np.array(tokens_of(text)[0])
+    copied = Sampler(
+        Text(training, training, text.found), run_id=b"run", author=b"alice", batch_size=4, context=16, vocabulary=501
+    )
+
+    assert np.array_equal(sampler.batch(3), copied.batch(3))
+    assert np.array_equal(sampler.slice_batch(0, 1), copied.slice_batch(0, 1))
+    assert sampler.held_out_batch(0).shape == (4, 17)
 
 
 def test_tokens_stay_in_their_file_and_their_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,25 @@ def test_another_file_than_the_runs_is_refused(tokenizer_file: tuple[Path, Token
 
     with pytest.raises(DataError, match=r"not the run's tokenizer: .* the person who invited you"):
         load_tokenizer(config, path)
+
+
+def test_a_missing_package_names_the_extra(
+    tokenizer_file: tuple[Path, TokenizerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, config = tokenizer_file
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+
+    with pytest.raises(DataError, match=r"pip install '?tokenizers"):
+        load_tokenizer(config, path)
+
+
+def test_a_missing_file_is_named(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+
+    with pytest.raises(DataError, match="--tokenizer"):
+        load_tokenizer(config)
+    with pytest.raises(DataError, match="cannot read"):
+        load_tokenizer(config, path.with_name("missing.json"))
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:

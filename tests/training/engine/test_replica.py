@@ -533,3 +533,17 @@ def play_rounds(make_replica: MakeReplica, **settings: object) -> Tensor:
         train(bob, 1)
         exchange(alice, bob)
     return alice.round_end.slow_weights()
+
+
+def test_fragments_cover_every_parameter_once(make_replica: MakeReplica) -> None:
+    layout = make_replica().checkpoint.layout
+    for count in (1, 2, 7):
+        parts = [layout.fragment(index, count) for index in range(count)]
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == layout.num_elements
+
+
+def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None:
+    assert make_replica(ALICE).checkpoint.layout.hash == make_replica(BOB).checkpoint.layout.hash
+    assert make_replica(codec="int8").checkpoint.layout.hash != make_replica(codec="fp32").checkpoint.layout.hash
+    assert len(make_replica().checkpoint.layout.hash) == 32

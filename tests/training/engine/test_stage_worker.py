@@ -144,6 +144,28 @@ def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
     assert [worker.totals.tokens for worker in workers] == [learner.totals.tokens] * num_stages
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_lossy_activations_still_learn(deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str) -> None:
+    workers = workers_of(deep, no_clip, text, 4, codec=codec)
+    exact = workers_of(deep, no_clip, text, 4)
+    losses = [(learn(workers), learn(exact)) for _ in range(STEPS)]
+    assert losses[-1][0] == pytest.approx(losses[-1][1], rel=0.02)
+    assert losses[-1][0] < losses[0][0]
+
+
+def test_microbatches_add_up_to_the_batch(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    workers = workers_of(deep, no_clip, text, 2, microbatch_size=1)
+    learner = whole(deep, no_clip, text)
+
+    for _ in range(3):
+        assert learn(workers, no_clip.batch_size) == pytest.approx(float(learner.learn()), rel=1e-5)
+
+    expected = learner.checkpoint.layout.views(learner.round_end.fast_weights())
+    for name, weights in by_name(workers).items():
+        error = torch.linalg.vector_norm(weights - expected[name]) / torch.linalg.vector_norm(expected[name])
+        assert error < 1e-5, name
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_held_out_text_has_the_loss_that_the_whole_model_has_and_teaches_nothing(
@@ -218,6 +240,17 @@ def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConf
         first.draw(3, bytearray(first.activation_bytes))
     first.settle(3, is_kept=False)
     assert not first.step()
+
+
+def test_what_did_not_come_back_counts_nowhere(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    (first, last) = workers_of(deep, no_clip, text, 2)
+    here, there = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
+    first.draw(0, here)
+    last.forward(0, here, there)
+    for worker in (first, last):
+        worker.settle(0, is_kept=True)  # whatever is said: there is no gradient
+        assert not worker.step()
+        assert worker.totals.steps == 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -347,3 +380,13 @@ def test_of_its_slices_the_first_stage_draws_a_lost_part_again(
 
     assert slices.take_trained() == [(3, 1)]
     assert not slices.has_more
+
+
+def test_a_learner_of_slices_sees_what_stages_of_them_see(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    workers, learner = workers_of(deep, no_clip, text, 2), whole(deep, no_clip, text)
+    workers[0].slices, learner.slices = (sampler_of(text, no_clip, deep).slices() for _ in range(2))
+    for slices in (workers[0].slices, learner.slices):
+        slices.assign(1, [(5, 2)])
+    for _ in range(2):
+        assert learn(workers) == float(learner.learn())
+    assert learner.slices.take_trained() == workers[0].slices.take_trained() == [(5, 2)]

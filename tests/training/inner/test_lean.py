@@ -67,6 +67,18 @@ def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> Non
     assert torch.equal(again.view(torch.int16), exact.view(torch.int16))
 
 
+def test_random_bits_follow_from_run_author_and_step() -> None:
+    def bits(run_id: bytes, author: bytes, step: int) -> list[float]:
+        rounding, target = Rounding(run_id, author, CPU), torch.empty(64, dtype=torch.bfloat16)
+        rounding.begin(step)
+        rounding.write_(target, torch.full((64,), 1 + 2**-9))
+        return target.tolist()
+
+    assert bits(RUN_ID, ALICE, 3) == bits(RUN_ID, ALICE, 3)
+    others = [bits(RUN_ID, BOB, 3), bits(RUN_ID, ALICE, 4), bits(bytes(32), ALICE, 3)]
+    assert all(other != bits(RUN_ID, ALICE, 3) for other in others)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_lean_step_is_a_plain_one_but_for_rounding(
     make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName
@@ -93,6 +105,42 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
         is_near(lean.checkpoint.vectors()[name], plain.checkpoint.vectors()[name]) for name in ("mean", "square")
     )
     assert {lean.checkpoint.vectors()[name].dtype for name in ("mean", "square")} == {torch.bfloat16}
+
+
+def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
+    make_replica: MakeReplica, inner: InnerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = msgspec.structs.replace(
+        inner, learning_rate=2e-4, warmup_steps=0, total_steps=1_000_000, weight_decay=0.0
+    )
+
+    def loss_after(*, is_lean: bool) -> tuple[float, float]:
+        node = make_replica(inner_settings=settings, is_lean=is_lean)
+        before = node.evaluate()
+        train(node, 150)
+        return before, node.evaluate()
+
+    first, plain = loss_after(is_lean=False)
+    _, lean = loss_after(is_lean=True)
+    monkeypatch.setattr(Rounding, "write_", lambda _, target, values: target.copy_(values))
+    _, nearest = loss_after(is_lean=True)
+
+    progress = first - plain
+    assert progress > 0.01
+    assert abs(lean - plain) < 0.15 * progress
+    assert nearest - plain > 0.3 * progress
+
+
+def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeReplica) -> None:
+    node = make_replica(is_lean=True)
+    train(node, 3)
+    before = [vector.clone() for vector in (trained(node), *node.checkpoint.vectors().values())]
+    loss_of = node.loss
+    node.loss = lambda module, batch: loss_of(module, batch) * math.nan
+    node.learn()
+    assert node.num_skipped == 1
+    after = (trained(node), *node.checkpoint.vectors().values())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: MakeReplica) -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.models import preset
 from farandole.protocol.trainer.trainer_messages import Replay, TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.errors import DataError
@@ -102,6 +104,33 @@ def test_the_mask_is_causal_and_each_row_has_its_own() -> None:
         [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]],
     ]
     assert bool(((mask == 0) | mask.isneginf()).all())
+
+
+def test_the_mask_is_kept_once_for_all_layers_and_is_counted() -> None:
+    model = msgspec.structs.replace(preset("0.5M"), context=512)
+    module = build_model(model, seed=0)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def kept_bytes(separator: int | None, dtype: torch.dtype | None) -> int:
+        module.separator = separator
+        kept.clear()
+        device = Device(torch.device("cpu"), dtype, "CPU")
+        with device.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            assert language_loss(module, torch.zeros(1, model.context + 1, dtype=torch.long)).requires_grad
+        return sum(kept.values())
+
+    run = Manifest("a", model)
+    counted = activation_bytes(msgspec.structs.replace(run, data=MASKED), 0) - activation_bytes(run, 0)
+    assert counted == 4 * 512 * 512
+    assert kept_bytes(SEPARATOR, None) - kept_bytes(None, None) == pytest.approx(counted, rel=0.01)
+    assert kept_bytes(SEPARATOR, torch.bfloat16) - kept_bytes(None, torch.bfloat16) == pytest.approx(
+        counted / 2, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

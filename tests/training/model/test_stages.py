@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from farandole.protocol.run.models import (
     Costs,
     cut,
     cut_by_time,
+    layers_of,
     parameter_costs,
     preset,
     stage_parameters,
@@ -78,6 +80,14 @@ def test_a_model_is_cut_by_time_while_no_stage_has_many_more_parameters() -> Non
 def test_too_many_stages_are_refused(num_stages: int) -> None:
     with pytest.raises(ManifestError, match="cannot be cut"):
         cut(Costs((1.0, 1.0), 1.0), num_stages)
+
+
+def test_every_node_cuts_alike(model: ModelConfig) -> None:
+    staged = with_stages(model, 3)
+    assert layers_of(staged) == (range(0, 0), range(0, 1), range(1, 2))
+    given = msgspec.structs.replace(staged, stage_layers=(0, 1, 1), num_layers=2)
+    assert layers_of(given) == (range(0, 0), range(0, 1), range(1, 2))
+    assert layers_of(msgspec.structs.replace(given, stage_layers=(1, 1), num_stages=2)) == (range(1), range(1, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].num_layers >= 4])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.run.rules import Momentum, NoLoCoConfig
+from farandole.protocol.run.rules import Momentum, NoLoCoConfig, gamma_limit
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of, weighted_mean
 from farandole.training.screening.rule import MIN_SHARE, share_by_tokens
 
@@ -149,5 +149,6 @@ def test_pairs_are_stable_below_the_limit_of_gamma_only(momentum: Momentum, alph
     def outer(gamma: float) -> NoLoCoConfig:
         return NoLoCoConfig(alpha=alpha, beta=gamma, gamma=gamma, momentum=momentum)
 
+    assert gamma_limit(alpha, momentum) == pytest.approx(limit, rel=1e-3)
     assert widest(outer(0.9 * limit)) < 0.1
     assert widest(outer(1.15 * limit)) > 10.0

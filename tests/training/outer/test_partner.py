@@ -108,6 +108,17 @@ def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
         alice.round_end.apply(incoming, Encounter(b"", 1, 1))
 
 
+def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: MakeReplica) -> None:
+    alice = trained(make_replica, ALICE)
+    of_bob = sent(trained(make_replica, BOB))
+
+    alice.round_end.take_in(of_bob, len(of_bob))
+
+    assert "no contribution" in refusal(alice, of_bob)
+    sent(alice)
+    assert refusal(alice, of_bob) == ""
+
+
 @EVERY_CODEC
 def test_a_flaw_found_on_the_way_is_the_reason_of_the_refusal(make_replica: MakeReplica, name: str) -> None:
     alice = trained(make_replica, ALICE, codec=name)
@@ -166,6 +177,13 @@ def test_a_machine_that_was_busy_at_first_is_not_slow_for_ever() -> None:
     assert set(machine.contributions(8)) == {0}
     machine.seconds = 0.1 * EVALUATION_SECONDS
     assert machine.contributions(8)[-1] == EVALUATION_BATCHES
+
+
+def test_a_machine_that_gets_slower_takes_fewer_batches() -> None:
+    machine = Machine(0.1 * EVALUATION_SECONDS)
+    assert machine.contributions(2) == [EVALUATION_BATCHES] * 2
+    machine.seconds = 0.4 * EVALUATION_SECONDS
+    assert machine.contributions(8)[-1] == 2
 
 
 def test_a_partner_does_not_wait_for_a_machine_that_is_far_too_slow() -> None:
