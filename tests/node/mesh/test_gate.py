@@ -247,8 +247,10 @@ async def test_a_peer_that_is_no_member_is_not_spoken_to(run: Run) -> None:
             await member.open_stream(stranger.author, ECHO)
 
 
-@pytest.mark.parametrize("is_visitor", [False, True])
-async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(is_visitor: bool, run: Run) -> None:
+@pytest.mark.parametrize(("is_visitor", "is_at_once"), [(False, False), (True, False), (False, True)])
+async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
+    is_visitor: bool, is_at_once: bool, run: Run
+) -> None:
     async with member_and_visitor(run) as (member, visitor, _), trio.open_nursery() as nursery:
         key, invited, roster = Ed25519PrivateKey.generate(), run.invite(), member.gate.roster
         assert roster is not None
@@ -257,9 +259,13 @@ async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(is_visitor
             show_pass(visitor, key)
         else:
             visitor.gate.show(RUN_ID, b"", invited)
+        if is_at_once:  # between two looks for revoked peers
+            nursery.start_soon(member.gate.run)
+            await trio.testing.wait_all_tasks_blocked(0.05)
         assert await is_echoed(visitor, member.author)
-        nursery.start_soon(member.gate.run)
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        if not is_at_once:
+            nursery.start_soon(member.gate.run)
+            await trio.testing.wait_all_tasks_blocked(0.05)
         with visitor.connections.events() as events:
             roster.set_revoked(frozenset((public_bytes(key) if is_visitor else visitor.author,)))
             async for _, is_connected in events:
@@ -291,6 +297,12 @@ async def test_a_visitor_passes_with_its_members_word_and_takes_no_seat(run: Run
             newcomer.gate.show(RUN_ID, b"", invited)
             newcomer.dialler.add_addresses(member.author, member.addresses)
             assert await is_echoed(newcomer, member.author)
+
+
+async def test_a_visitor_without_a_members_word_takes_a_seat_if_it_has_an_invite(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _):
+        show_pass(visitor, Ed25519PrivateKey.generate(), run.invite())
+        assert await is_echoed(visitor, member.author)
 
 
 async def test_a_visitor_speaks_to_anybody_where_the_run_is_open_or_the_peer_in_none() -> None:

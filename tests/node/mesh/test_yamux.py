@@ -115,6 +115,16 @@ async def test_an_end_before_the_connections_end_stays_a_clean_end() -> None:
             await conn.open_stream()
 
 
+async def test_a_reset_is_no_end() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(WINDOW_UPDATE, RST, 1, 0))
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.receive_some()
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.send_all(b"x")
+
+
 async def test_writing_waits_for_credit() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)

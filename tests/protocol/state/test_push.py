@@ -54,6 +54,13 @@ def test_nothing_goes_back_to_who_has_it() -> None:
     assert sent_to(tick(push)) == {second: [member(1)]}
 
 
+def test_alone_nothing_is_lost_before_somebody_comes() -> None:
+    push = Push(random.Random(1))
+    push.queue([member(1)], [], source=None)
+    assert tick(push, candidates=[]) == []
+    assert sent_to(tick(push, candidates=PEERS[:1])) == {PEERS[0]: [member(1)]}
+
+
 def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
     push = Push(random.Random(1))
     stranger = author_of(99)

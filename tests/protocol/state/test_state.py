@@ -310,6 +310,27 @@ def test_a_full_table_keeps_its_bound_and_its_digests(heard: list[tuple[int, int
     assert fresh.root == state.root
 
 
+def test_a_full_table_shares_its_later_places_among_those_who_brought_the_authors() -> None:
+    state = RunState(RUN_ID, author_of(27), max_authors=12)
+    honest, liar = Introducer(author_of(40), "10.0.0.0/24"), Introducer(author_of(41), "10.0.1.0/24")
+    state.merge(Delta(tuple(member(number) for number in range(100, 106))), NOW, liar)
+
+    def push(introducer: Introducer, *numbers: int) -> list[Outcome]:
+        return state.merge(Delta(tuple(map(member, numbers))), NOW, introducer, is_asked=False).outcomes
+
+    push(honest, 1, 2)
+    outcomes = push(liar, *range(4, 20))
+    assert (outcomes.count(Outcome.NEW), outcomes.count(Outcome.CROWDED)) == (4, 12)
+    assert push(honest, 21, 22) == [Outcome.NEW, Outcome.CROWDED], "it would have more than the liar"
+    assert push(honest, 27) == [Outcome.NEW], "the creator"
+    assert len(state.authors) == 12
+    assert {author_of(number) for number in (1, 2, 27, *range(100, 106))} <= set(state.authors)
+    other = Introducer(author_of(42), "10.0.2.0/24")
+    assert state.merge(Delta((member(23),)), NOW, other).outcomes == [Outcome.CROWDED], "no news, by anti-entropy"
+    assert push(other, 23) == [Outcome.NEW]
+    assert state.merge(Delta((member(24),)), NOW).outcomes == [Outcome.NEW], "this node's own words"
+
+
 def test_long_lived_entries_are_metered() -> None:
     state = RunState(RUN_ID, CREATOR)
     flood = tuple(notice(1, 0, NOTICE_TICK - 200 + step) for step in range(150))
