@@ -4,11 +4,13 @@ machines" is played in homes behind routers: `tests/testnet/natlab/test_two_home
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from .changes import apply
 from .markdown import blocks
 from .pages import PAGES, ROOT, name_of
 from .player import open_player, with_the_code
@@ -129,6 +131,19 @@ async def test_the_guide_on_data_is_played_with_some(tmp_path: Path) -> None:
 async def test_what_a_page_changes_of_the_code_works(name: str, tmp_path: Path) -> None:
     async with open_player(tmp_path, with_the_code) as player:
         await player.play((ROOT / name).read_text())
+
+
+@pytest.mark.parametrize("name", CHANGING_THE_CODE)
+def test_what_a_page_changes_is_there(name: str, tmp_path: Path) -> None:
+    changes = [block.text for block in blocks((ROOT / name).read_text()) if block.language == "diff"]
+    for file in {line.split()[1] for change in changes for line in change.splitlines() if line.startswith("--- ")}:
+        if file != "/dev/null":
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tmp_path / file)
+    for new in {line.split()[1] for change in changes for line in change.splitlines() if line.startswith("+++ ")}:
+        (tmp_path / new).parent.mkdir(parents=True, exist_ok=True)
+    for change in changes:
+        apply(change, tmp_path)
 
 
 @soak

@@ -8,7 +8,7 @@
     int4   blocks of 64 elements, each a scale (fp32) and half a byte an element: 4.5 bits an element;
            the same bound with scale = max(absmax / 7, 2^-126)
     topk   of each 256 elements the k that moved furthest since they were last sent, as int8 with one scale, and their
-           places: 32 + 16 k bits for 256 elements; see `farandole.training.outer.codec`
+           places: 32 + 16 k bits for 256 elements; see `TopK`
 
 Bytes are little-endian. Encoding is deterministic, and decoding uses exact operations only, so both partners decode
 the same numbers from the same bytes on any machine. int8 of the weights lost nothing against fp32 in measurements of

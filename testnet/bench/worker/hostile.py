@@ -25,7 +25,7 @@ from .server import Server, memory_mb
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
 MAX_AT_ONCE: Final = 1_500
 # An honest dial that takes longer has failed.
-DIAL_TIMEOUT: Final = 10.0
+_CONNECT_TIMEOUT: Final = 10.0
 # Limits of every attack, whatever is requested.
 MAX_FLOOD_SECONDS: Final = 900.0
 MAX_ATTACKS: Final = 100_000
@@ -80,7 +80,7 @@ class AttackedNode(HostileProcess):
 
 async def echo(stream: Libp2pStream) -> None:
     """Send back all data."""
-    with trio.fail_after(DIAL_TIMEOUT):
+    with trio.fail_after(_CONNECT_TIMEOUT):
         while data := await stream.receive_some():
             await stream.send_all(data)
 
@@ -135,8 +135,8 @@ class HonestDialler(HostileProcess):
                 started_at = trio.current_time()
                 try:
                     host.dialler.add_addresses(peer, [address])
-                    stream = await host.open_stream(peer, PROTOCOL, DIAL_TIMEOUT)
-                    with trio.fail_after(DIAL_TIMEOUT):
+                    stream = await host.open_stream(peer, PROTOCOL, _CONNECT_TIMEOUT)
+                    with trio.fail_after(_CONNECT_TIMEOUT):
                         await stream.send_all(b"?")
                         if not await stream.receive_some():
                             raise trio.BrokenResourceError("no answer")
