@@ -27,7 +27,7 @@ from ..statuses import ALICE
 def run(tmp_path: Path) -> SignedManifest:
     write_text(tmp_path)
     rounds = {"inner_steps": 0, "round_seconds": 3.0, "exchange_seconds": 5.0}
-    return write_run(tmp_path, small_manifest(rounds=rounds, screening={"kind": "guard", "checked_share": 0.0}))
+    return write_run(tmp_path, small_manifest(rounds=rounds, screening={"kind": "guard", "min_clip": 1.0}))
 
 
 async def first_line(daemon: Daemon) -> Headline:
