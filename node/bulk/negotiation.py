@@ -427,11 +427,15 @@ class BulkService:
                     del self._idle[channel.session]
                     channel.close()
 
+    def close_kept(self) -> None:
+        """Close all kept channels."""
+        while self._idle:
+            self._idle.popitem()[1].close()
+
     def close(self) -> None:
         """Close all kept channels and keep no more: the host's handlers may end later, and release theirs."""
         self._is_closed = True
-        while self._idle:
-            self._idle.popitem()[1].close()
+        self.close_kept()
 
 
 @contextlib.asynccontextmanager

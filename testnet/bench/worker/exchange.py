@@ -25,6 +25,7 @@ from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.exchange.exchange import Offer
+from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.rules import Codec
 from farandole.protocol.wire.identity import public_key_of
@@ -79,9 +80,11 @@ async def exchange_with(
 
 
 def check_committed(result: ExchangeEnded) -> None:
-    """Raise `ConnectionError` unless the exchange was committed."""
+    """Raise `ConnectionError` unless the exchange was committed, and a large one over a bulk channel."""
     if not result.committed:
         raise ConnectionError(f"an exchange was not committed: {result.reason}")
+    if result.bytes_sent >= BULK_FROM and result.path != "bulk":
+        raise ConnectionError("no bulk channel opened for an exchange")
 
 
 class RawEnd:
@@ -158,7 +161,7 @@ class ExchangingNode:
         outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
         incoming, is_initiator = self._incoming[:size], self._is_initiator
         with self._meter.running() as figures:
-            self._channels.close()
+            self._channels.close_kept()
             result = await exchange_with(
                 self._exchanges, self._peer, round, outgoing, incoming, is_initiator=is_initiator, codec=codec
             )

@@ -82,7 +82,7 @@ class JoiningNode:
         names = [public_key_of(address.rpartition("/")[2]) for address in donors]
         for name in names:
             await self._host.connections.disconnect(name)
-        self._channels.close()
+        self._channels.close_kept()
         shaping = Shaping.of_mbit(0, cap_mbit) if cap_mbit else self._shaping
         channels = None if cap_mbit else self._channels
         killed = False
