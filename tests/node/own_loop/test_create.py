@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 
+from ...patience import PATIENCE
 from ..small_runs import small_manifest, write_run
 
 
@@ -168,19 +168,24 @@ def test_without_a_run_there_is_no_model(tmp_path: Path) -> None:
         farandole.model_of(tmp_path / "nothing")
 
 
-def test_a_node_that_starts_is_waited_for(tmp_path: Path) -> None:
-    """Otherwise a loop beside it would start a second node, in another folder."""
-    holds, events = threading.Event(), list[str]()
+def test_a_node_that_starts_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a loop on the same machine would start a second node, in another folder."""
+    holds, looked, events = threading.Event(), threading.Event(), list[str]()
 
     def start() -> None:  # and fail
         with locked(NodeSettings(home=tmp_path).lock):
             holds.set()
-            time.sleep(0.5)  # longer than the time between two looks
+            assert looked.wait(PATIENCE)
             events.append("ended")
 
+    def pause(seconds: float) -> None:  # between two looks
+        looked.set()
+        thread.join(PATIENCE)
+
+    monkeypatch.setattr("farandole.node.own_loop.child_node.time.sleep", pause)
     thread = threading.Thread(target=start)
     thread.start()
-    assert holds.wait(60)
+    assert holds.wait(PATIENCE)
     assert await_node(tmp_path) == ""
     events.append("waited")
     thread.join()
