@@ -136,7 +136,7 @@ def run_testnet(
 
 
 def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: bool) -> NoReturn:
-    """Play it beside the honest alone, and end with the verdict."""
+    """Play it, compare it with the honest members alone, and end with the verdict."""
     if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
         raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
     import msgspec

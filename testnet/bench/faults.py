@@ -29,7 +29,7 @@ SCENARIOS: Final = {
     "hour": "8 nodes, an hour, four come and go",
 }
 BESIDE_CLEAN: Final = ("starved", "halves", "flap", "chaos")
-"""Judged beside the same without faults."""
+"""Compared with the same scenarios without faults."""
 HEADER: Final = ("what befalls them", "what is measured", "measured", "limit")
 
 

@@ -133,7 +133,7 @@ def run(
     out: Out = OUT,
     write: Write = False,
 ) -> None:
-    """Measure the wall-clock to a loss on slow home lines, beside DiLoCo and hivemind (30 minutes; Linux, root).
+    """Measure the wall-clock to a loss on slow home lines, compared with DiLoCo and hivemind (30 minutes; Linux, root).
 
     Examples: [cyan]farandole testnet bench race[/cyan];
     [cyan]farandole testnet bench race --interval 24 --rate 0.25 --no-peers[/cyan]

@@ -139,7 +139,7 @@ class Throughput:
         return f"{num_parameters(self.task.check()) / 1e6:.1f} M parameters in {self.task.num_stages} stages"
 
     def claims(self) -> list[Claim]:
-        """Return our rates, beside that of the faster of torch's schedules."""
+        """Return our rates, compared with that of the faster of torch's schedules."""
         peers = [row.microbatches_s for row in self.rows if row.name.startswith(TORCH)]
         words = f"microbatches a second, {self.size}; theirs: the faster {TORCH}"
         return [

@@ -29,7 +29,7 @@ Receive = Callable[[bytes, bytes], None]
 RETRANSMISSION_SECONDS = 0.3
 """Until a stream sends again what was lost, the first time."""
 MAX_RETRANSMISSIONS = 5
-"""Nine seconds; whoever waits on a stream has given up by then."""
+"""Nine seconds; a peer that waits on a stream has given up by then."""
 UNIX_EPOCH = 1_750_000_000.0
 """What true clocks show at virtual second 0; any fixed moment would do."""
 
