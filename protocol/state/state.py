@@ -106,8 +106,8 @@ class MergeReport:
     """The outcome of each item, proofs first."""
     faults: list[str] = field(default_factory=list)
     """Why items were invalid: each is a fault of the sender."""
-    displacing: set[bytes] = field(default_factory=set)
-    """Authors that are new here, each in the place of another one."""
+    displacing: dict[bytes, None] = field(default_factory=dict)
+    """Authors that are new here, each in the place of another one, in the order in which they came."""
 
 
 _Ref = tuple[
@@ -256,7 +256,7 @@ class RunState:
         if record is None:
             if self.places.is_full and (rival := self.places.rival(entry.author, report.introducer)) is not None:
                 self._drop(self._authors[rival])
-                report.displacing.add(entry.author)
+                report.displacing[entry.author] = None
             self.places.add(entry.author, report.introducer)
             record = self._record(entry.author, now)
         if present is not None and entry.tick == present.tick:
