@@ -47,7 +47,11 @@ def test_honest_authors_stay_and_reach_all_beside_four_times_as_many_invented_on
         assert all(other.author in node.state for other in honest)
     written = {world.publish_progress(node).id for node in honest}
     world.simulation.run_until(75.0)
-    assert all(written <= node.seen_at.keys() for node in everybody)
+    num_seen = sum(len(written & node.seen_at.keys()) for node in everybody)
+    assert num_seen >= 0.99 * len(written) * len(everybody)
+    # Anti-entropy brings what pushes have lost; full tables compare a thirty-second of themselves at a time.
+    done = world.simulation.at_most_every(5.0, lambda: all(written <= node.seen_at.keys() for node in everybody))
+    assert world.simulation.run_until(240.0, done=done)
 
     def are_newcomers_known() -> bool:
         return all(other.author in node.state for node in everybody for other in newcomers)
