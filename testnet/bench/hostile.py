@@ -9,18 +9,16 @@ attackers target the port that the benchmark has opened on loopback, and nothing
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from ..report.section import Grid
 from .process import BenchWorker, Say, open_worker, worker_command
-from .report import OUT, BenchReport, Claim, Out, Write, open_bench
+from .report import OUT, Bench, Claim, Out, Write, open_bench
 from .worker.hostile_attacks import ATTACKS, RAW
 
 # Limits.
@@ -64,7 +62,6 @@ class FloodResult:
     tasks: tuple[int, int, int]
     lines_per_minute: float
     dials: int = 0
-    dial_p50: float | None = None
     dial_max: float | None = None
     failures: list[str] = field(default_factory=list)
 
@@ -93,36 +90,8 @@ def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
     ]
 
 
-def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchReport:
-    """Return the table, data and misses of all parts."""
-    cells = [
-        [
-            row.name,
-            f"{row.number:,} in {row.seconds:.0f} s",
-            "" if row.dial_max is None else f"{row.dial_p50:.2f} / {row.dial_max:.2f} s",
-            f"{len(row.failures)} of {row.dials + len(row.failures)}" if row.dials else "",
-            f"+{max(0.0, row.over_mb):.0f} MB",
-            " / ".join(map(str, row.descriptors)),
-            " / ".join(map(str, row.tasks)),
-            f"{row.lines_per_minute:.1f}",
-        ]
-        for row in rows
-    ]
-    limits = ["limit", "", f"max {MAX_DIAL_SECONDS:g} s", "0", f"+{MAX_OVER_MB:.0f} MB", "flat", "flat", ""]
-    header = [
-        "strangers",
-        "connections",
-        "honest dial, p50 / max",
-        "failed",
-        "memory",
-        "descriptors before / most / after",
-        "tasks",
-        "log lines a minute",
-    ]
-    grid = Grid("A node among strangers, and honest newcomers that dial it meanwhile", header, [limits, *cells])
-    data = {
-        "rows": [asdict(row) for row in rows],
-    }
+def publish(bench: Bench, rows: Sequence[FloodResult]) -> None:
+    """Publish the results of all parts."""
     slowest = max((row.dial_max for row in rows if row.dial_max is not None), default=0.0)
     failed = sum(len(row.failures) for row in rows)
     num_dials = failed + sum(row.dials for row in rows)
@@ -131,7 +100,8 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchR
         Claim(f"honest dials that failed, of {num_dials:,} (limit 0)", f"{failed}"),
         Claim(f"memory above that before, MB (limit {MAX_OVER_MB:g})", f"{max(row.over_mb for row in rows):.0f}"),
     ]
-    return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()], claims=claims)
+    misses = [miss for row in rows for miss in row.misses()]
+    bench.publish(claims, {"rows": [asdict(row) for row in rows]}, misses=misses)
 
 
 def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[FloodResult]:
@@ -166,8 +136,7 @@ def _flood(workers: Sequence[BenchWorker], address: str, flood: Flood, say: Say)
     flooded = attackers.get()
     row = _row(node, flood.name, flooded["number"], flooded["seconds"], looks)
     row.dials, row.failures = len(dials), failures
-    if dials:
-        row.dial_p50, row.dial_max = statistics.median(dials), max(dials)
+    row.dial_max = max(dials, default=None)
     return row
 
 
@@ -219,4 +188,4 @@ def run(
     """
     with open_bench("hostile", out, write) as bench:
         rows = measure(floods(silent, garbage, rate), cycles, bench.log, bench.say)
-        bench.publish(report_of(bench.setting, rows))
+        publish(bench, rows)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,7 +29,7 @@ from ..natlab.groups import open_leash
 from ..natlab.namespace import Location, NamespaceError
 from ..play.places import open_links
 from ..play.scenario import LinkSettings
-from ..report.section import Grid, cell
+from ..report.section import cell
 from .exchange import open_peers
 from .process import (
     MB,
@@ -39,13 +39,12 @@ from .process import (
     ask_all,
     elapsed,
     get_all,
-    median_of,
     obtain_python,
     open_worker,
     take_turns,
     worker_command,
 )
-from .report import CACHE, OUT, Bench, BenchReport, Cache, Claim, Out, Repeats, Write, missing, open_bench
+from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_bench
 from .worker.join import RUN_ID
 
 SIZE_MB: Final = 100
@@ -60,54 +59,20 @@ NUM_ROUNDS: Final = 4
 _VECTORS: Final = (*required_vectors(NoLoCoConfig()), *OPTIMIZER_VECTORS)
 
 
-@dataclass(slots=True)
-class JoinFigures:
-    """The measurements until now; seconds are medians."""
+def claims_of(figures: Mapping[str, Any]) -> list[Claim]:
+    """Return the claims of the figures that there are; seconds are medians."""
 
-    size_mb: int
-    two_donors_s: float | None = None
-    one_donor_s: float | None = None
-    hivemind_s: float | None = None
-    killed_s: float | None = None
-    killed_extra_mb: float | None = None
-    """Megabytes received more than once, where a donor was killed at half."""
-    link_s: float | None = None
-    link_over_ideal: float | None = None
-    """Time, over size divided by rate, on the shaped line."""
-    rounds_slower: float | None = None
-    """Share by which the others' rounds took longer during the join."""
-    problems: dict[str, str] = field(default_factory=dict)
+    def known(name: str, form: str) -> str:
+        return cell(figures.get(name), form)
 
-    def grid(self) -> Grid:
-        """Return seconds and extras by the newcomer's sources."""
-        link = ""
-        if self.link_over_ideal is not None and self.rounds_slower is not None:
-            link = f"{self.link_over_ideal:.2f} x size / rate; others' rounds {self.rounds_slower:+.1%}"
-        killed = f"two donors, one killed at half, capped to {KILL_CAP_MBIT:g} Mbit/s"
-        sources = (
-            ("two donors, loopback", self.two_donors_s, ""),
-            ("one donor, loopback", self.one_donor_s, ""),
-            ("hivemind, its one donor, loopback", self.hivemind_s, ""),
-            (killed, self.killed_s, cell(self.killed_extra_mb, "{:.1f} MB fetched twice")),
-            (f"two donors, {LINK.down_mbit:g}/{LINK.up_mbit:g} Mbit/s", self.link_s, link),
-        )
-        rows = [(source, cell(seconds, "{:.2f}", "-"), extra) for source, seconds, extra in sources]
-        return Grid(f"A newcomer gets {self.size_mb} MB of state", ("from", "seconds", "and"), rows)
-
-    def report(self, setting: dict[str, Any]) -> BenchReport:
-        """Return the table, claims and data."""
-        words = f"seconds for {self.size_mb} MB of weights from one donor, verified and durable; theirs: hivemind's"
-        claims = [
-            Claim(words, cell(self.one_donor_s, "{:.2f}"), cell(self.hivemind_s, "{:.2f}")),
-            Claim("the same from two donors", cell(self.two_donors_s, "{:.2f}")),
-            Claim("megabytes fetched twice where a donor is killed at half", cell(self.killed_extra_mb, "{:.1f}")),
-            Claim(
-                f"seconds on lines of {LINK.up_mbit:g} Mbit/s up, over size / rate",
-                cell(self.link_over_ideal, "{:.2f}"),
-            ),
-            Claim("by how much the donors' own rounds are longer meanwhile", cell(self.rounds_slower, "{:+.1%}")),
-        ]
-        return BenchReport(setting, [self.grid()], asdict(self), missing(self.problems), claims=claims)
+    words = f"seconds for {figures['size_mb']} MB of weights from one donor, verified and durable; theirs: hivemind's"
+    return [
+        Claim(words, known("one_donor_s", "{:.2f}"), known("hivemind_s", "{:.2f}")),
+        Claim("the same from two donors", known("two_donors_s", "{:.2f}")),
+        Claim("megabytes fetched twice where a donor is killed at half", known("killed_extra_mb", "{:.1f}")),
+        Claim(f"seconds on lines of {LINK.up_mbit:g} Mbit/s up, over size / rate", known("link_over_ideal", "{:.2f}")),
+        Claim("by how much the donors' own rounds are longer meanwhile", known("rounds_slower", "{:+.1%}")),
+    ]
 
 
 def make_checkpoint(path: Path, size_mb: int) -> None:
@@ -198,17 +163,18 @@ def run(
     """
     with open_bench("join", out, write, repeats=repeats) as bench:
         figures = measure(bench, size, repeats, cache if peers else None, with_link=link)
-        bench.publish(figures.report(bench.setting))
+        bench.publish(claims_of(figures), figures, words=figures["missing"])
 
 
 def measure(
     bench: Bench, size_mb: int, repeats: int, cache: Path | None = None, *, with_link: bool = True
-) -> JoinFigures:
+) -> dict[str, Any]:
     """Measure on loopback, with a killed donor, and on a shaped line; hivemind only with a ``cache`` folder.
 
     Raises `BenchError`.
     """
-    figures, source = JoinFigures(size_mb), bench.out / "join.safetensors"
+    source = bench.out / "join.safetensors"
+    figures: dict[str, Any] = {"size_mb": size_mb, "missing": []}
     try:
         make_checkpoint(source, size_mb)
         _measure_loopback(figures, source, bench.log, repeats, cache, bench.say)
@@ -217,7 +183,7 @@ def measure(
             answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
         if not answer["killed"]:
             raise BenchError("the donor was not killed: it was all over before")
-        figures.killed_s, figures.killed_extra_mb = elapsed([answer]), answer["extra_bytes"] / MB
+        figures |= {"killed_s": elapsed([answer]), "killed_extra_mb": answer["extra_bytes"] / MB}
         if with_link:
             _measure_link(figures, source, bench.log, bench.say)
     finally:
@@ -227,7 +193,7 @@ def measure(
 
 
 def _measure_loopback(
-    figures: JoinFigures, source: Path, log: Path, repeats: int, cache: Path | None, say: Say
+    figures: dict[str, Any], source: Path, log: Path, repeats: int, cache: Path | None, say: Say
 ) -> None:
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
@@ -239,18 +205,16 @@ def _measure_loopback(
             try:
                 say("starting hivemind")
                 python = obtain_python("hivemind", cache, say)
-                pair = stack.enter_context(open_peers("hivemind", python, figures.size_mb * MB // 4, log))
+                pair = stack.enter_context(open_peers("hivemind", python, figures["size_mb"] * MB // 4, log))
                 contenders["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
             except BenchError as error:
-                figures.problems["hivemind"] = str(error)
+                figures["missing"].append(f"hivemind is missing: {error}")
         done, dropped = take_turns("on loopback", contenders, ["hivemind_s"], repeats, 1, say)
-    if "hivemind_s" in dropped:
-        figures.problems["hivemind"] = dropped["hivemind_s"]
-    for name, all_seconds in done.items():
-        setattr(figures, name, median_of(all_seconds))
+    figures["missing"] += [f"hivemind is missing: {reason}" for reason in dropped.values()]
+    figures |= {name: statistics.median(seconds) for name, seconds in done.items() if seconds}
 
 
-def _measure_link(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:
+def _measure_link(figures: dict[str, Any], source: Path, log: Path, say: Say) -> None:
     """Measure on a shaped line: both donors take rounds with each other, first alone, then while the newcomer joins."""
     say("on a shaped line")
     try:
@@ -267,12 +231,11 @@ def _measure_link(figures: JoinFigures, source: Path, log: Path, say: Say) -> No
             put_rounds(0)
             alone = get_rounds()
             put_rounds(NUM_ROUNDS)
-            answer = nodes.fetch(2)
+            seconds = elapsed([nodes.fetch(2)])
             meanwhile = get_rounds()
     except NamespaceError as error:
-        figures.problems["the shaped line"] = str(error)
+        figures["missing"].append(f"the shaped line is missing: {error}")
         return
     rate = min(LINK.down_mbit, 2 * LINK.up_mbit) * 1e6 / 8
-    figures.link_s = elapsed([answer])
-    figures.link_over_ideal = figures.link_s / (figures.size_mb * MB / rate)
-    figures.rounds_slower = meanwhile / alone - 1
+    figures["link_over_ideal"] = seconds / (figures["size_mb"] * MB / rate)
+    figures["rounds_slower"] = meanwhile / alone - 1

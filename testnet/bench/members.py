@@ -25,7 +25,7 @@ from ..zoo.member_attacks import ATTACKS
 from ..zoo.simulation import HostileOutcome, HostileRun, play
 from .commands import BENCHES
 from .process import BenchError
-from .report import OUT, BenchReport, Claim, Out, Write, open_bench
+from .report import OUT, Bench, Claim, Out, Write, open_bench
 
 ALONE: Final = "the honest alone"
 CLEAN: Final = "all honest"
@@ -83,7 +83,7 @@ def run(
                 attacked = replace(alone, attack=attack, hostile=hostile, claimed_tokens=CLAIMS[claim])
                 runs.append((f"{attack}, {claim}", attacked))
         outcomes = play_all(bench.say, [(name, partial(play, run)) for name, run in runs])
-        bench.publish(report(bench.setting, tried, outcomes))
+        publish(bench, tried, outcomes)
 
 
 def manifest_of(rounds: int, seed: int, screening: ScreeningRules, partners: int = 1) -> Manifest:
@@ -99,10 +99,8 @@ def manifest_of(rounds: int, seed: int, screening: ScreeningRules, partners: int
     return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, rounds=each, screening=screening)
 
 
-def report(
-    setting: dict[str, Any], tried: Sequence[tuple[str, str]], outcomes: dict[str, list[HostileOutcome]]
-) -> BenchReport:
-    """Return the table, claims and data.
+def publish(bench: Bench, tried: Sequence[tuple[str, str]], outcomes: dict[str, list[HostileOutcome]]) -> None:
+    """Publish a table of the attacks, with the costliest as claims.
 
     Losses are on held-out text in nats a byte, the mean over honest members and seeds; *worst* is the worst member's.
     *Hostile averaged*: of the exchanges with hostile members, those that counted in full; *clipped*: in part, or for
@@ -145,4 +143,4 @@ def report(
             f"{touched / sum(outcome.honest_exchanges for outcome in clean):.2%}",
         ),
     ]
-    return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, claims=claims)
+    bench.publish(claims, data, grids=[Grid("What hostile members cost", header, rows)])

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -28,7 +27,6 @@ from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, 
 
 from ..natlab.groups import Leash, open_leash
 from ..natlab.namespace import held
-from ..report.section import Grid
 from .process import (
     MB,
     BenchError,
@@ -36,6 +34,7 @@ from .process import (
     Say,
     ask_all,
     elapsed,
+    median_of,
     obtain_python,
     open_worker,
     peer_command,
@@ -56,54 +55,30 @@ _RUN: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MeshCost:
-    """One turn of a pair of programs; or medians of several."""
-
-    who: str
-    call: float
-    """Seconds of a request of `REQUEST_BYTES`, whose answer is as long; the median."""
-    push: float
-    """Seconds in which bytes arrive at the other program, on a stream."""
-    fetch: float
-    """Seconds in which a file of as many bytes is fetched, with its hashes."""
-
-
 def measure_mesh(
     folder: Path, size_mb: int, requests: int, repeats: int, cache: Path | None, say: Say
-) -> tuple[list[MeshCost], dict[str, str]]:
-    """Measure both in turns, and return what could not be measured; without a cache folder, not Lattica."""
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Measure both in turns, and return what could not be measured; without a cache folder, not Lattica.
+
+    Of each, in seconds: ``call``, a request of `REQUEST_BYTES`, whose answer is as long; ``push``, until as many bytes
+    as asked for are at the other program, on a stream; ``fetch``, of a file of as many bytes, with its hashes.
+    """
     problems: dict[str, str] = {}
     log = folder / "mesh.log"
     with contextlib.ExitStack() as stack:
         say("mesh: starting two daemons")
         homes = [str(home) for home in stack.enter_context(_open_nodes(folder))]
         ours = stack.enter_context(_open_pair(OURS, worker_command("program"), homes, log))
-        ways: dict[str, Callable[[], MeshCost]] = {OURS: partial(_measure, OURS, ours, requests, size_mb * MB)}
+        ways: dict[str, Callable[[], dict[str, float]]] = {OURS: partial(_measure, ours, requests, size_mb * MB)}
         if cache is not None:
             try:
                 command = peer_command(obtain_python("lattica", cache, say), "lattica")
                 pair = stack.enter_context(_open_pair(LATTICA, command, ["", ""], log))
-                ways[LATTICA] = partial(_measure, LATTICA, pair, requests, size_mb * MB)
+                ways[LATTICA] = partial(_measure, pair, requests, size_mb * MB)
             except BenchError as error:
                 problems[LATTICA] = str(error)
         done, dropped = take_turns("mesh", ways, [LATTICA], repeats, WARM_UPS, say)
-    medians = [
-        MeshCost(who, *(statistics.median(getattr(turn, name) for turn in turns) for name in ("call", "push", "fetch")))
-        for who, turns in done.items()
-        if turns
-    ]
-    return medians, problems | dropped
-
-
-def mesh_grid(costs: Sequence[MeshCost], size_mb: int) -> Grid:
-    """Return the table of both."""
-    rows = [
-        [cost.who, f"{1e3 * cost.call:.2f}", f"{size_mb / cost.push:,.0f}", f"{size_mb / cost.fetch:,.0f}"]
-        for cost in costs
-    ]
-    header = ["programs", f"a request of {REQUEST_BYTES // 1_000} kB, ms", "a stream, MB/s", "a file, MB/s"]
-    return Grid("What a mesh costs programs", header, rows)
+    return {who: median_of(turns) for who, turns in done.items() if turns}, problems | dropped
 
 
 @contextlib.contextmanager
@@ -165,9 +140,10 @@ def wait_until_connected(who: str, pair: Sequence[BenchWorker]) -> None:
         time.sleep(LOOK_INTERVAL)  # there is no event for it, so poll
 
 
-def _measure(who: str, pair: Sequence[BenchWorker], requests: int, size: int) -> MeshCost:
+def _measure(pair: Sequence[BenchWorker], requests: int, size: int) -> dict[str, float]:
     giver, asker = pair
     seconds = asker.ask("call", number=requests, size=REQUEST_BYTES)["seconds"]
     push = elapsed([asker.ask("push", size=size)])
     file = giver.ask("share", size=size)["file"]
-    return MeshCost(who, statistics.median(seconds), push, elapsed([asker.ask("fetch", file=file, size=size)]))
+    fetch = elapsed([asker.ask("fetch", file=file, size=size)])
+    return {"call": statistics.median(seconds), "push": push, "fetch": fetch}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_n
 from ..natlab.lab import Lab, open_lab
 from ..report.section import Grid, cell
 from .process import BenchError, BenchWorker, open_worker, worker_command
-from .report import OUT, BenchReport, Claim, Out, Write, open_bench
+from .report import OUT, Bench, Claim, Out, Write, open_bench
 
 # Limits.
 MAX_CONNECT_SECONDS: Final = 30.0
@@ -115,24 +115,23 @@ class PairResult:
         ]
 
 
-def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchReport:
-    """Return the table, claims, data and misses of all pairs."""
+def publish(bench: Bench, rows: Sequence[PairResult]) -> None:
+    """Publish the results of all pairs."""
     title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
-    grid = Grid(title, HEADER, [row.cells() for row in rows])
     total = len(rows)
     connected = [row.connected_s for row in rows if row.connected_s is not None]
     direct = [row for row in rows if row.path not in ("", RELAYED)]
     possible = sum(row.theory != RELAYED for row in rows)
     in_time = sum(seconds <= MAX_CONNECT_SECONDS for seconds in connected)
-    exchanged = sum(not row.failure for row in rows)
     claims = [
         Claim(f"pairs of homes connected within {MAX_CONNECT_SECONDS:g} s, of {total}", f"{in_time}"),
         Claim("seconds to a connection, the slowest pair", f"{max(connected, default=0.0):.1f}"),
         Claim("pairs with a direct connection; theirs: of plain sockets", f"{len(direct)}", f"{possible}"),
-        Claim(f"pairs that exchange, of {total}", f"{exchanged}"),
+        Claim(f"pairs that exchange, of {total}", f"{sum(not row.failure for row in rows)}"),
     ]
     misses = [miss for row in rows for miss in row.misses()]
-    return BenchReport(setting, [grid], {"rows": [asdict(row) for row in rows]}, misses=misses, claims=claims)
+    grids = [Grid(title, HEADER, [row.cells() for row in rows])]
+    bench.publish(claims, {"rows": [asdict(row) for row in rows]}, misses=misses, grids=grids)
 
 
 async def ask(worker: BenchWorker, do: str, **request: object) -> dict[str, Any]:
@@ -292,4 +291,4 @@ def run(
             bench.tell(f"{row.name}: {words}", is_miss=bool(row.misses()))
 
         rows = trio.run(NatBench(lab, logs, bench.say, tell).measure, chosen, at_once)
-        bench.publish(report_of(bench.setting, rows), logs)
+        publish(bench, rows)

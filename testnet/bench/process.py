@@ -264,12 +264,9 @@ def elapsed(answers: Sequence[dict[str, Any]]) -> float:
     return ended_at - min(float(answer["started_at"]) for answer in answers)
 
 
-def median_of(values: Sequence[float | None]) -> float | None:
-    """Return the median of the known values."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def greatest_of(values: Sequence[float | None]) -> float | None:
-    """Return the greatest of the known values."""
-    return max((value for value in values if value is not None), default=None)
+def median_of(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median over some turns of each of their figures, and the greatest of figures named ``most_...``."""
+    return {
+        name: (max if name.startswith("most_") else statistics.median)([turn[name] for turn in turns])
+        for name in turns[0]
+    }

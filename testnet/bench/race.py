@@ -45,9 +45,9 @@ from ..play.places import LINK_DEVICE, open_links
 from ..play.process import NodeProcess
 from ..play.report import PlayReport
 from ..play.scenario import Scenario, load_scenario
-from ..report.section import Grid, cell
+from ..report.section import cell
 from .process import BenchError, BenchWorker, ask_all, obtain_python, open_worker, peer_command, worker_command
-from .report import CACHE, OUT, Bench, BenchReport, Cache, Claim, Out, Write, open_bench
+from .report import CACHE, OUT, Bench, Cache, Claim, Out, Write, open_bench
 
 SAMPLE_SECONDS: Final = 15.0
 # What the nodes should be at least, in times as fast to the last loss of DiLoCo.
@@ -163,7 +163,7 @@ def run(
             played[HIVEMIND] = play_hivemind(bench, scenario, python, seconds, hivemind_seconds, samples)
         bench.say("losses")
         curves = {way: measured(manifest, each) for way, (each, _) in played.items()}
-        bench.publish(report(bench.setting, play, curves, {way: pace for way, (_, pace) in played.items()}))
+        publish(bench, play, curves, {way: pace for way, (_, pace) in played.items()})
 
 
 # The others
@@ -349,17 +349,10 @@ def seconds_to(curve: Sequence[Sample], loss: float) -> float | None:
     return None
 
 
-def report(
-    setting: Mapping[str, Any], play: PlayReport, curves: Mapping[str, Sequence[Sample]], paces: Mapping[str, float]
-) -> BenchReport:
-    """Return the table, claims and data; ``paces``: seconds of the run for an inner step of an average member."""
+def publish(bench: Bench, play: PlayReport, curves: Mapping[str, Sequence[Sample]], paces: Mapping[str, float]) -> None:
+    """Publish the result; ``paces``: seconds of the run for an inner step of an average member."""
     ends = {way: curve[-1] for way, curve in curves.items()}
     reached = {way: seconds_to(curves[NODES], end.loss) for way, end in ends.items()}
-    rows = [
-        [way, f"{end.seconds:.0f}", f"{paces[way]:.2f}", f"{end.loss:.3f}", cell(reached[way], "{:.0f}", "never")]
-        for way, end in ends.items()
-    ]
-    header = ["averaged by", "seconds", "a step, s", "loss at the end", "pairs reach it after, s"]
     claims = [
         Claim(
             f"seconds to the loss that {way} ends with, {end.loss:.3f}",
@@ -378,5 +371,4 @@ def report(
         "curves": {way: [[sample.seconds, sample.loss] for sample in curve] for way, curve in curves.items()},
         "play": msgspec.to_builtins(play),
     }
-    grid = Grid("The same lines, speeds and replacements", header, rows)
-    return BenchReport(setting, [grid], data, misses=misses, claims=claims)
+    bench.publish(claims, data, misses=misses)

@@ -1,9 +1,9 @@
 """The common parts of all benchmarks: their options, their results, and the page that is written from all results.
 
-A program measures inside `open_bench`, and makes a `BenchReport` of its figures: claims for the page, tables and words
-for people, data for JSON, and the limits that were missed. `Bench.publish` writes ``OUT/NAME.json`` and prints the
-report. With ``--write`` it also keeps the result in the folder `RESULTS`, and writes BENCHMARKS.md from all that is
-kept there. Results of other commands, such as `farandole testnet run`, are kept there by hand.
+A program measures inside `open_bench`, and makes claims of its figures: each is a row of the page. `Bench.publish`
+writes ``OUT/NAME.json`` and prints the claims, or tables instead. With ``--write`` it also keeps them in the folder
+`RESULTS`, and writes BENCHMARKS.md from all that is kept there. Results of other commands, such as
+`farandole testnet run`, are kept there by hand.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class KeptResult(msgspec.Struct, frozen=True):
     claims: list[Claim]
     tables: list[dict[str, str | list[str]]] = []
     """The tables behind the claims: title and rows, whose cells are separated by ``|``; the first row is the header."""
-    words: list[str] = []
 
     def section(self) -> str:
         """Return the section of the page."""
@@ -87,42 +86,10 @@ HEAD: Final = """\
 # Benchmarks
 
 What was measured, with the command, the day and the machine; *theirs* is the figure of the peer that the row names.
-`testnet/bench/results` has the tables behind each section. With `--write` a benchmark replaces its section, and
+`testnet/bench/results` has the tables behind some sections. With `--write` a benchmark replaces its section, and
 `farandole testnet bench --help` lists what can be measured. `join`, `faults`, `race` and `nat` create network
 namespaces, so they need root. Figures are between processes of one machine unless a row says otherwise, a megabyte is
 10^6 bytes, and losses are in nats a byte of held-out text."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """The measurements of a benchmark until now."""
-
-    setting: Mapping[str, Any]
-    """Command, date, machine and choices (`farandole.testnet.report.section`)."""
-    grids: Sequence[Grid]
-    """Tables for people."""
-    data: Mapping[str, Any]
-    """All figures, for JSON."""
-    words: Sequence[str] = ()
-    """Paragraphs below the tables; empty ones are left out."""
-    misses: Sequence[str] = ()
-    """Limits that were not met, in words. A report with misses is not kept."""
-    claims: Sequence[Claim] = ()
-    """Rows of the page."""
-
-    def kept(self, title: str) -> dict[str, Any]:
-        """Return what is kept of the report: a `KeptResult`."""
-        tables = [
-            {"title": grid.title, "rows": [" | ".join(row) for row in (grid.header, *grid.rows)]} for grid in self.grids
-        ]
-        words = [text for text in self.words if text]
-        claims = msgspec.to_builtins(list(self.claims))
-        return {"title": title, "setting": dict(self.setting), "claims": claims, "tables": tables, "words": words}
-
-
-def missing(problems: Mapping[str, str]) -> list[str]:
-    """Return words about each part that could not be measured, from its name and the reason."""
-    return [f"{name} is missing: {reason}" for name, reason in problems.items()]
 
 
 @dataclass(slots=True)
@@ -163,27 +130,37 @@ class Bench:
             self._status.stop()
             self._status = None
 
-    def write(self, report: BenchReport) -> None:
-        """Write ``NAME.json``: what is kept, all data, and the limits that were missed."""
-        document = {**report.data, **report.kept(self.title), "misses": list(report.misses)}
-        (self.out / f"{self.name}.json").write_text(json.dumps(document, indent=2) + "\n")
+    def publish(
+        self,
+        claims: Sequence[Claim],
+        data: Mapping[str, Any],
+        *,
+        misses: Sequence[str] = (),
+        grids: Sequence[Grid] = (),
+        words: Sequence[str] = (),
+    ) -> None:
+        """Write and print the result, and keep it if that was asked for.
 
-    def publish(self, report: BenchReport, *others: Path) -> None:
-        """Write and print the report, and keep it if that was asked for; ``others`` are further paths to name.
+        ``data``: all figures, for ``NAME.json``; ``misses``: limits that were not met, in words; ``grids``: tables that
+        are printed in place of the claims, and kept behind them; ``words``: lines to print below.
 
         Raises `BenchError` if a limit was not met, and then keeps nothing.
         """
-        self.write(report)
-        for grid in report.grids:
+        tables: list[dict[str, str | list[str]]] = [
+            {"title": grid.title, "rows": [" | ".join(row) for row in (grid.header, *grid.rows)]} for grid in grids
+        ]
+        kept = msgspec.to_builtins(KeptResult(self.title, self.setting, [*claims], tables))
+        path = self.out / f"{self.name}.json"
+        path.write_text(json.dumps({**data, **kept, "misses": [*misses]}, indent=2) + "\n")
+        rows = [[each.claim, each.ours, each.theirs] for each in claims]
+        for grid in grids or [Grid(self.title, ["", "ours", "theirs"], rows)]:
             self.console.print(grid.rich())
-        for text in filter(None, report.words):
-            self.tell(textwrap.fill(text, 120, break_on_hyphens=False))
-        self.tell(", ".join(map(str, [self.out / f"{self.name}.json", *others])))
-        if report.misses:
-            raise BenchError("; ".join(report.misses))
+        for text in (*words, str(path)):
+            self.tell(text)
+        if misses:
+            raise BenchError("; ".join(misses))
         if self.is_kept:
-            kept = json.dumps(report.kept(self.title), indent=2, ensure_ascii=False)
-            (RESULTS / f"{self.name}.json").write_text(kept + "\n")
+            (RESULTS / f"{self.name}.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
             PAGE.write_text(page())
 
 

@@ -11,8 +11,8 @@ import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -22,10 +22,9 @@ import typer
 from farandole.protocol.run.models import num_parameters
 from farandole.protocol.run.models import preset as preset_model
 
-from ..report.section import Grid
 from .process import ask_all, open_workers
-from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
-from .worker.stages import MODEL, WARMUP_STEPS, Task, bytes_per_token
+from .report import OUT, Bench, Claim, Out, Write, open_bench
+from .worker.stages import MODEL, WARMUP_STEPS, Task
 
 # Its microbatches, of 512 tokens, take some hundreds of milliseconds on a core; those of the first model, some tens.
 LARGER: Final = "10M"
@@ -38,16 +37,20 @@ MAX_LOSS_ERROR: Final = 1e-5
 class Turn:
     """The result of one turn."""
 
-    microbatches_s: float
+    rate: float
+    """Microbatches a second."""
     loss: float
     """Mean of all microbatches of all steps, in nats per token."""
-    bytes_per_token: float
+
+
+Turns = dict[str, list[Turn]]
+"""Variant -> its turns."""
 
 
 def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
     with open_workers("whole model", [ALONE], log) as (worker,):
         answer = worker.ask("learn", manifest=task.manifest(), steps=task.all_steps, threads=threads)
-    return turn_of(task, [answer], 0.0)
+    return turn_of(task, [answer])
 
 
 def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
@@ -55,7 +58,7 @@ def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
     stages = range(task.num_stages)
     with open_workers("torch rank", [f"{TORCH} {stage}" for stage in stages], log) as ranks:
         answers = ask_all(ranks, "learn", [{"stage": stage} for stage in stages], manifest=task.manifest(), **request)
-    return turn_of(task, answers, bytes_per_token(task.check(), task.tokens_per_step))
+    return turn_of(task, answers)
 
 
 def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool = False) -> Turn:
@@ -65,11 +68,10 @@ def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool
         heard = ask_all(nodes, "listen", [{"stage": stage} for stage in stages], manifest=manifest)
         ask_all(nodes, "join", addresses=[answer["addresses"] for answer in heard], folder=str(folder), log=str(log))
         answers = ask_all(nodes, "learn", steps=task.all_steps)
-    num_bytes = sum(answer["bytes_sent"] for answer in answers)
-    return turn_of(task, answers, num_bytes / (task.all_steps * task.tokens_per_step))
+    return turn_of(task, answers)
 
 
-def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: float) -> Turn:
+def turn_of(task: Task, answers: Sequence[dict[str, Any]]) -> Turn:
     """Return the result of a turn, from the answers of a variant's processes, the one that draws first.
 
     The time runs from the end of the drawing process's warm-up, when it may draw, to the last process's last step.
@@ -77,7 +79,7 @@ def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: floa
     (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
     drawing = answers[0]["stepped_at"]
     seconds = max(answer["stepped_at"][-1] for answer in answers) - drawing[WARMUP_STEPS - 1]
-    return Turn((len(drawing) - WARMUP_STEPS) * task.num_microbatches / seconds, loss, bytes_per_token)
+    return Turn((len(drawing) - WARMUP_STEPS) * task.num_microbatches / seconds, loss)
 
 
 NUM_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,97 +93,30 @@ VARIANTS: Final[dict[str, Callable[[Task, Path, Path], Turn]]] = {
 """In the order of their turns; the first is the baseline. Each is called with an empty folder, and a log."""
 
 
-@dataclass(frozen=True, slots=True)
-class VariantRates:
-    """The turns of a variant together; the rate is their median."""
-
-    name: str
-    microbatches_s: float
-    of_one_thread: float
-    """The rate as a share of the baseline's."""
-    bytes_per_token: float
-    loss_error: float
-    """The greatest error of the turns, relative to the baseline."""
+def wrong(turns: Turns) -> list[str]:
+    """Return the exact variants whose losses differ from one process's, the first variant's."""
+    ((base, *_), *_) = turns.values()
+    errors = {name: max(abs(turn.loss - base.loss) / base.loss for turn in own) for name, own in turns.items()}
+    return [
+        f"{name}: loss off by {error:.1e}"
+        for name, error in errors.items()
+        if "int8" not in name and error > MAX_LOSS_ERROR
+    ]
 
 
-@dataclass(slots=True)
-class Throughput:
-    """The turns with one model until now, by variant."""
-
-    task: Task
-    turns: dict[str, list[Turn]] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> list[VariantRates]:
-        """Return the rates of the variants that have had a turn."""
-        rates = {name: statistics.median(turn.microbatches_s for turn in turns) for name, turns in self.turns.items()}
-        (base_rate, *_), ((base, *_), *_) = rates.values(), self.turns.values()
-        return [
-            VariantRates(
-                name,
-                rates[name],
-                rates[name] / base_rate,
-                statistics.median(turn.bytes_per_token for turn in turns),
-                max(abs(turn.loss - base.loss) / base.loss for turn in turns),
-            )
-            for name, turns in self.turns.items()
-        ]
-
-    @property
-    def wrong(self) -> list[str]:
-        """Return the exact variants whose losses differ from one process's."""
-        exact = [row for row in self.rows if "int8" not in row.name]
-        return [f"{row.name}: loss off by {row.loss_error:.1e}" for row in exact if row.loss_error > MAX_LOSS_ERROR]
-
-    @property
-    def size(self) -> str:
-        """Return the model's size in words."""
-        return f"{num_parameters(self.task.check()) / 1e6:.1f} M parameters in {self.task.num_stages} stages"
-
-    def claims(self) -> list[Claim]:
-        """Return our rates, compared with that of the faster of torch's schedules."""
-        peers = [row.microbatches_s for row in self.rows if row.name.startswith(TORCH)]
-        words = f"microbatches a second, {self.size}; theirs: the faster {TORCH}"
-        return [
-            Claim(f"{row.name}: {words}", f"{row.microbatches_s:.1f}", f"{max(peers):.1f}")
-            for row in self.rows
-            if row.name.startswith(OURS) and peers
-        ]
-
-    def grid(self) -> Grid:
-        """Return the table of the variants."""
-        peers = [row.microbatches_s for row in self.rows if row.name.startswith(TORCH)]
-        cells = []
-        for row in self.rows:
-            is_alone = row.name.startswith(ALONE)
-            cells.append(
-                [
-                    row.name,
-                    f"{row.microbatches_s:.1f}",
-                    f"{row.of_one_thread:.2f}",
-                    f"{row.microbatches_s / max(peers):.2f}" if peers and not is_alone else "",
-                    "" if is_alone else f"{row.bytes_per_token:,.0f}",
-                    f"{row.loss_error:.0e}",
-                ]
-            )
-        header = ["", "a second", "of 1 thread", "of the faster torch", "bytes a token", "loss off by"]
-        batch = f"{self.task.num_microbatches} microbatches of {self.task.model['context']} tokens a step"
-        return Grid(f"Microbatches a second: {self.size}, {batch}", header, cells)
+def claims_of(task: Task, turns: Turns) -> Iterator[Claim]:
+    """Yield our rates, which are medians, compared with that of the faster of torch's schedules."""
+    rates = {name: statistics.median(turn.rate for turn in own) for name, own in turns.items()}
+    peer = max(rate for name, rate in rates.items() if name.startswith(TORCH))
+    words = f"microbatches a second, {size_of(task)}; theirs: the faster {TORCH}"
+    for name, rate in rates.items():
+        if name.startswith(OURS):
+            yield Claim(f"{name}: {words}", f"{rate:.1f}", f"{peer:.1f}")
 
 
-def report(setting: dict[str, Any], models: Sequence[Throughput]) -> BenchReport:
-    """Return tables and data; a variant with wrong losses is a miss."""
-    models = [model for model in models if model.turns]
-    data = {
-        "models": [{"task": asdict(model.task), "rows": [asdict(row) for row in model.rows]} for model in models],
-    }
-    return BenchReport(
-        setting,
-        [model.grid() for model in models],
-        data,
-        misses=[miss for model in models for miss in model.wrong],
-        claims=[claim for model in models for claim in model.claims()],
-    )
+def size_of(task: Task) -> str:
+    """Return the model's size in words."""
+    return f"{num_parameters(task.check()) / 1e6:.1f} M parameters in {task.num_stages} stages"
 
 
 def run(
@@ -205,19 +140,26 @@ def run(
         task.check()
     choices: dict[str, Any] = {"repeats": repeats, "steps timed": steps}
     with open_bench("stages", out, write, **choices) as bench:
-        bench.publish(report(bench.setting, measure(bench, tasks, repeats)))
+        measure(bench, tasks, repeats)
 
 
-def measure(bench: Bench, tasks: Sequence[Task], repeats: int) -> list[Throughput]:
-    """Measure turn by turn, and write the results after each.
+def measure(bench: Bench, tasks: Sequence[Task], repeats: int) -> None:
+    """Measure turn by turn, and publish the results; a variant with wrong losses is a miss.
 
     Raises `BenchError`; `ManifestError` if the task's settings do not fit together.
     """
-    models = [Throughput(task) for task in tasks]
-    for model in models:
+    turns: list[Turns] = [{name: [] for name in VARIANTS} for _ in tasks]
+    for task, of_task in zip(tasks, turns, strict=True):
         for repeat, (name, play) in itertools.product(range(repeats), VARIANTS.items()):
-            bench.say(f"{model.size}, turn {repeat + 1} of {repeats}: {name}")
+            bench.say(f"{size_of(task)}, turn {repeat + 1} of {repeats}: {name}")
             with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
-                model.turns.setdefault(name, []).append(play(model.task, Path(folder), bench.log))
-            bench.write(report(bench.setting, models))
-    return models
+                of_task[name].append(play(task, Path(folder), bench.log))
+    models = [*zip(tasks, turns, strict=True)]
+    data = {
+        "models": [
+            {"task": asdict(task), "turns": {name: [*map(asdict, own)] for name, own in of_task.items()}}
+            for task, of_task in models
+        ]
+    }
+    claims = [claim for model in models for claim in claims_of(*model)]
+    bench.publish(claims, data, misses=[miss for _, of_task in models for miss in wrong(of_task)])

@@ -8,7 +8,6 @@ exchanges.
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,9 +27,8 @@ from ..play.live import open_view
 from ..play.process import NodeProcess
 from ..play.report import Merged
 from ..play.scenario import Scenario
-from ..report.section import Grid
-from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
-from .report import OUT, Bench, BenchReport, Claim, Out, Write, open_bench
+from .process import ANSWER_TIMEOUT, BenchError, get_all, median_of, open_workers
+from .report import OUT, Bench, Claim, Out, Write, open_bench
 
 NUM_NODES: Final = 2
 # Turns of inner steps alone, of each kind.
@@ -41,21 +39,6 @@ END_TURNS: Final = 3
 END_TIMEOUT: Final = 20 * ANSWER_TIMEOUT
 # A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
-
-
-class TrainingRates(msgspec.Struct, frozen=True):
-    """Sums over the nodes, and over the plain loops."""
-
-    device: str
-    num_parameters: int
-    exchanges: int
-    """Committed exchanges of all nodes together; each is counted by both of its partners."""
-    plain_tokens_per_second: float
-    node_tokens_per_second: float
-    engine_over_plain: float
-    """Inner steps alone, without exchanges: the engine's rate over a plain loop's, in one process, in turns."""
-    round_end: dict[str, float]
-    """Seconds of each part of a round's end, in one trainer without a network."""
 
 
 class _Samples:
@@ -99,12 +82,15 @@ def run(
     name, title = ("trainer", "") if where == "cpu" else (f"trainer-{where}", "Training on a GPU")
     with open_bench(name, out, write, title=title) as bench:
         manifest = manifest_of_bench(model, batch_size, codec, round_seconds)
-        rates = measure(bench, manifest, device, rounds, round_seconds)
-        bench.publish(report({**bench.setting, "device": rates.device}, rates))
+        figures = measure(bench, manifest, device, rounds, round_seconds)
+        bench.setting["device"] = figures["device"]
+        bench.publish(claims_of(figures), figures)
 
 
-def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_seconds: float) -> TrainingRates:
+def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_seconds: float) -> dict[str, Any]:
     """Measure plain loops, then nodes that exchange; the nodes' folders are in ``bench.out / "trainer"``.
+
+    Tokens a second are sums over the nodes, and over the plain loops; each exchange is counted by both its partners.
 
     Raises `BenchError` if the nodes did not exchange, or there was too little to measure.
     """
@@ -134,15 +120,15 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
     exchanges = sum(node.exchanges_ok for node in report.nodes)
     if not exchanges:
         raise BenchError(f"the nodes never exchanged: see {folder / 'nodes'}")
-    return TrainingRates(
-        device=str(plain[0]["device"]),
-        num_parameters=num_parameters(preset(run["model"])),
-        exchanges=exchanges,
-        plain_tokens_per_second=sum(each["tokens_per_second"] for each in plain),
-        node_tokens_per_second=sum(map(slope, samples.of.values())),
-        engine_over_plain=engine,
-        round_end=round_end,
-    )
+    return {
+        "device": str(plain[0]["device"]),
+        "num_parameters": num_parameters(preset(run["model"])),
+        "exchanges": exchanges,
+        "plain_tokens_per_second": sum(each["tokens_per_second"] for each in plain),
+        "node_tokens_per_second": sum(map(slope, samples.of.values())),
+        "engine_over_plain": engine,
+        "round_end": round_end,
+    }
 
 
 def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: float) -> dict[str, Any]:
@@ -171,7 +157,7 @@ def _end_rounds(bench: Bench, run: dict[str, Any], device: str) -> dict[str, flo
     finally:
         for leftover in bench.out.glob(f"{checkpoint.name}*"):
             leftover.unlink()
-    return {part: statistics.median(turn[part] for turn in turns[1:]) for part in turns[0]}
+    return median_of(turns[1:])
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
@@ -182,19 +168,14 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
     return float(np.polyfit(seconds - seconds[0], tokens - tokens[0], 1)[0])
 
 
-def report(setting: Mapping[str, Any], rates: TrainingRates) -> BenchReport:
-    """Return the table, claims and data."""
-    nodes = f"{NUM_NODES} nodes with {rates.exchanges // 2} exchanges, tokens/s"
-    sums = (f"{each:,.0f}" for each in (rates.node_tokens_per_second, rates.plain_tokens_per_second))
-    steps = f"inner steps of a node, over those of a plain PyTorch loop; {rates.num_parameters:,} parameters"
-    claims = [
-        Claim(steps, f"{rates.engine_over_plain:.2f}"),
+def claims_of(figures: Mapping[str, Any]) -> list[Claim]:
+    """Return what exchanging costs inner steps, and what the end of a round takes."""
+    nodes = f"{NUM_NODES} nodes with {figures['exchanges'] // 2} exchanges, tokens/s"
+    sums = (f"{figures[each]:,.0f}" for each in ("node_tokens_per_second", "plain_tokens_per_second"))
+    steps = f"inner steps of a node, over those of a plain PyTorch loop; {figures['num_parameters']:,} parameters"
+    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in figures["round_end"].items())
+    return [
+        Claim(steps, f"{figures['engine_over_plain']:.2f}"),
         Claim(f"{nodes}; theirs: as many plain loops at once", *sums),
-        Claim(
-            "seconds of the parts of a round's end",
-            ", ".join(f"{part} {seconds:.2f}" for part, seconds in rates.round_end.items()),
-        ),
+        Claim("seconds of the parts of a round's end", parts),
     ]
-    rows = [[*msgspec.structs.astuple(claim)] for claim in claims]
-    grid = Grid("What exchanging costs training", ["", "ours", "theirs"], rows)
-    return BenchReport(setting, [grid], msgspec.to_builtins(rates), claims=claims)

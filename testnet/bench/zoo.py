@@ -17,18 +17,10 @@ from ..play.scenario import load_scenario, scenario_names
 from ..zoo.member_attacks import ATTACKS
 from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
 from .process import BenchError
-from .report import OUT, BenchReport, Claim, Out, Write, open_bench
+from .report import OUT, Claim, Out, Write, open_bench
 
 # The scenario whose frame other attacks are played in.
 FRAME: Final = "hostile-reversed"
-WORDS: Final = (
-    "Six honest nodes, 40 rounds of 10 inner steps, 41 k parameters; two hostile members on top, or one process of "
-    "ghosts or flood. *Loss*: of the honest members' own weights on held-out text, in nats a token, the mean over "
-    "members. *Hostile used*: share of the exchanges with hostile members that were committed; *clipped* ones counted "
-    "in part or for nothing. *Noticed*: honest members that refused a hostile one or averaged nothing of it, and at "
-    "which of their meetings. "
-    "*CPU*: of an honest member's daemon, in cores, without its trainer."
-)
 
 
 def run(
@@ -60,10 +52,8 @@ def run(
             name = str(scenario.run["name"])
             made.append(play_hostile(scenario, out / "zoo" / name, view, clean))
             bench.tell(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
-            data = {report.name: msgspec.to_builtins(report) for report in made}
-            report = BenchReport(bench.setting, [zoo_grid(made)], data, [WORDS], claims=claims_of(made))
-            bench.write(report)
-        bench.publish(report)
+        data = {report.name: msgspec.to_builtins(report) for report in made}
+        bench.publish(claims_of(made), data, grids=[zoo_grid(made)])
 
 
 def claims_of(made: Sequence[HostileReport]) -> list[Claim]:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,7 @@ from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import FarandoleError
 
+from ..report.section import cell
 from .fault import FaultReport
 from .record import COUNTERS, NodeRecord
 from .report import Beside, Merged, NodeReport, PlayReport, StageReport
@@ -21,6 +22,7 @@ from .scenario import Scenario
 
 # Descriptors or tasks: one median may include two connections, and the tasks that serve them, that the other lacks.
 MAX_MORE: Final = 8
+_UNKNOWN: Final = "not known"
 
 _AS_RECORDED: Final = (
     *("index", "peer_id", "tokens", "loss_first", "loss_last", "died", "wedged", "restarts", "is_doomed"),
@@ -94,16 +96,11 @@ def make_report(
 ) -> PlayReport:
     """Sum up and judge a play; ``problems`` are reasons against a pass that the nodes' figures do not show."""
     reasons = [*problems, *_reasons(scenario, nodes, merged)]
-    healing = [fault.healed_in for fault in faults if fault.kind == "partition"]
-    limit = scenario.max_heal_seconds
-    if limit is not None and any(seconds is None or seconds > limit for seconds in healing):
-        words = ", ".join("not at all" if seconds is None else f"{seconds:.1f} s" for seconds in healing)
-        reasons.append(f"after partitions all nodes had one run state in: {words}; not within {limit:g} s")
     tokens = sum(node.tokens for node in nodes)
-    return PlayReport(
+    report = PlayReport(
         name=str(scenario.run.get("name", "")),
         run_id=run_id.hex(),
-        verdict="fail" if reasons else "pass",
+        verdict="pass",
         reasons=reasons,
         nodes=list(nodes),
         loss_first=_mean(node.loss_first for node in nodes),
@@ -122,6 +119,68 @@ def make_report(
         faults=sorted(faults, key=lambda fault: fault.at),
         tokens_per_given_second=tokens / given if (given := sum(node.given_seconds for node in nodes)) else None,
     )
+    return _with_verdict(report, conditions_of_play(report, scenario))
+
+
+def _with_verdict(report: PlayReport, conditions: Iterable[Condition]) -> PlayReport:
+    reasons = [*report.reasons, *(each.reason for each in conditions if not each.is_met)]
+    return msgspec.structs.replace(report, reasons=reasons, verdict="fail" if reasons else "pass")
+
+
+class Condition(NamedTuple):
+    """A limit of a scenario, and what was measured, in words."""
+
+    what: str
+    measured: str
+    limit: str
+    is_met: bool
+
+    @property
+    def reason(self) -> str:
+        """Return why it is a reason against a pass."""
+        return f"{self.what}: {self.measured}, not {self.limit}"
+
+
+def conditions_of_play(report: PlayReport, scenario: Scenario) -> Iterator[Condition]:
+    """Yield the scenario's conditions on the play as a whole. Those on each node alone are in `_node_problems`."""
+    loss, most = report.loss_merged, scenario.max_loss_merged
+    if loss is not None and most is not None:
+        yield Condition("the merged model's loss", f"{loss:.3f}", f"below {most:g}", loss < most)
+    if (most := scenario.max_heal_seconds) is not None:
+        healed = [fault.healed_in for fault in report.faults if fault.kind == "partition"]
+        words = ", ".join("never" if seconds is None else f"{seconds:.1f} s" for seconds in healed)
+        is_met = all(seconds is not None and seconds <= most for seconds in healed)
+        yield Condition("one run state after healing", words, f"within {most:g} s", is_met)
+    if (most := scenario.max_exchange_over_ideal) is not None:
+        alive = [node for node in report.nodes if node.is_alive]
+        silent = [node.index for node in alive if not node.exchange_seconds]
+        yield Condition("nodes that completed no exchange", ", ".join(map(str, silent)) or "none", "none", not silent)
+        over = max((_exchange_over_ideal(scenario, node) for node in alive if node.exchange_seconds), default=0.0)
+        yield Condition(
+            "an exchange over the ideal (median, worst node)", f"{over:.2f}", f"at most {most:g}", over <= most
+        )
+        failed = sum(node.exchanges_failed for node in alive)
+        yield Condition("exchanges that failed for good", f"{failed}", "0", not failed)
+    if (most := scenario.max_growth) is not None:
+        growths = [growth for node in report.nodes for growth in node.growths]
+        yield Condition("lives that were long enough to see a growth", f"{len(growths)}", "at least 1", bool(growths))
+        trainers = [growth.trainer_memory for growth in growths if growth.trainer_memory is not None]
+        for what, shares in (("memory", [growth.memory for growth in growths]), ("trainer's memory", trainers)):
+            worst = max(shares, default=0.0)
+            yield Condition(f"{what} an hour, worst life", f"{worst:+.2%}", f"at most {most:+.1%}", worst <= most)
+        for what in ("descriptors", "tasks"):
+            more = max((getattr(growth, what) for growth in growths), default=0.0)
+            yield Condition(f"{what}, worst life", f"{more:+g}", f"at most +{MAX_MORE}", more <= MAX_MORE)
+
+
+def _exchange_over_ideal(scenario: Scenario, node: NodeReport) -> float:
+    """Return a node's median exchange, over the seconds that its home's line needs for it.
+
+    That is for the contribution at the slower rate, and a round trip.
+    """
+    home = scenario.home[node.index % len(scenario.home)]
+    rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
+    return statistics.median(node.exchange_seconds) / (node.exchange_bytes / rate + 4 * home.delay_ms / 1e3)
 
 
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
@@ -137,10 +196,6 @@ def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | N
         yield "the run state is not equal on all live nodes"
     if merged is None:
         yield "there is no merged model: no replica left a checkpoint"
-    elif scenario.max_loss_merged is not None and not merged.loss < scenario.max_loss_merged:
-        yield f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}"
-    if scenario.max_growth is not None and not any(node.growths for node in nodes):
-        yield "no node lived long enough to see whether it grows"
     if scenario.every_round:
         yield from _speed_problems(scenario, nodes)
     stages = stage_reports(scenario, nodes)
@@ -173,38 +228,10 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
         yield "exchanged with nobody after it was started again"
     if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
         yield "joined late and began in round 0: it got no weights from a peer"
-    if scenario.max_exchange_over_ideal is not None:
-        yield from _exchange_problems(scenario, scenario.max_exchange_over_ideal, node)
-    if scenario.max_growth is not None:
-        for growth in node.growths:
-            for name, share in (("memory", growth.memory), ("trainer's memory", growth.trainer_memory)):
-                if share is not None and share > scenario.max_growth:
-                    yield f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h"
-            for name, more in (("descriptors", growth.descriptors), ("tasks", growth.tasks)):
-                if more > MAX_MORE:
-                    yield f"grew: {more:g} more {name} after {growth.hours:.1f} h"
     taken = {round_index for round_index, _ in node.losses}
     missed = [index for index in range(min(taken, default=0), scenario.rounds) if index not in taken]
     if scenario.every_round and missed:
         yield f"took no part in rounds {missed}"
-
-
-def ideal_exchange_seconds(scenario: Scenario, node: NodeReport) -> float:
-    """Return the seconds that the home's line needs for its contribution at the slower rate, and a round trip."""
-    home = scenario.home[node.index % len(scenario.home)]
-    rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
-    return node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
-
-
-def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> Iterator[str]:
-    if not node.exchange_seconds:
-        yield "completed no exchange"
-        return
-    ideal, median = ideal_exchange_seconds(scenario, node), statistics.median(node.exchange_seconds)
-    if median > most * ideal:
-        yield f"took {median:.1f} s for an exchange (median), more than {most:g} times the ideal {ideal:.1f} s"
-    if node.exchanges_failed:
-        yield f"had {node.exchanges_failed} exchanges that failed"
 
 
 def _required_partners(scenario: Scenario, node: NodeReport) -> int:
@@ -278,25 +305,30 @@ def _throughput(report: PlayReport, indices: Collection[int]) -> float | None:
     return sum(node.tokens for node in nodes) / given if given else None
 
 
+def conditions_beside(beside: Beside, scenario: Scenario) -> Iterator[Condition]:
+    """Yield the scenario's conditions on a comparison."""
+    others, spread, loss = beside.throughput_of_others, beside.spread, beside.loss_above
+    for whose, share, least in (
+        ("living", beside.throughput, scenario.min_throughput),
+        ("others, without a fault", others, scenario.min_throughput_of_others),
+    ):
+        if least:
+            words, is_met = cell(share, "{:.1%}", _UNKNOWN), share is not None and share >= least
+            yield Condition(f"tokens a second of the {whose}, of clean", words, f"at least {least:.1%}", is_met)
+    if (most := scenario.max_spread_over_clean) is not None:
+        is_met = spread is not None and spread <= most
+        yield Condition(
+            "spread of the weights, of clean", cell(spread, "{:.2f}", _UNKNOWN), f"at most {most:g}", is_met
+        )
+    if (most := scenario.max_loss_above_clean) is not None:
+        is_met = loss is not None and loss <= most
+        yield Condition("held-out loss beside clean", cell(loss, "{:+.1%}", _UNKNOWN), f"at most {most:+.1%}", is_met)
+
+
 def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayReport:
     """Return the report with the comparison, and with its reasons against a pass. Raises as `compare` does."""
     beside = compare(report, clean)
-    reasons = [*report.reasons]
-    if beside.throughput < scenario.min_throughput:
-        reasons.append(f"{beside.throughput:.1%} of the clean run's throughput, not {scenario.min_throughput:.1%}")
-    least = scenario.min_throughput_of_others
-    if least and (beside.throughput_of_others is None or beside.throughput_of_others < least):
-        share = "an unknown share" if beside.throughput_of_others is None else f"{beside.throughput_of_others:.1%}"
-        reasons.append(f"the nodes that no fault befell had {share} of the clean run's throughput, not {least:.1%}")
-    widest = scenario.max_spread_over_clean
-    if widest is not None and (beside.spread is None or beside.spread > widest):
-        reasons.append(f"the weights' spread is {beside.spread or 0:.2f} of the clean run's, not at most {widest:g}")
-    most = scenario.max_loss_above_clean
-    if most is not None and (beside.loss_above is None or beside.loss_above > most):
-        above = "not known" if beside.loss_above is None else f"{beside.loss_above:+.1%}"
-        reasons.append(f"the merged model's loss beside the clean run's is {above}, not at most {most:+.1%}")
-    verdict = "fail" if reasons else "pass"
-    return msgspec.structs.replace(report, beside=beside, reasons=reasons, verdict=verdict)
+    return _with_verdict(msgspec.structs.replace(report, beside=beside), conditions_beside(beside, scenario))
 
 
 def load_report(path: Path) -> PlayReport:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
-import resource
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -57,39 +57,30 @@ class UsageMeter:
     def running(self) -> Iterator[dict[str, Any]]:
         """Yield a dictionary, and fill it when the block ends.
 
-        ``started_at``, ``ended_at``: `time.monotonic`; ``cpu_seconds`` of all threads; ``peak_mb``: the peak resident
-        memory during the block above the idle process's, None where the system does not report it (the kernel keeps a
-        maximum, VmHWM, which is reset before; pages of the payload are resident before and after).
+        ``started_at``, ``ended_at``: `time.monotonic`; ``most_mb``: the peak resident memory during the block above the
+        idle process's (the kernel keeps a maximum, VmHWM, which is reset before; pages of the payload are resident
+        before and after).
         """
         figures: dict[str, Any] = {}
-        if self._idle_mb is not None:
+        if _CLEAR_REFS.exists():
             _CLEAR_REFS.write_text("5")
-        cpu_before = cpu_seconds()
         figures["started_at"] = time.monotonic()
         yield figures
         figures["ended_at"] = time.monotonic()
-        figures["cpu_seconds"] = cpu_seconds() - cpu_before
-        peak = memory_mb("VmHWM")
-        figures["peak_mb"] = None if peak is None or self._idle_mb is None else max(0.0, peak - self._idle_mb)
+        figures["most_mb"] = max(0.0, memory_mb("VmHWM") - self._idle_mb)
 
 
-def cpu_seconds() -> float:
-    """Return all CPU seconds that this process has used."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def memory_mb(name: str) -> float | None:
-    """Return a figure of this process's memory (proc(5), ``status``), such as VmRSS, in MB; None without /proc."""
+def memory_mb(name: str) -> float:
+    """Return a figure of this process's memory (proc(5), ``status``), such as VmRSS, in MB; NaN without /proc."""
     if not _CLEAR_REFS.exists():
-        return None
+        return math.nan
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1_024 / 1e6
 
 
 @contextlib.asynccontextmanager
 async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
-    """Measure the lag of a task that repeatedly sleeps 1 ms, behind its due time: ``lag_ms`` with p50, p99, max."""
+    """Measure the lag of a task that repeatedly sleeps 1 ms, behind its due time: ``lag_ms`` with p50, p99, most."""
     lags: list[float] = []
     has_two = trio.Event()
 
@@ -106,10 +97,5 @@ async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
         yield
         await has_two.wait()  # the block may be over sooner, and percentiles need two values
         nursery.cancel_scope.cancel()
-    figures["lag_ms"] = percentiles(lags)
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """Return p50, p99 and the maximum of at least two values."""
-    hundredths = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p50": hundredths[49], "p99": hundredths[98], "max": max(values)}
+    hundredths = statistics.quantiles(lags, n=100, method="inclusive")
+    figures["lag_ms"] = {"p50": hundredths[49], "p99": hundredths[98], "most_ms": max(lags)}

@@ -85,11 +85,6 @@ class Task:
         """Return the number of inner steps, warm-up included."""
         return WARMUP_STEPS + self.steps
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the number of tokens per inner step."""
-        return self.num_microbatches * self.model["context"]
-
     def manifest(self, codec: str = "fp32", *, overlap: bool = False) -> dict[str, Any]:
         """Return the run's settings, as in a run file. Stages would clip separately, so clipping is off."""
         return {
@@ -225,7 +220,7 @@ class StageNode:
         assert status is not None, "it has begun"
         if status.dropped:
             raise ConnectionError(f"{status.dropped} microbatches were dropped: {status.reasons}")
-        return {"stepped_at": stepped_at, "loss": report.loss, "bytes_sent": status.bytes_sent}
+        return {"stepped_at": stepped_at, "loss": report.loss}
 
 
 # One stage in `torch.distributed.pipelining` over gloo.
@@ -304,10 +299,3 @@ class TorchRank:
         dist.destroy_process_group()
         loss = float(torch.stack(losses).detach().mean()) if losses else None
         return {"stepped_at": stepped_at, "loss": loss}
-
-
-def bytes_per_token(model: ModelConfig, tokens_per_step: int) -> float:
-    """Return the bytes of all ranks, by the tensors' shapes, fp32: activations, gradients, and the ends' all-reduce."""
-    hops = 2 * (model.num_stages - 1) * model.width
-    tied = 2 * model.vocabulary * model.width / tokens_per_step
-    return 4 * (hops + tied)

@@ -27,7 +27,7 @@ from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import build_model, language_loss
 from farandole.training.screening.rule import Encounter
 
-from .server import Server, UsageMeter
+from .server import Server
 
 RUN_ID: Final = bytes(32)
 # A partner that the guard has not met before, and of whose contribution it asks for the losses.
@@ -162,7 +162,6 @@ class SavingTrainer:
     """Trains, and saves at the beginning of each round; `begin` must be called once, first."""
 
     _learner: Learner
-    _meter: UsageMeter
     _save: Callable[[], None]
 
     def __init__(self, server: Server) -> None:
@@ -183,27 +182,25 @@ class SavingTrainer:
             "torch": self._torch_save,
         }[way]
         self._take_step()  # one-time allocations happen here
-        self._meter = UsageMeter([])
-        return {"num_parameters": self._learner.checkpoint.layout.num_elements}
+        return {}
 
     def play(self, steps: int) -> dict[str, Any]:
         """Run a round (a save, inner steps, an outer step); return its duration and the save's, until durable."""
         self._reports.clear()
-        with self._meter.running() as figures:
-            began_at = time.monotonic()
-            self._save()
-            held = time.monotonic() - began_at
-            for _ in range(steps):
-                self._take_step()
-            self._learner.round_end.apply(None)
-            self._synchronize()
-            seconds = time.monotonic() - began_at
-            self._saver.wait()
+        began_at = time.monotonic()
+        self._save()
+        held = time.monotonic() - began_at
+        for _ in range(steps):
+            self._take_step()
+        self._learner.round_end.apply(None)
+        self._synchronize()
+        figures = {"seconds": time.monotonic() - began_at, "held_seconds": held}
+        self._saver.wait()
         for durable_at, saved in self._reports:
             if saved.problem:
                 raise OSError(saved.problem)
             figures |= {"write_seconds": durable_at - began_at, "size": saved.size}
-        return {**figures, "seconds": seconds, "held_seconds": held}
+        return figures
 
     def _take_step(self) -> None:
         self._learner.learn()

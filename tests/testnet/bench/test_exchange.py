@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farandole.testnet.bench.exchange import PATHS, Averaging, ExchangeFigures, measure
+from farandole.testnet.bench.exchange import claims_of, measure
 from farandole.testnet.bench.mesh import OURS
 from farandole.testnet.bench.process import (
     BenchError,
@@ -23,61 +22,42 @@ from farandole.testnet.bench.process import (
 from farandole.testnet.bench.report import open_bench
 
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of a small benchmark."""
-    folder = tmp_path_factory.mktemp("bench")
-    with open_bench("exchange", folder, repeats=1) as bench:
-        figures = measure(
-            bench,
-            sizes_mb=[1, 2],
-            repeats=1,
-            vector_mb=2,
-            loop_mb=4,
-            mesh_requests=4,
-        )
-        bench.publish(figures.report(bench.setting))
-    result: dict[str, Any] = json.loads((folder / "exchange.json").read_text())
-    return result
-
-
-def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
-    results = document["one_way"]
-    assert [(result["size_mb"], result["path"]) for result in results] == list(product((1, 2), PATHS))
-    for result in results:
-        assert result["mb_s"] > 0
-        assert (result["of_raw"] == 1) == (result["path"] == "raw end")
-
-
-def test_both_partners_hold_the_mean(document: dict[str, Any]) -> None:
-    full, small = document["averagings"]
-    assert (full["codec"], small["codec"]) == ("fp32", "int8")
-    assert full["payload_mb"] == 2
-    assert small["payload_mb"] == pytest.approx(2 * 8.125 / 32, rel=1e-3)
-    assert full["rms_error"] < 1e-6 < small["rms_error"] < 0.01
-
-
-def test_the_loop_is_watched_and_programs_use_the_mesh_of_two_daemons(document: dict[str, Any]) -> None:
+def test_each_part_is_measured_and_each_has_claims(tmp_path: Path) -> None:
+    with open_bench("exchange", tmp_path, repeats=1) as bench:
+        figures = measure(bench, sizes_mb=[1, 2], repeats=1, vector_mb=2, loop_mb=4, mesh_requests=4)
+        bench.publish([*claims_of(figures, 2)], figures)
+    document: dict[str, Any] = json.loads((tmp_path / "exchange.json").read_text())
+    assert document["one_way"].keys() == {"1", "2"}
+    assert all(size["mb_s"] > 0 and size["of_raw"] > 0 for size in document["one_way"].values())
+    full, small = (document["averagings"][f"{OURS}, {codec}"] for codec in ("fp32", "int8"))
+    assert (full["payload_mb"], small["payload_mb"]) == (2, pytest.approx(2 * 8.125 / 32, rel=1e-3))
+    assert full["most_error"] < 1e-6 < small["most_error"] < 0.01, "both partners hold the mean"
     loop = document["loop"]
     assert loop["moved_mb"] == 4
-    assert 0 <= loop["p50_ms"] <= loop["p99_ms"] <= loop["max_ms"]
-    (ours,) = document["mesh"]
-    assert ours["who"] == OURS
-    assert min(ours["call"], ours["push"], ours["fetch"]) > 0
+    assert 0 <= loop["p50"] <= loop["p99"] <= loop["most_ms"]
+    assert min(document["mesh"][OURS].values()) > 0, "programs use the mesh of two daemons"
     claims = [claim["claim"] for claim in document["claims"]]
     assert "least share of a raw socket's rate on the bulk channel, from 2 MB" in claims
     assert document["setting"]["repeats"] == 1
     assert {"command", "date", "cores", "Python", "torch"} <= document["setting"].keys()
-    assert document["tables"][-1]["rows"][1].startswith(f"{OURS} | ")
 
 
 def test_how_others_do_stands_beside_ours() -> None:
-    def averaging(who: str, exchange_s: float) -> Averaging:
-        return Averaging(who, "fp32", 100.0, 0.1, exchange_s, 0.2, 0.0, 1.0)
-
-    exchange, whole, *_ = ExchangeFigures(100, averagings=[averaging(OURS, 0.2), averaging("hivemind", 0.9)]).claims()
+    averagings = {
+        f"{OURS}, fp32": {"exchange_s": 0.2, "total_s": 0.5, "most_error": 0.0, "most_mb": 1.0},
+        "hivemind, fp32": {"exchange_s": 0.9, "total_s": 1.2, "most_error": 0.7},
+    }
+    figures = {
+        "averagings": averagings,
+        "one_way": {256: {"of_raw": 0.8, "most_mb": 3.0}},
+        "loop": {"moved_mb": 4, "p99": 0.5},
+        "mesh": {OURS: {"call": 0.001, "push": 0.5, "fetch": 1.0}},
+    }
+    exchange, whole, share, late, memory, call, *_ = claims_of(figures, 100)
     assert (exchange.ours, exchange.theirs) == ("0.200", "0.900")
+    assert exchange.claim.endswith("theirs: hivemind, fp32, which did not average")
     assert (whole.ours, whole.theirs) == ("0.500", "1.200")
+    assert [claim.ours for claim in (share, late, memory, call)] == ["0.80", "0.50", "3", "1.00"]
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from farandole.testnet.bench import nat
-from farandole.testnet.bench.nat import ALL_PAIRS, NatBench, Pair, PairResult, parse_pair, report_of, theory_of
+from farandole.testnet.bench.nat import ALL_PAIRS, NatBench, Pair, PairResult, parse_pair, publish, theory_of
 from farandole.testnet.bench.process import BenchError
+from farandole.testnet.bench.report import open_bench
 from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.kinds import KindError
 from farandole.testnet.natlab.lab import open_lab
@@ -36,19 +38,21 @@ def test_a_pair_is_two_kinds_of_homes() -> None:
         parse_pair("carrier/cone")
 
 
-def test_what_does_not_hold_is_said() -> None:
+def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     good = PairResult("firewall", "carrier", "punched", "punched", 12.0, 12.2, "bulk", 0.4)
     late = PairResult("firewall", "carrier", "punched", "relayed", 31.0, None, "relayed stream", 5.4)
     none = PairResult("open", "open", "direct", failure="no exchange")
-    report = report_of({"command": "x", "date": "y"}, [good, late, none])
-    assert report.misses == [
+    with open_bench("nat", tmp_path) as bench, pytest.raises(BenchError):
+        publish(bench, [good, late, none])
+    document = json.loads((tmp_path / "nat.json").read_text())
+    assert document["misses"] == [
         "firewall / carrier: connected only after 31 s",
         "firewall / carrier: relayed, where plain sockets get through",
         "open / open: not connected",
         "open / open: no exchange",
     ]
-    assert [claim.ours for claim in report.claims] == ["1", "31.0", "1", "2"]
-    assert report.grids[0].rows[0] == ["firewall / carrier", "punched", "punched", "12.0", "12.2", "bulk", "0.4"]
+    assert [claim["ours"] for claim in document["claims"]] == ["1", "31.0", "1", "2"]
+    assert document["tables"][0]["rows"][1] == "firewall / carrier | punched | punched | 12.0 | 12.2 | bulk | 0.4"
 
 
 async def check(pairs: tuple[Pair, ...], at_once: int, logs: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from farandole.testnet.bench import report
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.bench.report import PAGE, RESULTS, BenchReport, Claim, KeptResult, open_bench, page
+from farandole.testnet.bench.report import PAGE, RESULTS, Claim, KeptResult, open_bench, page
 
 MOST_LINES = 300
 
@@ -31,10 +31,9 @@ def test_only_a_result_without_misses_is_kept(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(report, "PAGE", tmp_path / "PAGE.md")
     (tmp_path / "results").mkdir()
     with open_bench("save", tmp_path / "out", write=True) as bench:
-        missed = BenchReport(bench.setting, [], {}, misses=["too slow"], claims=[Claim("seconds", "1", "2")])
         with pytest.raises(BenchError, match="too slow"):
-            bench.publish(missed)
+            bench.publish([Claim("seconds", "1", "2")], {}, misses=["too slow"])
         assert not (tmp_path / "PAGE.md").exists()
-        bench.publish(BenchReport(bench.setting, [], {}, claims=missed.claims))
+        bench.publish([Claim("seconds", "1", "2")], {})
     assert (tmp_path / "PAGE.md").read_text().endswith("| seconds | 1 | 2 |\n")
     assert (tmp_path / "results" / "save.json").exists()

@@ -7,7 +7,7 @@ import pytest
 from farandole.node.store.run_file import manifest_of
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.training import manifest_of_bench, measure, report, slope
+from farandole.testnet.bench.training import claims_of, manifest_of_bench, measure, slope
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
@@ -40,8 +40,8 @@ def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
     with open_bench("trainer", tmp_path) as bench:
         manifest = manifest_of_bench("tiny", batch_size=4, codec="topk", round_seconds=3.0)
         rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0)
-        bench.publish(report(bench.setting, rates))
+        bench.publish(claims_of(rates), rates)
 
-    assert rates.exchanges > 0
     written = json.loads((tmp_path / "trainer.json").read_text())
-    assert written["node_tokens_per_second"] == rates.node_tokens_per_second > 0
+    assert written["exchanges"] > 0
+    assert written["node_tokens_per_second"] > 0
