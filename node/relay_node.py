@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence, Set
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -171,11 +172,11 @@ class MemberSeeker:
             for peer in set(there) - set(self._members.get(run, ())):
                 self._daemon.journal.say(f"found {short_name(peer)}, a member of run {run.hex()[:16]}")
         self._members[run] = there
-        self._mesh.connectivity.members = frozenset().union(*self._members.values())
+        host.relays.members = frozenset().union(*self._members.values())
 
     async def remember(self, *, is_last: bool = False) -> None:
         """Store the addresses of the connected members."""
-        for peer in self._mesh.connectivity.members & self._mesh.host.connected:
+        for peer in self._mesh.host.connected.intersection(chain(*self._members.values())):
             self._daemon.book.note_reached(peer, self._mesh.host.dialler.known.to_keep(peer))
         try:
             await self._daemon.book.save(is_last=is_last)

@@ -167,7 +167,7 @@ class RunMember:
                 self._set_peers()
             if self.pipeline is not None:
                 self.pipeline.set_nodes(membership.nodes_of_stages())
-            self.mesh.connectivity.members = membership.everyone
+            self.mesh.host.relays.members = membership.everyone
             await membership.changed()
 
     def _set_peers(self) -> None:

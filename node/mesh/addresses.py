@@ -101,7 +101,7 @@ class OwnAddresses:
         self.announced: Sequence[str] = ()
         """Multiaddrs without a peer id that the node's owner announces; they lead here from the internet."""
         self.mapped: dict[int, tuple[str, int]] = {}
-        """Ports of this machine -> the outer address that the router maps to them (`reach/port_mapper.py`)."""
+        """Ports of this machine -> the outer address that the router maps to them (`reach/upnp.py`)."""
         self.bulk_ports: set[int] = set()
         """Other ports of this machine that peers dial (farandole.node.bulk.negotiation)."""
         self.external: Sequence[str] = ()

@@ -59,17 +59,26 @@ class RelayClient:
     """One host's circuits and reservations; part of `farandole.node.mesh.host.Host`."""
 
     def __init__(self, dialler: Dialler, handlers: ProtocolHandlers) -> None:
+        self.members: frozenset[bytes] | None = None
+        """Live members of this node's run, which may relay, and are relayed for; None: it is in no run, or not yet."""
         self._dialler = dialler
         self._reservations: dict[bytes, Reservation] = {}
         self._shaking_hands: Counter[bytes] = Counter()  # by relay
         handlers.set(STOP_PROTOCOL, self._accept)
+        dialler.connections.protect(self.holds)
 
     @property
     def reservations(self) -> list[Reservation]:
-        """The valid reservations: not expired, and with the relay connected."""
-        now = trio.current_time()
-        is_direct = self._dialler.connections.is_direct
-        return [held for held in self._reservations.values() if held.expires_at > now and is_direct(held.relay)]
+        """The valid reservations: not expired, and with the relay connected. The others are forgotten."""
+        now, is_direct = trio.current_time(), self._dialler.connections.is_direct
+        for held in list(self._reservations.values()):
+            if held.expires_at <= now or not is_direct(held.relay):
+                self.forget(held.relay)
+        return list(self._reservations.values())
+
+    def holds(self, relay: bytes) -> bool:
+        """Return whether there is a reservation with a relay, or was until its connection ended a moment ago."""
+        return relay in self._reservations
 
     async def reserve(self, relay: bytes) -> Reservation:
         """Ask a relay for a reservation, or to renew one.
@@ -92,8 +101,8 @@ class RelayClient:
         if circuit is None:
             raise PeerUnreachableError(f"{short_name(relay)} has no address that others could dial")
         expires_at = trio.current_time() + seconds_left(answer.reservation.expire, time.time())
-        held = self._reservations[relay] = Reservation(relay, circuit, expires_at)
-        return held
+        self._reservations[relay] = Reservation(relay, circuit, expires_at)
+        return self._reservations[relay]
 
     def forget(self, relay: bytes) -> None:
         """Accept nothing more from a relay, without notifying it; its reservation lapses."""
@@ -103,7 +112,7 @@ class RelayClient:
         """Accept a circuit that a relay offers: do the handshake, and keep the circuit while the connection lasts."""
         relay = stream.peer
         is_busy = self._shaking_hands[relay] >= MAX_HANDSHAKES_PER_RELAY
-        if relay not in self._reservations or stream.is_relayed or is_busy:
+        if not self.holds(relay) or stream.is_relayed or is_busy:
             raise RemoteProtocolError("no reservation leads here")
         self._shaking_hands[relay] += 1
         try:

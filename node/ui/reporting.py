@@ -102,9 +102,9 @@ class Reporter:
             connected_peers=len(host.connected),
             links=self.links(),
             reachability=connectivity.reachability.kind.value,
-            relays=[peer_id_of(held.relay) for held in connectivity.keeper.held],
-            relayed_peers=connectivity.num_reservations,
-            relayed_circuits=connectivity.num_circuits,
+            relays=[peer_id_of(held.relay) for held in host.relays.reservations],
+            relayed_peers=connectivity.server.table.num_reservations,
+            relayed_circuits=connectivity.server.table.num_circuits,
             quiet_hours=list(self.rest.quiet_hours),
             upload_mbit=shaping.up.rate / BYTES_PER_MBIT,
             download_mbit=shaping.down.rate / BYTES_PER_MBIT,
@@ -134,7 +134,7 @@ class Reporter:
         """Return the node's connections, for its events."""
         return Connections(
             self.connectivity.reachability.kind.value,
-            frozenset(short_name(held.relay) for held in self.connectivity.keeper.held),
+            frozenset(short_name(held.relay) for held in self.host.relays.reservations),
             {short_name(peer): self.host.connections.path(peer) for peer in self.host.connected},
         )
 

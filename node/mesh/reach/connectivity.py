@@ -26,12 +26,11 @@ from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
 from ..addresses import multiaddr_of
 from ..host import Host
-from ..relay_client import Reservation
 from .dialback import tell_time
-from .port_mapper import PortKeeper
 from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
+from .upnp import PortKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +67,6 @@ class RelayKeeper:
 
     def __init__(self, host: Host, reachability: Reachability, key: bytes, known: Collection[bytes] = ()) -> None:
         """``key``: of the run's relays in the DHT; ``known``: peers that may relay, whose addresses the host has."""
-        self.members: frozenset[bytes] = frozenset()
-        """Live members of the run, which may relay."""
         self._host = host
         self._reachability = reachability
         self._key = key
@@ -77,14 +74,11 @@ class RelayKeeper:
         self._rng = random.Random()
         self._found_at = -math.inf
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
-        self._held: set[bytes] = set()
         self._former: OrderedDict[bytes, None] = OrderedDict()  # the latest last
-        host.connections.protect(self._held.__contains__)
 
     @property
-    def held(self) -> list[Reservation]:
-        """The valid reservations."""
-        return [held for held in self._host.relays.reservations if held.relay in self._held]
+    def _are_missing(self) -> bool:
+        return len(self._host.relays.reservations) < NUM_RELAYS
 
     async def run(self) -> None:
         """Hold reservations while the node needs relays, until cancelled."""
@@ -93,11 +87,10 @@ class RelayKeeper:
             if self._reachability.needs_relays:
                 await self._keep()
             else:
-                for relay in self._held:
-                    self._host.relays.forget(relay)
-                self._held.clear()
+                for held in self._host.relays.reservations:
+                    self._host.relays.forget(held.relay)
             self._announce()
-            if self._reachability.needs_relays and len(self.held) < NUM_RELAYS:
+            if self._reachability.needs_relays and self._are_missing:
                 await self._wait(next(hurry))
             else:
                 hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
@@ -115,22 +108,21 @@ class RelayKeeper:
                 nursery.start_soon(end_at_change)
                 with self._host.connections.events() as events:
                     async for peer, is_connected in events:
-                        if not is_connected and peer in self._held:
+                        if not is_connected and self._host.relays.holds(peer):
                             break
                 nursery.cancel_scope.cancel()
 
     async def _keep(self) -> None:
         soon = trio.current_time() + RENEW_BEFORE
-        self._held.intersection_update(held.relay for held in self._host.relays.reservations)
         async with trio.open_nursery() as nursery:
-            for held in self.held:
+            for held in self._host.relays.reservations:
                 if held.expires_at < soon:
                     nursery.start_soon(self._reserve, held.relay)
-        if len(self._held) < NUM_RELAYS:
-            connected = self._due([peer for peer in self._host.connected if self._host.connections.is_direct(peer)])
+        if self._are_missing:
+            connected = [peer for peer in self._host.connected if self._host.connections.is_direct(peer)]
             self._rng.shuffle(connected)
-            await self._ask_some(connected)
-        if len(self._held) < NUM_RELAYS:
+            await self._ask_some(self._due(connected))
+        if self._are_missing:
             found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer, ()))
             await self._ask_some(self._due([*self._former, *found])[:MAX_STRANGERS])
 
@@ -140,7 +132,7 @@ class RelayKeeper:
         if trio.current_time() - self._found_at >= FIND_INTERVAL:
             self._found_at = trio.current_time()
             relays = [peer for peer, _ in await self._host.dht.find_providers(self._key, FIND_TIMEOUT)]
-        others = [*self._known, *self.members]
+        others = [*self._known, *(self._host.relays.members or ())]
         for peers in (relays, others):
             self._rng.shuffle(peers)
         left_out = {self._host.author, *self._host.connected}
@@ -148,8 +140,8 @@ class RelayKeeper:
 
     def _due(self, peers: Iterable[bytes]) -> list[bytes]:
         """Return the peers that may be asked now, in the same order, each once."""
-        now = trio.current_time()
-        return [peer for peer in dict.fromkeys(peers) if peer not in self._held and self._backoff.is_due(peer, (), now)]
+        now, holds = trio.current_time(), self._host.relays.holds
+        return [peer for peer in dict.fromkeys(peers) if not holds(peer) and self._backoff.is_due(peer, (), now)]
 
     async def _ask_some(self, peers: list[bytes]) -> None:
         def is_far(peer: bytes) -> bool:
@@ -158,13 +150,14 @@ class RelayKeeper:
             return any(is_global(parts[2]) for parts in (a.split("/") for a in addresses) if len(parts) > 2)
 
         asked = sorted(peers, key=is_far, reverse=True)
-        while asked and len(self._held) < NUM_RELAYS:
+        while asked and self._are_missing:
             batch, asked = asked[:NUM_ASKED], asked[NUM_ASKED:]
             async with trio.open_nursery() as nursery:
                 for peer in batch:
                     nursery.start_soon(self._reserve, peer)
 
     async def _reserve(self, relay: bytes) -> None:
+        is_renewal = self._host.relays.holds(relay)
         try:
             await self._host.relays.reserve(relay)
         except (PeerUnreachableError, RemoteProtocolError) as error:
@@ -172,63 +165,32 @@ class RelayKeeper:
             self._backoff.note_failure(relay, (), trio.current_time())
             return
         self._backoff.note_success(relay)
-        if relay in self._held or len(self._held) < NUM_RELAYS:
-            if relay not in self._held:
-                logger.info("reachable through the relay %s", short_name(relay))
-            self._held.add(relay)
-            self._announce()  # the other requests may take their time
-            self._former[relay] = None
-            self._former.move_to_end(relay)
-            if len(self._former) > MAX_FORMER:
-                self._former.popitem(last=False)
-        else:
+        if len(self._host.relays.reservations) > NUM_RELAYS:  # others were asked at once, and have agreed before
             self._host.relays.forget(relay)
+            return
+        if not is_renewal:
+            logger.info("reachable through the relay %s", short_name(relay))
+        self._announce()  # the other requests may take their time
+        self._former[relay] = None
+        self._former.move_to_end(relay)
+        if len(self._former) > MAX_FORMER:
+            self._former.popitem(last=False)
 
     def _announce(self) -> None:
-        verdict, through = self._reachability.verdict, [held.address for held in self.held]
+        verdict, through = self._reachability.verdict, [held.address for held in self._host.relays.reservations]
         public = verdict.addresses if verdict.kind is ReachabilityKind.PUBLIC else ()
         self._host.own.external = [*(multiaddr_of(*address) for address in public), *through]
 
 
 class Connectivity:
-    """One node's reachability and relays; made by `open_connectivity`."""
+    """One node's reachability and its own relay; made by `open_connectivity`."""
 
-    def __init__(
-        self,
-        host: Host,
-        run_id: bytes,
-        known: Collection[bytes],
-        reachability: Reachability,
-        server: RelayServer | None,
-    ) -> None:
+    def __init__(self, host: Host, reachability: Reachability, server: RelayServer) -> None:
         self.reachability = reachability
-        self.keeper = RelayKeeper(host, reachability, relay_key(run_id), known)
         self.examiner = Examiner(host, reachability)
         self.puncher = Puncher(host, self.examiner.dialback, reachability)
-        self._server = server
+        self.server = server
         self._host = host
-        self._key = relay_key(run_id)
-
-    @property
-    def members(self) -> frozenset[bytes]:
-        """Live members of the run, as last set: they may relay, and are relayed for."""
-        return self.keeper.members
-
-    @members.setter
-    def members(self, members: frozenset[bytes]) -> None:
-        self.keeper.members = members
-        if self._server is not None:
-            self._server.members = members
-
-    @property
-    def num_reservations(self) -> int:
-        """The number of peers that are reached through this node."""
-        return 0 if self._server is None else self._server.table.num_reservations
-
-    @property
-    def num_circuits(self) -> int:
-        """The number of pairs of peers that are connected through this node."""
-        return 0 if self._server is None else self._server.table.num_circuits
 
     def is_out_of_reach(self, peer: bytes) -> bool:
         """Return whether attempts have shown that a peer is reachable only through relays."""
@@ -248,18 +210,18 @@ class Connectivity:
         async with self.examiner.dialback.observed_by_any(port) as seen:
             yield seen
 
-    async def relay_while_public(self, server: RelayServer) -> None:
-        """Relay for others while they can dial this node, until cancelled."""
+    async def relay_while_public(self, key: bytes) -> None:
+        """Relay for others while they can dial this node, until cancelled; ``key``: of the run's relays in the DHT."""
         while True:
             while self.reachability.kind is not ReachabilityKind.PUBLIC:
                 await self.reachability.changed()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(server.run)
-                nursery.start_soon(self._host.dht.provide, self._key)
+                nursery.start_soon(self.server.run)
+                nursery.start_soon(self._host.dht.provide, key)
                 while self.reachability.kind is ReachabilityKind.PUBLIC:
                     await self.reachability.changed()
                 nursery.cancel_scope.cancel()
-            self._host.dht.withdraw(self._key)
+            self._host.dht.withdraw(key)
 
 
 @asynccontextmanager
@@ -280,8 +242,8 @@ async def open_connectivity(
     ``reachability``: given if it is known and need not be examined; ``port_lease``: seconds of each lease for which the
     home's router is asked to forward this node's port; None: it is not asked.
     """
-    server = None if limits is None else RelayServer(host, key, shaping, limits)
-    connectivity = Connectivity(host, run_id, known, reachability or Reachability(), server)
+    reached = reachability or Reachability()
+    connectivity = Connectivity(host, reached, RelayServer(host, key, shaping, limits))
     tell_time(host)
     async with open_service_nursery() as nursery:
         prepare = trio.lowlevel.checkpoint
@@ -291,8 +253,8 @@ async def open_connectivity(
             nursery.start_soon(ports.run)
         if reachability is None:
             nursery.start_soon(connectivity.examiner.run, prepare)
-        nursery.start_soon(connectivity.keeper.run)
+        nursery.start_soon(RelayKeeper(host, reached, relay_key(run_id), known).run)
         nursery.start_soon(connectivity.puncher.run)
-        if server is not None:
-            nursery.start_soon(connectivity.relay_while_public, server)
+        if limits is not None:
+            nursery.start_soon(connectivity.relay_while_public, relay_key(run_id))
         yield connectivity

@@ -69,7 +69,7 @@ class Dialback:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._probes = ProbeConnections(host)
+        self._probes: dict[Key, _Probe] = {}
         self._dialling: Counter[str] = Counter()
         self._num_asking = 0
         self._none_asking = trio.Event()
@@ -114,7 +114,7 @@ class Dialback:
         while self._num_asking:
             await self._none_asking.wait()
         self.holed_at = trio.current_time()
-        async with self._probes.open(peer, port, timeout) as conn:
+        async with self._probe(peer, port, timeout) as conn:
             witness = None
             with trio.move_on_after(timeout):
                 witness = await _ask_over(await self._host.gate.open_stream(conn, DIALBACK_PROTOCOL), Request(()))
@@ -137,6 +137,73 @@ class Dialback:
                     seen.append((witness.answer.ip, witness.answer.port))
                     break
             yield seen
+
+    # Probes
+
+    @contextlib.asynccontextmanager
+    async def _probe(self, peer: bytes, port: int | None, timeout: float) -> AsyncIterator[Connection]:
+        """Yield an extra connection to a peer that was dialled, for as long as the block runs.
+
+        ``port``: the local port, over IPv4; None: the listening port. Raises `PeerUnreachableError` if there is no
+        connection in ``timeout`` seconds.
+        """
+        key = peer, port
+        with trio.move_on_after(timeout):
+            while (probe := self._probes.get(key)) is not None and probe.is_unused.is_set():
+                await probe.is_over.wait()
+        if probe is not None and probe.is_unused.is_set():
+            raise PeerUnreachableError("the connection before this one does not end")
+        if probe is None:
+            probe = self._probes[key] = _Probe()
+            self._host.nursery.start_soon(self._hold, key, probe)
+        probe.num_users += 1
+        try:
+            with trio.move_on_after(timeout):
+                await probe.is_open.wait()
+            if probe.conn is None:
+                raise PeerUnreachableError(f"cannot dial it from the port that listens: {probe.error!r}")
+            yield probe.conn
+        finally:
+            probe.num_users -= 1
+            if not probe.num_users:
+                probe.is_unused.set()
+
+    async def _hold(self, key: Key, probe: _Probe) -> None:
+        """Hold a probe connection until it is unused."""
+        try:
+            conn = await self._dial(*key)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(conn.run)
+                await conn.muxed.event_started.wait()
+                probe.conn = conn
+                probe.is_open.set()
+                await probe.is_unused.wait()
+                nursery.cancel_scope.cancel()
+        except Exception as error:  # whatever the handshakes raise
+            probe.error = error
+        finally:
+            del self._probes[key]
+            probe.is_open.set()
+            probe.is_over.set()
+
+    async def _dial(self, peer: bytes, port: int | None) -> Connection:
+        target = self._host.connections.dialled_target(peer)
+        if target is None:
+            raise PeerUnreachableError("we have no connection with it that we dialled directly")
+        with trio.fail_after(DIAL_TIMEOUT):
+            if ":" in target[0] and (other := self._host.dialler.known.ipv4_target(peer)) is not None:
+                with contextlib.suppress(OSError, PeerUnreachableError):
+                    conn = await self._dial_at(peer, other, port)
+                    self._host.dialler.known.succeed(*other)
+                    self._host.dialler.add_addresses(peer, [multiaddr_of(*other)])
+                    return conn
+            return await self._dial_at(peer, target, port)
+
+    async def _dial_at(self, peer: bytes, target: tuple[str, int], port: int | None) -> Connection:
+        socket = await self._host.dialler.dial_from_listener(target, port)
+        socket.leave_nothing()
+        muxed = await self._host.upgrader.upgrade(socket, peer, is_initiator=True)
+        return Connection(muxed, self._host.connections, is_outbound=True)
 
     # Answering
 
@@ -185,8 +252,8 @@ async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:
     return Witness(remote[0] if remote else "", answer)
 
 
-class ProbeConnections:
-    """Extra connections to peers, from a listening port, to learn how a NAT maps that port.
+class _Probe:
+    """An extra connection to a peer, from a listening port, to learn how a NAT maps that port.
 
     Over IPv6 peers see the address that this machine has, and over IPv4 they see the router's. So the connection is
     made over IPv4 if there is a way, whatever the other connections with the peer use.
@@ -195,79 +262,6 @@ class ProbeConnections:
     closes. It is closed by RST: after an orderly close the kernel would keep it in TIME_WAIT for a minute, and refuse
     the next one.
     """
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._open: dict[Key, _Probe] = {}
-
-    @contextlib.asynccontextmanager
-    async def open(self, peer: bytes, port: int | None, timeout: float) -> AsyncIterator[Connection]:
-        """Yield an extra connection to a peer that was dialled, for as long as the block runs.
-
-        ``port``: the local port, over IPv4; None: the listening port. Raises `PeerUnreachableError` if there is no
-        connection in ``timeout`` seconds.
-        """
-        key = peer, port
-        with trio.move_on_after(timeout):
-            while (probe := self._open.get(key)) is not None and probe.is_unused.is_set():
-                await probe.is_over.wait()
-        if probe is not None and probe.is_unused.is_set():
-            raise PeerUnreachableError("the connection before this one does not end")
-        if probe is None:
-            probe = self._open[key] = _Probe()
-            self._host.nursery.start_soon(self._hold, key, probe)
-        probe.num_users += 1
-        try:
-            with trio.move_on_after(timeout):
-                await probe.is_open.wait()
-            if probe.conn is None:
-                raise PeerUnreachableError(f"cannot dial it from the port that listens: {probe.error!r}")
-            yield probe.conn
-        finally:
-            probe.num_users -= 1
-            if not probe.num_users:
-                probe.is_unused.set()
-
-    async def _hold(self, key: Key, probe: _Probe) -> None:
-        """Hold a probe connection until it is unused."""
-        try:
-            conn = await self._dial(*key)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(conn.run)
-                await conn.muxed.event_started.wait()
-                probe.conn = conn
-                probe.is_open.set()
-                await probe.is_unused.wait()
-                nursery.cancel_scope.cancel()
-        except Exception as error:  # whatever the handshakes raise
-            probe.error = error
-        finally:
-            del self._open[key]
-            probe.is_open.set()
-            probe.is_over.set()
-
-    async def _dial(self, peer: bytes, port: int | None) -> Connection:
-        target = self._host.connections.dialled_target(peer)
-        if target is None:
-            raise PeerUnreachableError("we have no connection with it that we dialled directly")
-        with trio.fail_after(DIAL_TIMEOUT):
-            if ":" in target[0] and (other := self._host.dialler.known.ipv4_target(peer)) is not None:
-                with contextlib.suppress(OSError, PeerUnreachableError):
-                    conn = await self._dial_at(peer, other, port)
-                    self._host.dialler.known.succeed(*other)
-                    self._host.dialler.add_addresses(peer, [multiaddr_of(*other)])
-                    return conn
-            return await self._dial_at(peer, target, port)
-
-    async def _dial_at(self, peer: bytes, target: tuple[str, int], port: int | None) -> Connection:
-        socket = await self._host.dialler.dial_from_listener(target, port)
-        socket.leave_nothing()
-        muxed = await self._host.upgrader.upgrade(socket, peer, is_initiator=True)
-        return Connection(muxed, self._host.connections, is_outbound=True)
-
-
-class _Probe:
-    """One probe connection."""
 
     def __init__(self) -> None:
         self.num_users = 0

@@ -45,10 +45,8 @@ class Reachability:
 
     def __init__(self, verdict: Verdict | None = None) -> None:
         self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
-        self.is_examined = verdict is not None
-        """Whether peers have been asked, whatever they answered."""
-        self.is_doubtful = False
-        """Whether the first peers that were asked have not reached this node at once: they still try."""
+        self.is_hopeful = verdict is None
+        """Whether no peer has been asked yet, or the first ones still may reach this node at once."""
         self._changed = trio.Event()
 
     @property
@@ -61,24 +59,20 @@ class Reachability:
         if verdict.kind is not self.kind:
             logger.info("this node is %s", verdict.kind)
         self.verdict = verdict
-        self.is_examined = True
-        self._tell()
+        self.doubt()
 
     def doubt(self) -> None:
-        """Note that the witnesses' dials have not come through yet."""
-        self.is_doubtful = True
-        self._tell()
+        """Note that peers have been asked, and have not reached this node at once: they may still try."""
+        self.is_hopeful = False
+        self._changed.set()
+        self._changed = trio.Event()
 
     @property
     def needs_relays(self) -> bool:
         """Return whether others cannot dial this node over IPv4, or the first dials suggest it."""
         if self.kind is ReachabilityKind.PUBLIC:
             return bool(self.verdict.addresses) and all(":" in ip for ip, _ in self.verdict.addresses)
-        return self.is_examined or self.is_doubtful
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        return not self.is_hopeful
 
     async def changed(self) -> None:
         """Wait until there is a new verdict, or doubt."""
@@ -138,14 +132,12 @@ class Examiner:
         if not self._host.own.listening:
             self._reachability.set(Verdict(ReachabilityKind.RELAY_ONLY))
             return True
-        witnesses = self._choose()
+        witnesses, is_first = self._choose(), self._reachability.is_hopeful
         self._witnesses = frozenset(witnesses)
-        dialled = await self._gather(witnesses, self.dialback.ask, may_doubt=not self._reachability.is_examined)
-        if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
+        dialled = await self._gather(witnesses, self.dialback.ask, may_doubt=is_first)
+        if not is_first and not any(witness.answer.has_dialled for witness in dialled):
             return False  # no peer that could contradict what is known
         verdict = classify(dialled, ())
-        if verdict.kind is ReachabilityKind.PUBLIC and self._may_be_through_hole(verdict):
-            return True
         if verdict.kind is not ReachabilityKind.PUBLIC:
 
             async def observe(peer: bytes) -> Witness:
@@ -153,17 +145,15 @@ class Examiner:
                     return witness
 
             verdict = classify(dialled, await self._gather(witnesses, observe))
+        elif not is_first and self._reachability.kind is not ReachabilityKind.PUBLIC:
+            # Behind NAT, and suddenly public: through a hole, unless a known address or the router explains it.
+            own, mapped = self._host.own.ips, [port for _, port in self._host.own.mapped.values()]
+            is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
+            if not is_explained and trio.current_time() < self.dialback.holed_at + HOLE_SECONDS:
+                return True
         self._reachability.set(verdict)
         self._host.own.observed_ips = list(dict.fromkeys(ip for ip, _ in verdict.addresses))
         return verdict.kind is not ReachabilityKind.UNKNOWN
-
-    def _may_be_through_hole(self, verdict: Verdict) -> bool:
-        """Return whether this node is known to be behind NAT, and suddenly seems public."""
-        is_sudden = self._reachability.is_examined and self._reachability.kind is not ReachabilityKind.PUBLIC
-        is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
-        own, mapped = self._host.own.ips, [port for _, port in self._host.own.mapped.values()]
-        is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
-        return is_sudden and is_holed and not is_explained
 
     def _choose(self) -> list[bytes]:
         """Choose peers with direct connections, distant ones first, at distinct addresses if possible."""

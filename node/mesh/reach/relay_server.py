@@ -61,14 +61,11 @@ class RelayServer:
     def __init__(
         self, host: Host, key: Ed25519PrivateKey, shaping: Shaping | None = None, limits: Limits | None = None
     ) -> None:
-        self.members: frozenset[bytes] | None = None
-        """Live members of this node's run; None: it is in no run, or not yet, and treats all peers alike."""
         self._host = host
         self._key = key
         self._limits = limits or Limits()
         self.table = RelayTable(self._limits)
         shaping = shaping or Shaping()
-        self._may_spend = shaping.may_spend
         self._shaping = shaping
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
         host.connections.protect(self.table.has_reservation)
@@ -98,7 +95,7 @@ class RelayServer:
             await self._answer(stream, Status.PERMISSION_DENIED)
         elif request.type == HopMessage.STATUS:
             await self._answer(stream, Status.UNEXPECTED_MESSAGE)
-        elif not self._may_spend(WINDOW_BYTES):
+        elif not self._shaping.may_spend(WINDOW_BYTES):
             await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
         elif request.type == HopMessage.RESERVE:
             await self._reserve(stream)
@@ -118,8 +115,9 @@ class RelayServer:
             await stream.send_all(encode_delimited(answer))
 
     def _limits_of(self, *ends: bytes) -> Limits:
-        """Return the limits of a circuit between these peers."""
-        if self.members is None or not self.members.isdisjoint(ends):
+        """Return the limits of a circuit between these peers; in no run, or not yet, a node treats all alike."""
+        members = self._host.relays.members
+        if members is None or not members.isdisjoint(ends):
             return self._limits
         return self._limits.for_strangers
 
@@ -204,7 +202,7 @@ class RelayServer:
                 while data := await source.receive_some(min(PIECE_BYTES, down.quantum, up.quantum)):
                     in_use.deadline = trio.current_time() + limits.idle_seconds
                     num_moved += len(data)
-                    if num_moved > limits.circuit_bytes or not self._may_spend(2 * len(data)):
+                    if num_moved > limits.circuit_bytes or not self._shaping.may_spend(2 * len(data)):
                         logger.debug("a circuit has moved all that it may")
                         in_use.cancel()
                     for leftover in self._leftovers:

@@ -1,22 +1,22 @@
-"""Asks the home's router for a port by UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
+"""Keeps this node's ports open at the home's router, by UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
 
 The router is the default gateway: no other machine is asked. It is found by SSDP (a datagram to a group of the local
 network), described in XML over HTTP, and asked by SOAP. Only the gateway's answers count, and even the gateway is not
 trusted. It is asked at no other address, its answers are bounded in bytes and time, and XML with declarations is
-refused unread.
+refused unread. Whether others can dial the node is decided by peers that try (dialback.py).
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import math
 import random
 import re
 import socket
 import struct
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urljoin, urlsplit
 from xml.etree import ElementTree
@@ -27,13 +27,14 @@ import trio
 from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.wire.errors import FarandoleError
 
+from ...base.backoff import pauses
 from ...base.system.processes import read_proc
+from ..host import Host
+
+logger = logging.getLogger(__name__)
 
 # Flags in Linux's table for a route that is up and leads through a gateway (linux/route.h).
 _UP_BY_GATEWAY: Final = 0x0003
-# The command on macOS and the BSDs; it answers from memory.
-_ROUTE_COMMAND: Final = ("/sbin/route", "-n", "get", "default")
-ROUTE_TIMEOUT: Final = 3.0
 _GROUP: Final = ("239.255.255.250", 1900)
 _TARGETS: Final = (
     "urn:schemas-upnp-org:device:InternetGatewayDevice:1",
@@ -58,6 +59,19 @@ _NO_SUCH_MAPPING, _CONFLICT, _ONLY_ENDLESS = 714, 718, 725
 # Other outer ports to try if this machine's is taken, in the range from which systems take their own.
 NUM_TRIES: Final = 4
 _FIRST_PORT, _LAST_PORT = 49_152, 65_535
+# Between two checks whether the router still has the ports: a restart is noticed within a quarter of the minute in
+# which a node must be reachable again.
+CHECK_INTERVAL: Final = 15.0
+# Between two checks of this node's ports: the bulk channels' port opens a moment later than libp2p's.
+PORTS_INTERVAL: Final = 0.5
+# After a failure, or when the router is gone; the laptop may be in another network by then.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 300.0
+# Minimum, even if the lease is shorter.
+MIN_RENEWAL_INTERVAL: Final = 2.0
+# Ports that a node opens at most: for libp2p, and for bulk channels.
+MAX_PORTS: Final = 4
+# To close the ports; the router drops them by itself when their leases end.
+CLOSE_TIMEOUT: Final = 2.0
 
 
 class MappingError(FarandoleError):
@@ -70,18 +84,6 @@ class MappingError(FarandoleError):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A port of the router that leads to one of this machine's."""
-
-    port: int
-    """This machine's port."""
-    outer: Address
-    """The outer address that the router reports; behind a second router it is not a public one."""
-    seconds: float
-    """The lease, unless it is renewed; infinite if the router knows no leases."""
-
-
-@dataclass(frozen=True, slots=True)
 class UpnpRouter:
     """A router that opens ports. Every call ends within a few seconds, and raises `MappingError` on failure."""
 
@@ -91,8 +93,6 @@ class UpnpRouter:
     """The type of the service at that URL."""
     local_ip: str
     """This machine's address, as the router sees it."""
-    outer_ports: dict[int, int] = field(default_factory=dict)
-    """This machine's port -> the outer port that the router has opened for it."""
 
     @property
     def ip(self) -> str:
@@ -107,53 +107,51 @@ class UpnpRouter:
         except ValueError as error:
             raise MappingError("the router does not know its outer address") from error
 
-    async def open_port(self, port: int, seconds: int) -> Opened:
-        """Open a port or keep it open, at the same outer port or another free one; raises `MappingError`."""
-        outer = self.outer_ports.get(port, port)
+    async def open_port(self, port: int, outer: int, seconds: int) -> tuple[Address, float]:
+        """Open a port of this machine or keep it open, at this outer port or another free one; raises `MappingError`.
+
+        Return the outer address that the router reports, which behind a second router is not a public one, and the
+        seconds of the lease: infinite if the router knows no leases.
+        """
         for _ in range(NUM_TRIES):
+            mapping = {
+                **_name(outer),
+                "NewInternalPort": str(port),
+                "NewInternalClient": self.local_ip,
+                "NewEnabled": "1",
+                "NewPortMappingDescription": "farandole",
+                "NewLeaseDuration": str(seconds),
+            }
+            lease = float(seconds)
             try:
-                granted = await self._add(port, outer, seconds)
+                try:
+                    await self._ask("AddPortMapping", mapping)
+                except MappingError as error:
+                    if error.code != _ONLY_ENDLESS:
+                        raise
+                    lease = math.inf
+                    await self._ask("AddPortMapping", {**mapping, "NewLeaseDuration": "0"})
             except MappingError as error:
                 if error.code != _CONFLICT:
                     raise
                 outer = random.randint(_FIRST_PORT, _LAST_PORT)
             else:
-                self.outer_ports[port] = outer
-                return Opened(port, (await self.external_ip(), outer), granted)
+                return (await self.external_ip(), outer), lease
         raise MappingError("the router has given the port to another machine", _CONFLICT)
 
-    async def _add(self, port: int, outer: int, seconds: int) -> float:
-        """Add the mapping; return the seconds of its lease."""
-        mapping = {
-            **_name(outer),
-            "NewInternalPort": str(port),
-            "NewInternalClient": self.local_ip,
-            "NewEnabled": "1",
-            "NewPortMappingDescription": "farandole",
-            "NewLeaseDuration": str(seconds),
-        }
-        try:
-            await self._ask("AddPortMapping", mapping)
-        except MappingError as error:
-            if error.code != _ONLY_ENDLESS:
-                raise
-            await self._ask("AddPortMapping", {**mapping, "NewLeaseDuration": "0"})
-            return math.inf
-        return seconds
+    async def close_port(self, outer: int) -> None:
+        """Close an outer port; raise `MappingError` on failure."""
+        await self._ask("DeletePortMapping", _name(outer))
 
-    async def close_port(self, opened: Opened) -> None:
-        """Close a port; raise `MappingError` on failure."""
-        await self._ask("DeletePortMapping", _name(opened.outer[1]))
-
-    async def has_forgotten(self, opened: Opened) -> bool:
-        """Ask the router; return whether it has dropped the mapping; raise `MappingError` on failure."""
+    async def has_forgotten(self, address: Address) -> bool:
+        """Return whether the router has dropped the mapping of this outer address; raise `MappingError` on failure."""
         try:
-            entry = await self._ask("GetSpecificPortMappingEntry", _name(opened.outer[1]))
+            entry = await self._ask("GetSpecificPortMappingEntry", _name(address[1]))
         except MappingError as error:
             if error.code != _NO_SUCH_MAPPING:
                 raise
             return True
-        return entry.get("NewInternalClient") != self.local_ip or await self.external_ip() != opened.outer[0]
+        return entry.get("NewInternalClient") != self.local_ip or await self.external_ip() != address[0]
 
     async def _ask(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         values = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in arguments.items())
@@ -210,15 +208,7 @@ async def _find_gateway() -> tuple[str, str]:
 
     Raises `MappingError` if there is no gateway, or if this machine has a public address.
     """
-    try:
-        if sys.platform == "linux":
-            ip = gateway_of_linux(read_proc("net/route") or "")
-        else:
-            with trio.fail_after(ROUTE_TIMEOUT):
-                done = await trio.run_process(_ROUTE_COMMAND, capture_stdout=True, capture_stderr=True, check=False)
-            ip = gateway_of_bsd(done.stdout.decode(errors="replace"))
-    except (OSError, trio.TooSlowError):
-        ip = None
+    ip = gateway_of(read_proc("net/route") or "")
     if ip is None or not _is_private(ip):
         raise MappingError("no home's router leads out of here")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -237,7 +227,7 @@ def _is_private(ip: str) -> bool:
     return parsed.is_private and not parsed.is_loopback
 
 
-def gateway_of_linux(routes: str) -> str | None:
+def gateway_of(routes: str) -> str | None:
     """Parse /proc/net/route: return the gateway of the default route with the smallest metric."""
     found: list[tuple[int, str]] = []
     for line in routes.splitlines()[1:]:
@@ -247,12 +237,6 @@ def gateway_of_linux(routes: str) -> str | None:
         if int(fields[3], 16) & _UP_BY_GATEWAY == _UP_BY_GATEWAY:
             found.append((int(fields[6]), socket.inet_ntoa(struct.pack("=I", int(fields[2], 16)))))
     return min(found)[1] if found else None
-
-
-def gateway_of_bsd(told: str) -> str | None:
-    """Parse the output of ``route -n get default``."""
-    match = re.search(r"(?m)^\s*gateway:\s*(\d{1,3}(?:\.\d{1,3}){3})\s*$", told)
-    return match[1] if match else None
 
 
 async def _search(gateway: str, local_ip: str) -> str:
@@ -321,3 +305,93 @@ def _parse(content: bytes) -> ElementTree.Element:
 
 def _local_name(element: ElementTree.Element) -> str:
     return element.tag.rpartition("}")[2]
+
+
+class PortKeeper:
+    """Keeps the ports of one host open, as ``host.own.mapped`` records.
+
+    It asks again before each lease ends, after a restart of the router, and when the outer address has changed. It
+    closes the ports when the node leaves.
+    """
+
+    def __init__(self, host: Host, on_change: Callable[[], None], lease_seconds: int) -> None:
+        """``on_change``: called when others may reach the host in another way."""
+        self.has_tried = trio.Event()
+        """Set once a router has been asked, or there was none to ask."""
+        self._own = host.own
+        self._on_change = on_change
+        self._lease_seconds = lease_seconds
+        self._asked: list[int] = []
+        self._renew_at = 0.0
+
+    async def run(self) -> None:
+        """Keep the ports open until cancelled."""
+        waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
+        while True:
+            try:
+                if self._ports():
+                    await self._keep(await find_router())
+            except MappingError as error:
+                logger.debug("no port at the router: %s", error)
+            if self._own.mapped:
+                waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
+            self._note({})
+            self.has_tried.set()
+            await trio.sleep(next(waits))
+
+    async def _keep(self, router: UpnpRouter) -> None:
+        """Keep ports open at this router until it fails; raises `MappingError` then."""
+        try:
+            while True:
+                await self._open(router)
+                self.has_tried.set()
+                look_at = trio.current_time() + CHECK_INTERVAL
+                while self._asked == self._ports() and trio.current_time() < self._renew_at:
+                    await trio.sleep(PORTS_INTERVAL)
+                    if trio.current_time() >= look_at:
+                        look_at = trio.current_time() + CHECK_INTERVAL
+                        if any([await router.has_forgotten(outer) for outer in self._own.mapped.values()]):
+                            logger.info("the router %s has begun anew, or has another address", router.ip)
+                            break
+        except trio.Cancelled:  # this node leaves
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
+                await _close(router, self._own.mapped.values())
+            raise
+
+    async def _open(self, router: UpnpRouter) -> None:
+        """Open libp2p's port, and the others if the router allows it."""
+        self._asked, before, mapped, soonest = self._ports(), self._own.mapped, dict[int, Address](), math.inf
+        for port in self._asked:
+            try:
+                _, outer = before.get(port, ("", port))
+                mapped[port], lease = await router.open_port(port, outer, self._lease_seconds)
+                soonest = min(soonest, lease)
+            except MappingError as error:
+                if not mapped:
+                    raise
+                logger.debug("port %d is not sent on: %s", port, error)
+        await _close(router, [address for port, address in before.items() if port not in self._asked])
+        self._renew_at = trio.current_time() + max(soonest / 2, MIN_RENEWAL_INTERVAL)
+        self._note(mapped)
+
+    def _note(self, mapped: dict[int, Address]) -> None:
+        before, self._own.mapped = self._own.mapped, mapped
+        for port, (ip, outer) in mapped.items() - before.items():
+            logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
+        listening = [port for _, port in self._own.listening]
+        if any(port in listening for port, _ in mapped.items() ^ before.items()):
+            self._on_change()
+
+    def _ports(self) -> list[int]:
+        """Return the ports that other machines can reach over IPv4."""
+        listening = [port for ip, port in self._own.listening if ":" not in ip and not ip.startswith("127.")]
+        return list(dict.fromkeys((*listening, *(sorted(self._own.bulk_ports) if listening else ()))))[:MAX_PORTS]
+
+
+async def _close(router: UpnpRouter, addresses: Iterable[Address]) -> None:
+    for _, outer in addresses:
+        try:
+            await router.close_port(outer)
+        except MappingError as error:
+            logger.debug("a port stays open until its lease ends: %s", error)
+            return

@@ -92,16 +92,16 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
                 nursery.start_soon(membership.run)
                 nursery.start_soon(announcer.run)
                 nursery.start_soon(connections.run)
-                nursery.start_soon(_follow, membership, connectivity)
+                nursery.start_soon(_follow, membership, host)
                 nursery.start_soon(host.dht.provide, run_key(run_id))
                 yield NatMember(host, connectivity, gossip, membership, exchanges)
                 nursery.cancel_scope.cancel()
 
 
-async def _follow(membership: Membership, connectivity: Connectivity) -> None:
+async def _follow(membership: Membership, host: Host) -> None:
     """Keep the members as candidates for relays."""
     while True:
-        connectivity.members = membership.everyone
+        host.relays.members = membership.everyone
         await membership.changed()
 
 

@@ -39,7 +39,7 @@ async def tell(host: Host, connectivity: Connectivity) -> None:
             "addresses": host.addresses,
             "observed": host.own.observed_ips,
             "mapped": host.own.mapped,
-            "relays": [held.relay.hex() for held in connectivity.keeper.held],
+            "relays": [held.relay.hex() for held in host.relays.reservations],
             "paths": {peer.hex(): host.connections.path(peer) for peer in host.connected},
         }
         line = json.dumps(news)

@@ -86,7 +86,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
             await home.connect(relay.author, relay.addresses)
         await until(lambda: len(home.addresses) == NUM_RELAYS)
         assert connectivity.reachability.kind is ReachabilityKind.RELAY_ONLY
-        assert len(connectivity.keeper.held) == NUM_RELAYS
+        assert len(home.relays.reservations) == NUM_RELAYS
         await caller.connect(home.author, home.addresses)
         assert caller.connections.path(home.author) == "relayed"
 
@@ -99,8 +99,8 @@ async def test_relays_are_kept_while_witnesses_still_try() -> None:
 
         relay.set_handler(DIALBACK_PROTOCOL, hesitate)
         await home.connect(relay.author, relay.addresses)
-        await until(lambda: len(connectivity.keeper.held) == 1)
-        assert not connectivity.reachability.is_examined
+        await until(lambda: len(home.relays.reservations) == 1)
+        assert connectivity.reachability.kind is ReachabilityKind.UNKNOWN
 
 
 async def test_nothing_makes_holes_while_a_witness_dials() -> None:
@@ -161,7 +161,7 @@ async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
         trio.open_nursery() as nursery,
         open_node(verdict=PUBLIC) as (two, _),
         open_node(verdict=PUBLIC) as (three, _),
-        open_node([], HIDDEN) as (home, connectivity),
+        open_node([], HIDDEN) as (home, _),
     ):
         doomed, life = await nursery.start(live)
         for relay in (doomed, two):
@@ -169,7 +169,7 @@ async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
         await until(lambda: len(home.addresses) == NUM_RELAYS)
         await home.connect(three.author, three.addresses)
         life.cancel()
-        await until(lambda: {held.relay for held in connectivity.keeper.held} == {two.author, three.author})
+        await until(lambda: {held.relay for held in home.relays.reservations} == {two.author, three.author})
         await until(lambda: not any(doomed.peer_id in address for address in home.addresses))
 
 
@@ -185,9 +185,9 @@ async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> No
 async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> None:
     async with open_node(verdict=PUBLIC) as (relay, _), open_node(verdict=HIDDEN) as (home, connectivity):
         await home.connect(relay.author, relay.addresses)
-        await until(lambda: len(connectivity.keeper.held) == 1)
+        await until(lambda: len(home.relays.reservations) == 1)
         connectivity.reachability.set(PUBLIC)
-        await until(lambda: not connectivity.keeper.held and not any("p2p-circuit" in a for a in home.addresses))
+        await until(lambda: not home.relays.reservations and not any("p2p-circuit" in a for a in home.addresses))
         await relay.relays.reserve(home.author)
 
 
@@ -295,7 +295,7 @@ async def test_in_a_large_run_a_few_strangers_are_asked_at_a_time_and_the_likeli
         async def find() -> list[bytes]:
             asked_before.append(len(asked))
             if len(asked_before) == 3:
-                held.extend(each.relay for each in keeper.held)
+                held.extend(each.relay for each in home.relays.reservations)
                 nursery.cancel_scope.cancel()
             return [relay.host.author, *members]
 

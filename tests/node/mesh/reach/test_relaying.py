@@ -149,7 +149,7 @@ async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_new
     num_pieces = 4 * STRANGERS_CIRCUIT_BYTES // len(payload)
     async with open_relay() as relay, open_home() as alice, open_home() as bob:
         who = {"source": alice.author, "target": bob.author}
-        relay.server.members = frozenset((who[member],) if member else ())
+        relay.host.relays.members = frozenset((who[member],) if member else ())
         bob.set_handler(ECHO, echo)
         await alice.connect(bob.author, [await reserve(bob, relay.host)])
         stream = await alice.open_stream(bob.author, ECHO)
