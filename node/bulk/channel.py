@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 
 import trio
+from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
@@ -40,6 +41,9 @@ from ..base.system.sockets import prefer_congestion_control
 
 # The first record of each end proves that it has the keys. The answerer's also says that it is ready for calls.
 _READY = b"ready"
+
+Ciphers = tuple[CipherContext | None, CipherContext | None]
+"""What hides the headers of sent records, and what reveals those of received ones, in a private run."""
 
 
 class ChannelError(FarandoleError):
@@ -60,7 +64,13 @@ class BulkChannel:
     """An authenticated connection with ``peer``; both ends name it by the session in which it was negotiated."""
 
     def __init__(
-        self, peer: bytes, session: bytes, connection: socket.socket, secrets: Secrets, shaping: Shaping
+        self,
+        peer: bytes,
+        session: bytes,
+        connection: socket.socket,
+        secrets: Secrets,
+        shaping: Shaping,
+        ciphers: Ciphers = (None, None),
     ) -> None:
         self.peer = peer
         self.session = session
@@ -75,7 +85,8 @@ class BulkChannel:
         self._connection = connection
         prefer_bbr(connection)
         self._shaping = shaping
-        self._sealer, self._opener = Sealer(secrets.sealing, time.monotonic()), Opener(secrets.opening)
+        self._sealer = Sealer(secrets.sealing, time.monotonic(), hiding=ciphers[0])
+        self._opener = Opener(secrets.opening, hiding=ciphers[1])
         self._is_between_records = True  # of what is sent
         self._num_reserved = 0  # bytes that may be received
         self._is_broken_off = threading.Event()
@@ -213,14 +224,20 @@ class BulkChannel:
 
 
 async def open_channel(
-    peer: bytes, session: bytes, connection: socket.socket, secrets: Secrets, is_asker: bool, shaping: Shaping
+    peer: bytes,
+    session: bytes,
+    connection: socket.socket,
+    secrets: Secrets,
+    is_asker: bool,
+    shaping: Shaping,
+    ciphers: Ciphers = (None, None),
 ) -> BulkChannel:
     """Open a channel over a connected socket; take the socket over, and close it on `ChannelError` or cancellation.
 
     Afterwards both ends have proved that they have the secrets. The answerer calls `BulkChannel.announce` when it is
     ready for calls, and only then the asker's channel opens.
     """
-    channel = BulkChannel(peer, session, connection, secrets, shaping)
+    channel = BulkChannel(peer, session, connection, secrets, shaping, ciphers)
     try:
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

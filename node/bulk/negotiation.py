@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.exchange.bulk import (
     GREETING_BYTES,
@@ -35,6 +36,7 @@ from farandole.protocol.exchange.bulk import (
     is_greeting,
 )
 from farandole.protocol.mesh.dialling import MIN_PORT, Address
+from farandole.protocol.run.invite import NONCE_BYTES, cipher_of
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
@@ -53,6 +55,8 @@ from .channel import BulkChannel, ChannelError, open_channel
 logger = logging.getLogger(__name__)
 
 BULK_PROTOCOL = "/farandole/bulk/3"
+# The same in a private run, whose connections begin with nonces: an older node is not dialled in vain.
+PRIVATE_BULK_PROTOCOL = "/farandole/bulk/private/1"
 # From the proposal to the channel: two round trips on the stream, a TCP handshake, greetings and ready records, over a
 # bad line.
 OPEN_TIMEOUT = 5.0
@@ -81,6 +85,43 @@ MAX_CANDIDATES = 2 * MAX_OFFERED
 _CHOSEN = b"\x01"
 
 
+class Candidate:
+    """A TCP connection of a negotiation. In a private run a nonce begins each direction, and hides what follows."""
+
+    def __init__(self, connection: trio.socket.SocketType, network_key: bytes) -> None:
+        """``network_key``: of a private run; empty: the bytes are sent as they are."""
+        self.connection = connection
+        self.hiding: CipherContext | None = None
+        self.revealing: CipherContext | None = None
+        self._network_key = network_key
+
+    async def send_all(self, data: bytes) -> None:
+        """Send a few bytes, which a fresh connection takes at once."""
+        nonce = b""
+        if self._network_key and self.hiding is None:
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            self.hiding = cipher_of(self._network_key, nonce)
+        data = nonce + (data if self.hiding is None else self.hiding.update(data))
+        if await self.connection.send(data) != len(data):
+            raise OSError("the connection takes nothing")
+
+    async def receive(self, size: int) -> bytes:
+        """Return exactly this number of bytes; raise `OSError` if the connection ends before."""
+        if self._network_key and self.revealing is None:
+            self.revealing = cipher_of(self._network_key, await self._receive_exactly(NONCE_BYTES))
+        received = await self._receive_exactly(size)
+        return received if self.revealing is None else self.revealing.update(received)
+
+    async def _receive_exactly(self, size: int) -> bytes:
+        received = b""
+        while len(received) < size:
+            piece = await self.connection.recv(size - len(received))
+            if not piece:
+                raise OSError("the connection ended before its greeting")
+            received += piece
+        return received
+
+
 class Race:
     """The connections of one negotiation, of which the answerer chooses one."""
 
@@ -94,9 +135,9 @@ class Race:
         self.their_token = b""
         self.is_on = trio.Event()
         self._connections: set[trio.socket.SocketType] = set()
-        self._chosen: socket.socket | None = None
+        self._chosen: Candidate | None = None
         self._has_ended = False
-        self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
+        self._offers, self._offered = trio.open_memory_channel[Candidate](MAX_CANDIDATES)
 
     def begin(self, theirs: Proposal) -> None:
         """Begin with the other end's proposal."""
@@ -114,37 +155,37 @@ class Race:
         else:
             self._connections.add(connection)
 
-    def offer(self, connection: trio.socket.SocketType) -> None:
+    def offer(self, candidate: Candidate) -> None:
         """Add a connection on which both have greeted. It is skipped if too many came before, or the race is over."""
         with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
-            self._offers.send_nowait(connection)
+            self._offers.send_nowait(candidate)
 
     async def choose(self) -> None:
         """Choose as the answerer: the first connection that takes the message."""
         while True:
-            connection = await self._offered.receive()
+            candidate = await self._offered.receive()
             with contextlib.suppress(OSError):
-                await _send_all(connection, _CHOSEN)
-                return self._take(connection)
+                await candidate.send_all(_CHOSEN)
+                return self._take(candidate)
 
     async def await_choice(self) -> None:
         """Wait as the asker for the connection on which the answerer announces its choice."""
 
-        async def listen_to(connection: trio.socket.SocketType) -> None:
+        async def listen_to(candidate: Candidate) -> None:
             with contextlib.suppress(OSError):
-                if await connection.recv(1) == _CHOSEN and self._chosen is None:
-                    self._take(connection)
+                if await candidate.receive(len(_CHOSEN)) == _CHOSEN and self._chosen is None:
+                    self._take(candidate)
                     nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             while True:
                 nursery.start_soon(listen_to, await self._offered.receive())
 
-    def _take(self, connection: trio.socket.SocketType) -> None:
-        self._connections.remove(connection)
-        self._chosen = socket.socket(fileno=connection.detach())
+    def _take(self, candidate: Candidate) -> None:
+        self._connections.remove(candidate.connection)
+        self._chosen = candidate
 
-    def claim(self) -> socket.socket | None:
+    def claim(self) -> Candidate | None:
         """Return the chosen connection, which the caller then owns."""
         chosen, self._chosen = self._chosen, None
         return chosen
@@ -154,7 +195,7 @@ class Race:
         self._has_ended = True
         self._offered.close()
         if self._chosen is not None:
-            self._chosen.close()
+            self._chosen.connection.close()
         while self._connections:
             self._connections.pop().close()
 
@@ -181,7 +222,9 @@ class BulkService:
         self._races: dict[bytes, Race] = {}  # by session; at most one per peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
         self._is_closed = False
-        host.set_handler(BULK_PROTOCOL, self._answer)
+        self._network_key = host.upgrader.network_key
+        self._protocol = PRIVATE_BULK_PROTOCOL if self._network_key else BULK_PROTOCOL
+        host.set_handler(self._protocol, self._answer)
 
     # For exchanges
 
@@ -264,7 +307,7 @@ class BulkService:
         channel: BulkChannel | None = None
         try:
             async with self._observed() as observed:
-                stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
+                stream = await self._host.open_stream(peer, self._protocol, OPEN_TIMEOUT)
                 try:
                     with self._race(peer, secrets.token_bytes(SESSION_BYTES), observed) as race:
                         await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
@@ -353,10 +396,11 @@ class BulkService:
                 nursery.start_soon(self._dial, race, address, True)
             await (race.await_choice() if is_asker else race.choose())
             nursery.cancel_scope.cancel()
-        plain = race.claim()
-        if plain is None:
+        chosen = race.claim()
+        if chosen is None:
             raise ChannelError("the peer gave up")
-        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping)
+        plain, ciphers = socket.socket(fileno=chosen.connection.detach()), (chosen.hiding, chosen.revealing)
+        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping, ciphers)
         self._backoff.note_success(race.peer)
         return channel
 
@@ -377,22 +421,24 @@ class BulkService:
                 await connection.bind(listener.getsockname())
                 prefer_congestion_control(connection, "cubic")  # as `links.connect_from`
             await connection.connect(address)
-            await _send_all(connection, greeting(race.session, race.their_token))
-            if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):
-                race.offer(connection)
+            candidate = Candidate(connection, self._network_key)
+            await candidate.send_all(greeting(race.session, race.their_token))
+            if race.is_greeted_by(await candidate.receive(GREETING_BYTES)):
+                race.offer(candidate)
 
     async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
         self._unproven[address] += 1
         try:
             with trio.move_on_after(GREETING_TIMEOUT), contextlib.suppress(OSError):
-                received = await _receive_exactly(connection, GREETING_BYTES)
+                candidate = Candidate(connection, self._network_key)
+                received = await candidate.receive(GREETING_BYTES)
                 race = self._races.get(received[:SESSION_BYTES])
                 if race is not None and race.is_greeted_by(received):
                     await race.is_on.wait()
                     race.adopt(connection)
-                    await _send_all(connection, greeting(race.session, race.their_token))
-                    race.offer(connection)
+                    await candidate.send_all(greeting(race.session, race.their_token))
+                    race.offer(candidate)
                     return
             connection.close()
         except BaseException:  # also when cancelled: nothing else owns the socket yet
@@ -510,21 +556,5 @@ def _family(ip: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
-async def _receive_exactly(connection: trio.socket.SocketType, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        piece = await connection.recv(size - len(received))
-        if not piece:
-            raise OSError("the connection ended before its greeting")
-        received += piece
-    return received
-
-
 async def _receive_proposal(stream: Stream) -> Proposal:
     return decode_proposal(await receive_frame(stream, FrameParser(MAX_PROPOSAL_BYTES)))
-
-
-async def _send_all(connection: trio.socket.SocketType, data: bytes) -> None:
-    """Send a few bytes, which a fresh connection takes at once."""
-    if await connection.send(data) != len(data):
-        raise OSError("the connection takes nothing")

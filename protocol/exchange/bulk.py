@@ -1,7 +1,7 @@
 """Bulk: two peers negotiate a direct TCP connection, next to libp2p's, for contributions.
 
     asker    Proposal              answerer   Proposal        over a libp2p stream, which has authenticated both
-    both     dial each other, and greet with `greeting`       in clear, over each TCP connection that opens
+    both     dial each other, and greet with `greeting`       over each TCP connection that opens
     answerer chooses one of them
     asker    ready                 answerer   ready           in records (`protocol.wire.record_layer`) on that one
 
@@ -15,13 +15,18 @@ the while. The records' keys come from the proposals (`agree`), and the peers' i
   proposals' keys and tokens, the session and the direction. So a peer that forwards another's proposal, over another
   connection or in another run, or an end that receives its own data, gets different keys or none.
 - Before a channel is used each end opens the other's first record, so both have the same keys.
-- An attacker on the path, who reads the greeting, can take a peer's place in the race or break the connection; then
-  the contributions move over another channel, or the libp2p stream. They see how much data moves when, nothing else.
+- An attacker on the path, who reads or repeats the greeting, can take a peer's place in the race or break the
+  connection; then the contributions move over another channel, or the libp2p stream. They see how much data moves when,
+  nothing else.
 
 docs/bulk-channel.md is the specification, with the threat model.
 
 The greeting (the session and the receiver's one-time token) keeps strangers away from the channel, and makes a plain
 dial, a reverse dial and a simultaneous open look alike.
+
+In a private run each direction of a connection begins with a nonce, from which both ends derive a cipher of the run's
+key (`farandole.protocol.run.invite.cipher_of`). It hides the greeting, the choice, and the records' headers, so whoever
+lacks the key sees random bytes, and gets no answer.
 
 A node does not dial into its own network only because a peer asks it to: see `dialable`.
 """

@@ -9,6 +9,9 @@ key: the sender sets it when `KeyLife` is over. A record without plaintext is th
 one was cut off. docs/bulk-channel.md specifies the channel; tests/protocol/exchange/vectors/bulk_channel.json has known
 answers.
 
+In a private run a keystream of the run's key hides the header too, which then shows no lengths; all else of a record is
+random to whoever lacks its key.
+
 AES with 256 bits, not 128: it costs a tenth of the cipher's rate, which is a fiftieth of the channel's. Nonces may then
 count from 0 in each channel: with keys of 128 bits, an attacker who records 2^k channels with the same beginning would
 find one of their keys in 2^(128-k) steps (RFC 8446 has a secret first nonce against that).
@@ -19,6 +22,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import CipherContext
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
@@ -92,10 +96,13 @@ class _Keys:
 class Sealer:
     """Makes records. ``secret``: 32 bytes, shared with the `Opener` and used for nothing else.
 
-    ``now``, here and below: any clock that never goes back, in seconds.
+    ``now``, here and below: any clock that never goes back, in seconds. ``hiding``: what hides the headers, if any.
     """
 
-    def __init__(self, secret: bytes, now: float, life: KeyLife | None = None) -> None:
+    def __init__(
+        self, secret: bytes, now: float, life: KeyLife | None = None, hiding: CipherContext | None = None
+    ) -> None:
+        self._hiding = hiding
         self._life = life or KeyLife()
         self._keys = _Keys(secret, self._life.num_bytes)
         self._key_until = now + self._life.seconds
@@ -126,7 +133,8 @@ class Sealer:
         if len(self._buffer) < size:
             self._buffer = memoryview(bytearray(size))
         record = self._buffer[:size]
-        record[:HEADER_BYTES] = header = word.to_bytes(HEADER_BYTES, "big")
+        header = word.to_bytes(HEADER_BYTES, "big")
+        record[:HEADER_BYTES] = header if self._hiding is None else self._hiding.update(header)
         self._keys.cipher.encrypt_into(self._keys.use(size), data, header, record[HEADER_BYTES:])
         return record
 
@@ -135,16 +143,16 @@ class Opener:
     """Reads records: put bytes from the wire into `wanted`, count them by `received`, and `take` verified plaintext.
 
     `wanted` covers no more than the current record and the next one's header. After an error, `take` repeats the error.
+    ``hiding``: the other end's cipher for headers, from the same position.
     """
 
-    def __init__(self, secret: bytes, life: KeyLife | None = None) -> None:
+    def __init__(self, secret: bytes, life: KeyLife | None = None, hiding: CipherContext | None = None) -> None:
+        self._hiding = hiding
         self.has_ended = False
         """Whether the final record has come."""
         self._keys = _Keys(secret, (life or KeyLife()).num_bytes)
         self._buffer = memoryview(bytearray(2 * HEADER_BYTES))
-        self._num_in = (
-            0  # bytes from the wire that are in the buffer: a record, or its beginning; a header at most more
-        )
+        self._num_in = 0  # bytes from the wire in the buffer: a record or its beginning, and at most a header more
         self._size = 0  # of the record on the wire, once its header is in
         self._spare = memoryview(b"")  # plaintext that the last call had no room for
         self._failure: RemoteProtocolError | None = None
@@ -204,6 +212,8 @@ class Opener:
 
     def _begin_record(self) -> None:
         """Check the header's length before allocating, so that a peer makes us allocate `MAX_SEALED_BYTES` at most."""
+        if self._hiding is not None:
+            self._buffer[:HEADER_BYTES] = self._hiding.update(self._buffer[:HEADER_BYTES])
         word = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
         size = HEADER_BYTES + (word & ~NEXT_KEY)
         if not OVERHEAD_BYTES <= size <= MAX_SEALED_BYTES:

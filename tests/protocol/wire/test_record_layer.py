@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farandole.protocol.run.invite import cipher_of
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.record_layer import (
     BYTES_PER_KEY,
@@ -256,3 +257,17 @@ def test_a_key_is_used_within_its_limits() -> None:
     assert blocks <= 2**35, "RFC 9001, B.1.1"
     assert RECORD_BYTES <= 2**36 - 32, "NIST SP 800-38D, 5.2.1.1"
     assert MAX_SEALED_BYTES <= BYTES_PER_KEY
+
+
+def test_hidden_headers_show_no_lengths_and_all_else_stays() -> None:
+    key, nonce = b"k" * 32, b"n" * 32
+    plain, hiding = sealer_of(), Sealer(SECRET, 0.0, hiding=cipher_of(key, nonce))
+    stream, wire = cipher_of(key, nonce), b""
+    for size in SIZES:
+        record, hidden = seal(plain, bytes(size)), seal(hiding, bytes(size))
+        assert hidden == stream.update(record[:HEADER_BYTES]) + record[HEADER_BYTES:]
+        wire += hidden
+    opener = Opener(SECRET, hiding=cipher_of(key, nonce))
+    assert read(opener, wire, at_a_time=(1, 3, 100_000)) == bytes(sum(SIZES))
+    with pytest.raises(RemoteProtocolError):
+        read(Opener(SECRET, hiding=cipher_of(key, b"x" * 32)), wire)

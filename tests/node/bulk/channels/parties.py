@@ -53,6 +53,11 @@ class BulkHost(MemoryHost):
     observed: list[tuple[str, int]] = field(default_factory=list)
     run_id: bytes = RUN_ID
     handshake_hash: bytes = MemoryStream.handshake_hash
+    network_key: bytes = b""
+
+    @property
+    def upgrader(self) -> BulkHost:
+        return self  # which has the key
 
     def is_out_of_reach(self, peer: bytes) -> bool:
         return peer in self.unreachable
@@ -92,6 +97,7 @@ class Party:
 async def two_parties(
     run_id: bytes = RUN_ID,
     handshake_hash: bytes = MemoryStream.handshake_hash,
+    network_key: bytes = b"",
 ) -> AsyncIterator[tuple[Party, Party]]:
     """Open Alice and Bob; ``run_id`` and ``handshake_hash`` are Bob's."""
     network: dict[bytes, MemoryHost] = {}
@@ -99,6 +105,7 @@ async def two_parties(
         async with trio.open_nursery() as nursery:
             hosts: list[Any] = [BulkHost(ALICE, nursery, network), BulkHost(BOB, nursery, network)]
             hosts[1].run_id, hosts[1].handshake_hash = run_id, handshake_hash
+            hosts[0].network_key = hosts[1].network_key = network_key
             async with (
                 open_bulk(hosts[0], hosts[0].run_id, reach=hosts[0]) as first,
                 open_bulk(hosts[1], hosts[1].run_id, reach=hosts[1]) as second,
