@@ -6,7 +6,6 @@ seconds. All waits for a peer have a deadline, and no failure of a peer or of th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import random
@@ -30,7 +29,7 @@ from farandole.protocol.state.gossip import (
     sync_periods,
 )
 from farandole.protocol.state.liveness import BASE_PERIOD, Liveness
-from farandole.protocol.state.push import HAVE_PROTOCOL, MAX_HAVE_BYTES, MAX_PUSH_BYTES, TICK_SECONDS
+from farandole.protocol.state.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import RunState
 from farandole.protocol.state.writer import Writer
@@ -99,11 +98,7 @@ class GossipService:
         self._rng = rng
         self._unix = unix
 
-        def knows_ids(peer: bytes) -> bool:
-            software = host.software_of(peer)
-            return software is not None and HAVE_PROTOCOL in software.protocols
-
-        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of, knows_ids)
+        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of)
         state.places.protect(lambda author: author in host.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
@@ -148,7 +143,6 @@ class GossipService:
         """Load what is stored, then gossip until cancelled."""
         await self._load()
         self._messenger.set_receiver(PUSH_PROTOCOL, MAX_PUSH_BYTES, self._receive_push, self._note_failure)
-        self._messenger.set_receiver(HAVE_PROTOCOL, MAX_HAVE_BYTES, self._receive_ids, self._note_failure)
         self._host.set_handler(SYNC_PROTOCOL, self._serve)
         try:
             async with trio.open_nursery() as nursery:
@@ -210,34 +204,23 @@ class GossipService:
     # push
 
     async def _tick(self) -> None:
-        for batch in self._gossip.tick(self._unix(), trio.current_time()):
-            self._messenger.send_nowait(batch.peer, batch.protocol, batch.payload)
+        for peer, message in self._gossip.tick(self._unix(), trio.current_time()):
+            self._messenger.send_nowait(peer, PUSH_PROTOCOL, message)
 
     def _receive_push(self, peer: bytes, payload: bytes) -> None:
         """Take in a push.
 
         Raises `RemoteProtocolError`, which costs the peer its stream, or for a flood its connections.
         """
-        with self._faults_noted(peer):
-            report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
-        self._take_note(report.new)
-
-    def _receive_ids(self, peer: bytes, payload: bytes) -> None:
-        """Take in announced ids; raises as `_receive_push` does."""
-        with self._faults_noted(peer):
-            self._gossip.receive_ids(peer, payload, trio.current_time())
-
-    @contextlib.contextmanager
-    def _faults_noted(self, peer: bytes) -> Iterator[None]:
-        """Avoid a peer whose message was a fault, and keep it out after a flood."""
         try:
-            yield
+            report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
         except RemoteProtocolError as error:
             self._gossip.unreachable(peer, trio.current_time())
             if isinstance(error, FloodError):
                 logger.warning("%s floods this node, and is kept out for a while: %s", short_name(peer), error)
                 self._host.shut_out(peer, SHUT_OUT_SECONDS)
             raise
+        self._take_note(report.new)
 
     def _note_failure(self, peer: bytes, protocol: str) -> None:
         self._gossip.unreachable(peer, trio.current_time())

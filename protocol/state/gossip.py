@@ -16,15 +16,15 @@ from .antientropy import Session
 from .author_places import Introducer
 from .entries import Delta, Entry, Kind
 from .liveness import BASE_PERIOD, Liveness
-from .push import ID_BYTES, NUM_CHOSEN, Push, SendBatch, decode_batch, decode_have
+from .push import NUM_CHOSEN, Push, decode_batch
 from .state import MergeReport, RunState
 
 # Limits on the valid gossip that a peer may send: more than any honest peer sends is a fault.
 #
 # An honest peer's worst case sets the bounds. In a run of 1,000 it forwards 33 heartbeats and up to 50 other entries a
-# second, in two messages of items and two of ids; a link that stalls holds up a minute of that, which then arrives at
-# once. Whatever floods in, it forwards at most `farandole.protocol.state.push.MAX_ITEMS_A_TICK` a tick, so a flood from
-# others never makes an honest peer a flooder.
+# second, in two messages; a link that stalls holds up a minute of that, which then arrives at once. Whatever floods in,
+# it forwards at most `farandole.protocol.state.push.MAX_ITEMS_A_TICK` a tick, so a flood from others never makes an
+# honest peer a flooder. (Older releases send two messages of ids a second besides.)
 
 
 INBOUND_LIMITS: Final[dict[str, tuple[float, float]]] = {
@@ -92,11 +92,10 @@ class Gossip:
         rng: random.Random,
         base_period: float = BASE_PERIOD,
         network_of: Callable[[bytes], str] = lambda peer: "",
-        knows_ids: Callable[[bytes], bool] = lambda peer: True,
     ) -> None:
         """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run.
 
-        ``network_of``: where a connected peer is (`Introducer.network`). ``knows_ids``: see `Push`.
+        ``network_of``: where a connected peer is (`Introducer.network`).
         """
         self.state = state
         self.author = author
@@ -104,7 +103,7 @@ class Gossip:
         self._network_of = network_of
         self.inbound = InboundMeter()
         self.liveness = Liveness(base_period)
-        self.push = Push(rng, knows_ids)
+        self.push = Push(rng)
         self._rng = rng
         self._faults = PeerMeters(FAULT_BURST, FAULT_RATE)
         self._displacing = PeerMeters(DISPLACING_BURST, DISPLACING_RATE)
@@ -124,14 +123,6 @@ class Gossip:
         report = self.merge(batch.delta, peer, unix, now)
         self.reached(peer)
         return report
-
-    def receive_ids(self, peer: bytes, payload: bytes, now: float) -> None:
-        """Take in announced ids. Raises as `receive_push` does."""
-        self.inbound.count(peer, now, messages=1, bytes=len(payload))
-        have = decode_have(payload)
-        self.inbound.count(peer, now, entries=len(have.wanted) // ID_BYTES)
-        self.push.heard_ids(peer, have, now)
-        self.reached(peer)
 
     def merge(
         self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True, *, is_asked: bool = False
@@ -162,8 +153,8 @@ class Gossip:
                 raise RemoteProtocolError(f"too many invalid entries from this peer: {report.faults[0]}")
         return report
 
-    def tick(self, unix: float, now: float) -> list[SendBatch]:
-        """Drop what has expired, and return what to push. Call this every half second."""
+    def tick(self, unix: float, now: float) -> list[tuple[bytes, bytes]]:
+        """Drop what has expired, and return what to push to whom. Call this every half second."""
         if self.state.expire(unix):
             present = {entry.author for entry in self.state.entries(Kind.BEAT)}
             self.liveness.forget_all_but(present)

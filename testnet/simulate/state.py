@@ -32,7 +32,6 @@ from farandole.protocol.state.entries import (
 )
 from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS, SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
 from farandole.protocol.state.liveness import BASE_PERIOD
-from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.push import TICK_SECONDS
 from farandole.protocol.state.state import MAX_AUTHORS, RunState
 from farandole.protocol.state.writer import Mark, Writer
@@ -46,7 +45,7 @@ REFUSAL_SECONDS = 1.0
 """Until a sender learns that nobody is there: a reset, or a few retransmissions."""
 NUM_JOIN_SESSIONS = 3
 
-_PUSH, _TO_RESPONDER, _TO_INITIATOR, _IDS = 0, 1, 2, 3
+_PUSH, _TO_RESPONDER, _TO_INITIATOR = 0, 1, 2
 
 
 class SharedChecker(Checker):
@@ -199,8 +198,8 @@ class SimulatedNode:
     # timers
 
     def _tick(self) -> bool:
-        for batch in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
-            self._send(batch.peer, bytes((_PUSH if batch.protocol == PUSH_PROTOCOL else _IDS,)) + batch.payload)
+        for peer, message in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
+            self._send(peer, bytes((_PUSH,)) + message)
         return True
 
     def _sync_later(self, periods: Iterator[float]) -> None:
@@ -226,7 +225,7 @@ class SimulatedNode:
 
     def _send(self, peer: bytes, message: bytes) -> None:
         network = self.world.network
-        network.send(self.author, peer, message, is_stream=message[0] not in {_PUSH, _IDS})
+        network.send(self.author, peer, message, is_stream=message[0] != _PUSH)
         if network.can_hear(self.author, peer):
             return
 
@@ -259,12 +258,9 @@ class SimulatedNode:
 
     def _receive(self, peer: bytes, message: bytes) -> None:
         unix, now = self.clock.unix(), self.clock.monotonic()
-        if message[0] in {_PUSH, _IDS}:
+        if message[0] == _PUSH:
             try:
-                if message[0] == _IDS:
-                    self.gossip.receive_ids(peer, message[1:], now)
-                else:
-                    self._note(self.gossip.receive_push(peer, message[1:], unix, now).new)
+                self._note(self.gossip.receive_push(peer, message[1:], unix, now).new)
             except RemoteProtocolError:
                 self.gossip.unreachable(peer, now)
             return

@@ -383,7 +383,6 @@ DECODERS: dict[str, Decoder] = {
     "protobuf-punch": protobuf(HolePunch, HolePunch(type=HolePunch.CONNECT, ObsAddrs=[_ADDRESS])),
     "protobuf-stop": protobuf(StopMessage, StopMessage(type=StopMessage.CONNECT, peer=_PAIR, limit=Limit(data=5))),
     "push": of(push.decode_batch, push.Batch),
-    "push-ids": of(push.decode_have, push.Have),
     "reachability-request": of(reachability.decode_request, reachability.Request),
     "reachability-answer": of(
         lambda raw: reachability.decode_answer(raw, reachability.Request((4_001,))), reachability.DialBackAnswer

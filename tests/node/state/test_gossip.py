@@ -16,13 +16,11 @@ from trio.testing import MockClock
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.state.gossip import GossipService, dialable_addresses
 from farandole.node.state.store import StoreError
-from farandole.protocol.run.releases import Software
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import SyncHello, encode_frame
 from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.state.gossip import JOIN_LEAD_SECONDS
-from farandole.protocol.state.push import HAVE_PROTOCOL
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Mark, Writer
@@ -55,8 +53,6 @@ class MemoryHost:
         self.on_failed: Callable[[bytes, str], None] | None = None
         self.addresses: dict[bytes, list[str]] = {}
         self.networks: dict[bytes, str] = {}
-        self.is_older = False
-        """Whether its release announces no ids."""
         self.sent: Counter[str] = Counter()
         self.faults: list[bytes] = []
         self.shut_out_peers: list[bytes] = []
@@ -70,11 +66,6 @@ class MemoryHost:
 
     def network_of(self, peer: bytes) -> str:
         return self.networks.get(peer, "")
-
-    def software_of(self, peer: bytes) -> Software | None:
-        other = self._wires.hosts.get(peer)
-        unknown = {HAVE_PROTOCOL} if other is not None and other.is_older else set()
-        return None if other is None else Software("1.0", frozenset(other.receivers) - unknown)
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
         self.shut_out_peers.append(peer)

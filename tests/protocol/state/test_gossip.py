@@ -37,8 +37,8 @@ def gossip_with(*items: Signed) -> Gossip:
 
 
 def pushed(gossip: Gossip, now: float = 0.1) -> set[Signed]:
-    outputs = gossip.tick(NOW + now, now)
-    return {entry for output in outputs for entry in decode_batch(output.payload).delta.entries}
+    messages = gossip.tick(NOW + now, now)
+    return {entry for _, message in messages for entry in decode_batch(message).delta.entries}
 
 
 def test_live_members_are_talked_to_and_nobody_else() -> None:

@@ -17,7 +17,6 @@ from farandole.protocol.state.push import (
     QUIET_SECONDS,
     Batch,
     Push,
-    SendBatch,
     decode_batch,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -27,12 +26,12 @@ from ..authors import author_of, member, notice
 PEERS = [author_of(number) for number in range(1, 10)]
 
 
-def tick(push: Push, now: float = 0.0, candidates: Sequence[bytes] = PEERS) -> list[SendBatch]:
+def tick(push: Push, now: float = 0.0, candidates: Sequence[bytes] = PEERS) -> list[tuple[bytes, bytes]]:
     return push.tick(now, lambda peer: peer in candidates, lambda: candidates)
 
 
-def sent_to(outputs: list[SendBatch]) -> dict[bytes, list[Signed]]:
-    return {output.peer: list(decode_batch(output.payload).delta.entries) for output in outputs}
+def sent_to(outputs: list[tuple[bytes, bytes]]) -> dict[bytes, list[Signed]]:
+    return {peer: list(decode_batch(message).delta.entries) for peer, message in outputs}
 
 
 def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
@@ -41,7 +40,7 @@ def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
     outputs = tick(push)
     assert len(outputs) == NUM_CHOSEN
     assert all(entries == [member(1), notice(2)] for entries in sent_to(outputs).values())
-    assert all(decode_batch(output.payload).is_choice for output in outputs)
+    assert all(decode_batch(message).is_choice for _, message in outputs)
     assert tick(push) == []
 
 
@@ -66,7 +65,7 @@ def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
     stranger = author_of(99)
     push.heard(stranger, Batch(True, Delta()), now=0.0)
     push.queue([member(1)], [], source=None)
-    outputs = {output.peer: decode_batch(output.payload).is_choice for output in tick(push, 1.0)}
+    outputs = {peer: decode_batch(message).is_choice for peer, message in tick(push, 1.0)}
     assert outputs[stranger] is False
     assert len(outputs) == NUM_CHOSEN + 1
     push.heard(author_of(98), Batch(False, Delta()), now=1.0)
@@ -118,9 +117,9 @@ def test_bounds_hold_whatever_floods_in() -> None:
     flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
     push.queue(flood, [], source=None)
     outputs = tick(push)
-    assert all(len(output.payload) <= MAX_PUSH_BYTES for output in outputs)
-    peer = outputs[0].peer
-    items = [item for output in outputs if output.peer == peer for item in decode_batch(output.payload).delta.entries]
+    assert all(len(message) <= MAX_PUSH_BYTES for _, message in outputs)
+    first = outputs[0][0]
+    items = [item for peer, message in outputs if peer == first for item in decode_batch(message).delta.entries]
     assert items == flood[100 : 100 + MAX_ITEMS_A_TICK], "the oldest are given up, and the rest waits for its tick"
     assert tick(push) != []
 
