@@ -182,8 +182,6 @@ ASLEEP_SECONDS = 60.0
 MIN_ANNOUNCE_SECONDS = 5.0
 # A node gives way to one author once in this time. Two nodes that have settled a conflict collide again only by chance.
 GIVE_WAY_SECONDS = 60.0
-# Hashed places tried for a lease. The one with the most room is taken; nodes that search at once try other places.
-NUM_PLACES = 4
 
 
 @dataclass(slots=True)
@@ -204,7 +202,6 @@ class _Epoch:
     own: list[_OwnLease] = field(default_factory=list)
     finished: list[LeasedSlices] = field(default_factory=list)
     cursor: int | None = None
-    num_claims: int = 0
     completed_at: float | None = None
     idle_since: float | None = None
     waited_for: frozenset[bytes] = frozenset()
@@ -521,20 +518,24 @@ class Leases:
         return undoubted if is_little or undoubted.bit_count() >= num_runs * self._wanted(undoubted) // 2 else free
 
     def _place(self, free: int) -> int:
-        """Return the section to lease from: after the last lease, or else a hashed place with much room."""
+        """Return the section to lease from: after the last lease, or else in this node's share of what is free.
+
+        The live nodes share it by the order of their keys, so those that search at once begin in different places also
+        at the end of an epoch, when little is free. A node begins before its share where it finds too little room in
+        it.
+        """
         if self._current.cursor is not None and free >> self._current.cursor & 1:
             return self._current.cursor
-        best, most = 0, 0
-        for _ in range(NUM_PLACES):
-            self._current.num_claims += 1
-            start = int.from_bytes(self._rank(self._author, self._current.num_claims)[:8], "big") % self.sections.count
-            place = next_bit(free, start)
-            if place is None:
-                place = next_bit(free, 0)
-            assert place is not None, "something is free"
-            if (room := run_length(free, place)) > most:
-                best, most = place, room
-        return best
+        nodes = sorted({self._author, *self._standing.live})
+        skipped = free.bit_count() * nodes.index(self._author) // len(nodes)
+        place = next_bit(free, 0)
+        while place is not None:
+            room = run_length(free, place)
+            if skipped < room:
+                return place + min(skipped, max(0, room - self._wanted(free)))
+            skipped -= room
+            place = next_bit(free, place + room)
+        raise AssertionError("something is free")
 
     def _wanted(self, free: int) -> int:
         """Return the number of sections to lease next: some heartbeats' work, or a share of half of what is left."""

@@ -185,6 +185,21 @@ def test_who_was_never_met_ends_no_epoch(num_honest: int, num_liars: int, second
     assert epochs.mean() <= MAX_MEAN
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_two_nodes_that_end_a_short_epoch_at_once_share_what_is_left(seed: int) -> None:
+    """All is doubted, so both search for the last slices together; they once found the same ones, a sixth of all."""
+    world = World(seed, 2, loss=0.03, base_period=2.0)
+    world.settle()
+    epochs = Epochs(world, 167, paces=(2.0, 2.5))
+    for node in list(world.nodes):
+        epochs.begin(node)
+    end_epochs(epochs, 1)
+    epochs.play(600.0)
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= 1.02
+
+
 def test_who_was_met_and_lies_claims_no_more_than_the_fastest_node_could_have_done() -> None:
     epochs = epochs_of(1, 4, 60.0, num_slices=100_000)
     end_epochs(epochs, 1, are_met=True)
