@@ -332,7 +332,9 @@ async def be_node(daemon: Daemon) -> None:
                 open_member(daemon, mesh, messenger, raw) as member,
                 open_programs(
                     settings.programs,
-                    ProgramService(mesh.host, target.run_id, mesh.shaping, member.gossip, member.membership.notes),
+                    ProgramService(
+                        mesh.host, target.run_id, mesh.shaping, member.gossip.publish, member.membership.notes
+                    ),
                 ),
             ):
                 member.show_in(reporter)

@@ -26,7 +26,6 @@ import msgspec
 
 from .state.entries import MAX_NOTE_BYTES, NoteName, Sha256
 from .wire.errors import RemoteProtocolError
-from .wire.framing import frame
 from .wire.messagepack import MessageDecoder, encode
 
 PROGRAMS_PROTOCOL: Final = "/farandole/programs/1/"
@@ -136,16 +135,6 @@ Answer = StreamReady | Refused | RequestGranted | Ringing | NotesFound | Provide
 
 decode_request: Final = MessageDecoder[Request](Request, "a request of a program")
 decode_answer: Final = MessageDecoder[Answer](Answer, "an answer to a program")
-
-
-def framed_request(request: Request) -> bytes:
-    """Encode a request with its length."""
-    return frame(encode(request), MAX_REQUEST_BYTES)
-
-
-def framed_answer(answer: Answer) -> bytes:
-    """Encode an answer with its length."""
-    return frame(encode(answer), MAX_ANSWER_BYTES)
 
 
 # Files that programs share (farandole.Mesh): a file's id is the hash of its index, which has a hash of each block.

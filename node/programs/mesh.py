@@ -6,10 +6,9 @@ import contextlib
 import hashlib
 import os
 import queue
-import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -47,7 +46,7 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home
 from ..base.system.sockets import connect
-from .stream import AnswerType, MeshError, MeshStream, ask, close, receive_answer
+from .stream import AnswerType, MeshError, MeshStream, ask, receive_answer
 
 # Files that a program shares, and how another one fetches them (`farandole.protocol.programs`).
 
@@ -58,72 +57,51 @@ Progress = Callable[[int, int], None]
 """Called with the bytes so far, and all of them."""
 
 
-class OfferedFile:
-    """A file that this program shares. It must not change meanwhile: whoever fetches notices, and stops."""
+def index_of(path: Path, progress: Progress) -> FileIndex:
+    """Read a whole file once. Raises `OSError`, and `ValueError` if it is too large."""
+    hashes, size, total = [], 0, path.stat().st_size
+    if total > MAX_BLOCKS * BLOCK_BYTES:
+        raise ValueError(f"{path} has {total} bytes; the most is {MAX_BLOCKS * BLOCK_BYTES}")
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            hashes.append(hashlib.sha256(block).digest())
+            size += len(block)
+            progress(size, total)
+    return FileIndex(size, tuple(hashes))
 
-    def __init__(self, path: Path, progress: Progress) -> None:
-        """Read the whole file once. Raises `OSError`, and `ValueError` if it is too large."""
-        self._path = path
-        hashes, size, total = [], 0, path.stat().st_size
-        if total > MAX_BLOCKS * BLOCK_BYTES:
-            raise ValueError(f"{path} has {total} bytes; the most is {MAX_BLOCKS * BLOCK_BYTES}")
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                hashes.append(hashlib.sha256(block).digest())
-                size += len(block)
-                progress(size, total)
-        self._index = FileIndex(size, tuple(hashes))
-        self.id = self._index.id
-        self.name = stream_name(self.id)
 
-    def serve(self, streams: Iterable[MeshStream]) -> None:
-        """Serve all peers that come, each in a thread of its own."""
-        for stream in streams:
-            threading.Thread(target=self._serve, args=(stream,), name="farandole-file", daemon=True).start()
+def _serve_file(path: Path, index: FileIndex, streams: Iterable[MeshStream]) -> None:
+    """Serve a file to all peers that come, each in a thread of its own; it must not change meanwhile."""
 
-    def _serve(self, stream: MeshStream) -> None:
+    def serve(stream: MeshStream) -> None:
         # A peer that is gone, or asks for what there is not, or a file that has: the stream breaks off.
-        with contextlib.suppress(MeshError, TimeoutError, OSError), stream, self._path.open("rb") as file:
+        with contextlib.suppress(MeshError, TimeoutError, OSError), stream, path.open("rb") as file:
             while (question := stream.receive(IDLE_SECONDS)) is not None:
                 if question == INDEX_QUESTION:
-                    stream.send(encode(self._index), IDLE_SECONDS)
+                    stream.send(encode(index), IDLE_SECONDS)
                     continue
                 if len(question) != BLOCK_NUMBER.size or (number := int(BLOCK_NUMBER.unpack(question)[0])) >= len(
-                    self._index.hashes
+                    index.hashes
                 ):
                     raise MeshError("this is no number of a block")
                 file.seek(number * BLOCK_BYTES)
-                stream.send(file.read(self._index.block_bytes(number)), IDLE_SECONDS)
+                stream.send(file.read(index.block_bytes(number)), IDLE_SECONDS)
 
-
-def fetch(
-    file_id: str,
-    path: Path,
-    providers: Sequence[str],
-    open_stream: Callable[[str, str], MeshStream],
-    progress: Progress,
-    timeout: float,
-) -> None:
-    """Fetch a file from one provider after the other. Raises `MeshError` if all fail; each one's reason is in it."""
-    part = path.with_name(path.name + ".part")
-    reasons = []
-    for peer in providers:
-        try:
-            with open_stream(peer, stream_name(file_id)) as stream:
-                _fetch(file_id, part, stream, progress, timeout)
-        except (MeshError, RemoteProtocolError, TimeoutError) as error:
-            reasons.append(f"{peer}: {error or 'it is silent'}")
-        else:
-            os.replace(part, path)
-            return
-    raise MeshError("; ".join(reasons) or f"no member that can be reached shares {file_id}")
+    for stream in streams:
+        threading.Thread(target=serve, args=(stream,), name="farandole-file", daemon=True).start()
 
 
 def _fetch(file_id: str, part: Path, stream: MeshStream, progress: Progress, timeout: float) -> None:
     """Fetch what is missing in the partial file."""
+
+    def answer() -> bytes:
+        if (answered := stream.receive(timeout)) is None:
+            raise MeshError("it ends before the file does")
+        return answered
+
     stream.send(INDEX_QUESTION, timeout)
-    index = decode_index(_answer(stream, timeout), file_id)
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+    index = decode_index(answer(), file_id)
+    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
     with open(descriptor, "r+b") as file:
         missing = deque(
             number for number in range(len(index.hashes)) if not index.is_block(number, file.read(BLOCK_BYTES))
@@ -137,7 +115,7 @@ def _fetch(file_id: str, part: Path, stream: MeshStream, progress: Progress, tim
                 stream.send(BLOCK_NUMBER.pack(missing[0]), timeout)
                 requested.append(missing.popleft())
             number = requested.popleft()
-            block = _answer(stream, timeout)
+            block = answer()
             if not index.is_block(number, block):
                 raise RemoteProtocolError(f"its block {number} is not the file's")
             file.seek(number * BLOCK_BYTES)
@@ -146,12 +124,6 @@ def _fetch(file_id: str, part: Path, stream: MeshStream, progress: Progress, tim
             progress(done, index.size)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _answer(stream: MeshStream, timeout: float) -> bytes:
-    if (answer := stream.receive(timeout)) is None:
-        raise MeshError("it ends before the file does")
-    return answer
 
 
 # The node answers at once, unless it dials or searches; then it has its own limit.
@@ -181,8 +153,8 @@ class Run(Protocol):
 class MeshListener:
     """Accepts streams under one name while it is open: ``for stream in listener``; made by `Mesh.listen`."""
 
-    def __init__(self, connection: socket.socket, take: Callable[[int], MeshStream]) -> None:
-        self._connection = connection
+    def __init__(self, node: MeshStream, take: Callable[[int], MeshStream]) -> None:
+        self._node = node
         self._take = take
 
     def __enter__(self) -> Self:
@@ -196,7 +168,7 @@ class MeshListener:
     def accept(self, timeout: float | None = None) -> MeshStream:
         """Wait for a peer's stream; raise `MeshError` if the listener is closed, and `TimeoutError`."""
         while True:
-            ringing = receive_answer(self._connection, Ringing, timeout)
+            ringing = receive_answer(self._node, Ringing, timeout)
             with contextlib.suppress(MeshError):  # the peer is gone again
                 return self._take(ringing.ticket)
 
@@ -208,7 +180,7 @@ class MeshListener:
 
     def close(self) -> None:
         """Accept no more, from any thread."""
-        close(self._connection)
+        self._node.close()
 
 
 class Mesh:
@@ -228,8 +200,8 @@ class Mesh:
 
     def __init__(self, run: Run | None = None, *, home: str | Path | None = None) -> None:
         self.home = run.home if run is not None else Path(home) if home is not None else default_home()
-        self._notes: dict[str, socket.socket] = {}
-        self._held: set[socket.socket] = set()
+        self._notes: dict[str, MeshStream] = {}
+        self._held: list[MeshStream] = []
         status = self.status(0)
         self.peer_id: str = status["peer_id"]
         """This node's peer id."""
@@ -244,8 +216,8 @@ class Mesh:
 
     def close(self) -> None:
         """Close listeners and shared files, and withdraw notes; streams stay open."""
-        for connection in (*self._held, *self._notes.values()):
-            close(connection)
+        for node in (*self._held, *self._notes.values()):
+            node.close()
         self._held.clear()
         self._notes.clear()
 
@@ -339,11 +311,13 @@ class Mesh:
         if (held := self._notes.get(name)) is not None:
             ask(held, request, RequestGranted, LOCAL_SECONDS)
         else:
-            self._notes[name] = self._connected(request, RequestGranted, LOCAL_SECONDS)[0]
+            self._notes[name], _ = self._ask(request, RequestGranted, LOCAL_SECONDS)
 
     def notes(self, name: str) -> dict[str, bytes]:
         """Return the notes of this name of all present members, this node's included, by peer id."""
-        return self._answer(FindNotes(_checked(name)), NotesFound, LOCAL_SECONDS).notes
+        node, found = self._ask(FindNotes(_checked(name)), NotesFound, LOCAL_SECONDS)
+        node.close()
+        return found.notes
 
     # Files
 
@@ -352,11 +326,13 @@ class Mesh:
 
         ``progress`` is called with the bytes read so far, and the file's. Raises `OSError`.
         """
-        shared = OfferedFile(Path(path), progress)
-        listener = self.listen(shared.name)
-        threading.Thread(target=shared.serve, args=(listener,), name="farandole-file", daemon=True).start()
-        self._hold(Provide(bytes.fromhex(shared.id)))
-        return shared.id
+        path = Path(path)
+        index = index_of(path, progress)
+        listener = self.listen(stream_name(index.id))
+        arguments = path, index, listener
+        threading.Thread(target=_serve_file, args=arguments, name="farandole-file", daemon=True).start()
+        self._hold(Provide(bytes.fromhex(index.id)))
+        return index.id
 
     def fetch(
         self,
@@ -373,37 +349,43 @@ class Mesh:
 
         Raises `MeshError` if no peer gives the file, and `OSError`.
         """
-        providers = self._answer(
-            FindProviders(bytes.fromhex(file_id), min(timeout, MAX_WAIT_SECONDS)),
-            ProvidersFound,
-            timeout + LOCAL_SECONDS,
-        ).peers
-        fetch(file_id, Path(path), providers, lambda peer, name: self.open(peer, name, timeout), progress, timeout)
+        path, seconds = Path(path), min(timeout, MAX_WAIT_SECONDS)
+        search = FindProviders(bytes.fromhex(file_id), seconds)
+        node, found = self._ask(search, ProvidersFound, timeout + LOCAL_SECONDS)
+        node.close()
+        part, reasons = path.with_name(path.name + ".part"), []
+        for peer in found.peers:
+            try:
+                with self.open(peer, stream_name(file_id), timeout) as stream:
+                    _fetch(file_id, part, stream, progress, timeout)
+            except (MeshError, RemoteProtocolError, TimeoutError) as error:
+                reasons.append(f"{peer}: {error or 'it is silent'}")
+            else:
+                os.replace(part, path)
+                return
+        raise MeshError("; ".join(reasons) or f"no member that can be reached shares {file_id}")
 
     # Requests
 
     def _stream(self, request: Request, timeout: float) -> MeshStream:
-        return MeshStream(*self._connected(request, StreamReady, timeout))
+        stream, ready = self._ask(request, StreamReady, timeout)
+        stream.peer, stream.path = ready.peer, ready.path
+        return stream
 
-    def _hold(self, request: Request) -> socket.socket:
-        connection, _ = self._connected(request, RequestGranted, LOCAL_SECONDS)
-        self._held.add(connection)
-        return connection
+    def _hold(self, request: Request) -> MeshStream:
+        node, _ = self._ask(request, RequestGranted, LOCAL_SECONDS)
+        self._held.append(node)
+        return node
 
-    def _answer(self, request: Request, kind: type[AnswerType], timeout: float) -> AnswerType:
-        connection, answer = self._connected(request, kind, timeout)
-        connection.close()
-        return answer
-
-    def _connected(self, request: Request, kind: type[AnswerType], timeout: float) -> tuple[socket.socket, AnswerType]:
+    def _ask(self, request: Request, kind: type[AnswerType], timeout: float) -> tuple[MeshStream, AnswerType]:
         """Make a request over a connection of its own; return both."""
         try:
-            connection = connect(NodeSettings(home=self.home).programs, timeout)
+            node = MeshStream(connect(NodeSettings(home=self.home).programs, timeout))
         except OSError as error:
             why = "it is in no run yet, has ended, or is a relay: see farandole status"
             raise MeshError(f"the node in {self.home} serves no programs: {why}") from error
         try:
-            return connection, ask(connection, request, kind, timeout)
+            return node, ask(node, request, kind, timeout)
         except BaseException:  # Ctrl-C too: nobody else has the connection
-            connection.close()
+            node.close()
             raise

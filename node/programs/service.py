@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
 from farandole.protocol.mesh.kademlia import file_key
 from farandole.protocol.programs import (
     LENGTH,
+    MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     PROGRAMS_PROTOCOL,
     Answer,
@@ -38,11 +39,12 @@ from farandole.protocol.programs import (
     StreamReady,
     Take,
     decode_request,
-    framed_answer,
 )
 from farandole.protocol.state.entries import MAX_NOTES, RULES, Kind, Payload, ProgramNotes, payload_size
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import peer_id_of, public_key_of, short_name
+from farandole.protocol.wire.messagepack import encode
 
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery
@@ -69,17 +71,11 @@ MAX_PROVIDED: Final = 64
 RENEW_SECONDS: Final = RULES[Kind.NOTES].ttl / 2
 
 
-class NotesState(Protocol):
-    """The part of the run state that notes need (`farandole.node.state.gossip.GossipService`)."""
-
-    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
-        """Publish an entry of this node."""
-
-
 class ProgramService:
     """Serves the programs of one node; made by `open_programs`.
 
-    ``find_notes``: returns the notes of present members, by their public keys.
+    ``publish``: publishes an entry of this node in the run state; ``find_notes``: returns the notes of present members,
+    by their public keys.
     """
 
     def __init__(
@@ -87,21 +83,21 @@ class ProgramService:
         host: Host,
         run_id: bytes,
         shaping: Shaping,
-        publisher: NotesState,
+        publish: Callable[[Kind, int, Payload], Awaitable[None]],
         find_notes: Callable[[], Mapping[bytes, Mapping[str, bytes]]],
     ) -> None:
         self._host = host
         self._run_id = run_id
         self._shaping = shaping
-        self._publisher = publisher
+        self._publish = publish
         self._find_notes = find_notes
         self._notes: dict[str, bytes] = {}
         self._has_new_notes = trio.Event()
         self._provided: set[bytes] = set()
         self._names: set[str] = set()
         """The names under which programs listen."""
-        self._calls: dict[int, _Call] = {}
-        """Streams of peers that no program has finished with, by ticket."""
+        self._calls: dict[int, tuple[Libp2pStream, trio.Event]] = {}
+        """Streams of peers that no program has taken, by ticket; and the event that one is over."""
         self._tickets = count(1)
         self._num_streams: Counter[bytes] = Counter()
 
@@ -115,7 +111,7 @@ class ProgramService:
             except FarandoleError as error:
                 await _say(connection, Refused(str(error)))
 
-    async def _answer(self, connection: trio.SocketStream, request: Request | None) -> None:
+    async def _answer(self, connection: trio.SocketStream, request: Request) -> None:
         match request:
             case Open():
                 await self._open(connection, request)
@@ -167,38 +163,37 @@ class ProgramService:
             self._names.remove(name)
 
     async def _ring(self, calls: trio.MemorySendChannel[Ringing], stream: Libp2pStream) -> None:
-        """Tell the listening program of a peer's stream, and carry its bytes once a connection takes it."""
+        """Tell the listening program of a peer's stream, and hold it while a connection of that program carries it."""
         if self._num_streams[stream.peer] >= MAX_STREAMS_OF_PEER:
             raise RemoteProtocolError(
                 f"{short_name(stream.peer)} has {MAX_STREAMS_OF_PEER} streams to programs already"
             )
         self._num_streams[stream.peer] += 1
-        ticket, call = next(self._tickets), _Call(peer_id_of(stream.peer))
-        self._calls[ticket] = call
+        ticket, over = next(self._tickets), trio.Event()
+        self._calls[ticket] = stream, over
         try:
             try:
-                calls.send_nowait(Ringing(ticket, call.peer))
+                calls.send_nowait(Ringing(ticket, peer_id_of(stream.peer)))
             except (trio.WouldBlock, trio.BrokenResourceError) as error:
                 raise trio.TooSlowError("the listening program takes no streams") from error
-            with trio.fail_after(TAKE_SECONDS):
-                await call.taken.wait()
-            assert call.connection is not None
-            await self._splice(call.connection, stream)
+            with trio.move_on_after(TAKE_SECONDS):
+                await over.wait()
+            if ticket in self._calls:
+                raise trio.TooSlowError("the listening program has not taken this stream")
+            await over.wait()
         finally:
-            call.over.set()
-            del self._calls[ticket]
-            self._num_streams[stream.peer] -= 1
-            if not self._num_streams[stream.peer]:
-                del self._num_streams[stream.peer]
+            self._calls.pop(ticket, None)
+            self._num_streams -= Counter((stream.peer,))
 
     async def _take(self, connection: trio.SocketStream, ticket: int) -> None:
-        call = self._calls.get(ticket)
-        if call is None or call.connection is not None:
+        if ticket not in self._calls:
             raise FarandoleError("this stream is gone, or taken")
-        call.connection = connection
-        await _say(connection, StreamReady(call.peer, self._host.connections.path(public_key_of(call.peer))))
-        call.taken.set()
-        await call.over.wait()
+        stream, over = self._calls.pop(ticket)
+        try:
+            await _say(connection, StreamReady(peer_id_of(stream.peer), self._host.connections.path(stream.peer)))
+            await self._splice(connection, stream)
+        finally:
+            over.set()
 
     async def _splice(self, connection: trio.SocketStream, stream: Libp2pStream) -> None:
         """Carry bytes both ways until either end closes; reset the stream if either breaks off."""
@@ -238,29 +233,22 @@ class ProgramService:
         if name in self._notes:
             raise FarandoleError(f"another program of this node has a note of the name {name}")
         try:
-            following: Request | None = request
-            while following is not None:
+            while True:
+                notes, limit = {**self._notes, name: request.value}, RULES[Kind.NOTES].max_bytes
+                if len(notes) <= MAX_NOTES and payload_size(ProgramNotes(tuple(notes.items()))) <= limit:
+                    self._notes = notes
+                    self._has_new_notes.set()
+                    await _say(connection, RequestGranted())
+                else:
+                    why = f"a node's notes are at most {MAX_NOTES}, of {limit} bytes in all, names included"
+                    await _say(connection, Refused(why))  # the note that this connection holds stays
+                following = await _receive(connection)
                 if not isinstance(following, HoldNote) or following.name != name:
                     raise FarandoleError("this connection holds one note")
-                try:
-                    self._set_note(name, following.value)
-                except FarandoleError as error:
-                    if name not in self._notes:
-                        raise
-                    await _say(connection, Refused(str(error)))  # the note that it holds stays
-                else:
-                    await _say(connection, RequestGranted())
-                following = await _receive(connection)
+                request = following
         finally:
             if self._notes.pop(name, None) is not None:
                 self._has_new_notes.set()
-
-    def _set_note(self, name: str, value: bytes) -> None:
-        notes, limit = {**self._notes, name: value}, RULES[Kind.NOTES].max_bytes
-        if len(notes) > MAX_NOTES or payload_size(ProgramNotes(tuple(notes.items()))) > limit:
-            raise FarandoleError(f"a node's notes are at most {MAX_NOTES}, of {limit} bytes in all, names included")
-        self._notes = notes
-        self._has_new_notes.set()
 
     async def keep_notes(self) -> None:
         """Publish the notes when they change, and before they expire, until cancelled."""
@@ -271,7 +259,7 @@ class ProgramService:
             self._has_new_notes = trio.Event()
             if self._notes or published:
                 published = dict(self._notes)
-                await self._publisher.publish(Kind.NOTES, 0, ProgramNotes(tuple(published.items())))
+                await self._publish(Kind.NOTES, 0, ProgramNotes(tuple(published.items())))
 
     async def _provide(self, connection: trio.SocketStream, file: bytes) -> None:
         if file in self._provided:
@@ -289,23 +277,9 @@ class ProgramService:
             self._provided.remove(file)
 
 
-class _Call:
-    """A stream that a peer has opened to a program of this node."""
-
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
-        self.connection: trio.SocketStream | None = None
-        """The program's connection that takes it."""
-        self.taken = trio.Event()
-        self.over = trio.Event()
-
-
-async def _receive(connection: trio.SocketStream) -> Request | None:
-    """Return a program's next request; None at the end."""
-    if not (first := await connection.receive_some(1)):
-        return None
-    header = first + await read_exactly(connection.receive_some, LENGTH.size - 1)
-    (length,) = LENGTH.unpack(header)
+async def _receive(connection: trio.SocketStream) -> Request:
+    """Return a program's next request; raise `RemoteProtocolError` at the end, or for anything else."""
+    (length,) = LENGTH.unpack(await read_exactly(connection.receive_some, LENGTH.size))
     if length > MAX_REQUEST_BYTES:
         raise FarandoleError(f"a request of {length} bytes; the most is {MAX_REQUEST_BYTES}")
     return decode_request(await read_exactly(connection.receive_some, length))
@@ -313,7 +287,7 @@ async def _receive(connection: trio.SocketStream) -> Request | None:
 
 async def _say(connection: trio.SocketStream, answer: Answer) -> None:
     with trio.fail_after(LOCAL_SECONDS):
-        await connection.send_all(framed_answer(answer))
+        await connection.send_all(frame(encode(answer), MAX_ANSWER_BYTES))
 
 
 async def _await_end(connection: trio.SocketStream, scope: trio.CancelScope | None = None) -> None:

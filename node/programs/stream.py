@@ -1,4 +1,4 @@
-"""A program's blocking sockets to its node: requests of it, and a stream of messages to a program of another member."""
+"""A program's blocking connection to its node, and over it to a program of another member."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from farandole.protocol.programs import (
     Answer,
     Refused,
     Request,
-    StreamReady,
     decode_answer,
-    framed_request,
 )
 from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.messagepack import encode
 
 AnswerType = TypeVar("AnswerType", bound=Answer)
 READ_BYTES: Final = 256 * 1024
@@ -37,60 +36,6 @@ class MeshError(FarandoleError):
     """The node refuses, or a peer cannot be reached, or has broken a stream off; the message says which."""
 
 
-def ask(connection: socket.socket, request: Request, kind: type[AnswerType], timeout: float | None) -> AnswerType:
-    """Make a request, and return the answer. Raises as `receive_answer` does."""
-    try:
-        connection.settimeout(timeout)
-        connection.sendall(framed_request(request))
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise MeshError("the node has ended") from error
-    return receive_answer(connection, kind, timeout)
-
-
-def receive_answer(connection: socket.socket, kind: type[AnswerType], timeout: float | None) -> AnswerType:
-    """Return the next answer. Raises `MeshError` if it is a refusal, or the node is gone, and `TimeoutError`."""
-    try:
-        (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, timeout))
-        if length > MAX_ANSWER_BYTES:
-            raise MeshError(f"the node answers with {length} bytes: it is of another release")
-        answer = decode_answer(receive_exactly(connection, length, timeout))
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise MeshError("the node has ended") from error
-    if isinstance(answer, Refused):
-        raise MeshError(answer.reason)
-    if not isinstance(answer, kind):
-        raise MeshError(f"the node answers with {type(answer).__name__}: it is of another release")
-    return answer
-
-
-def receive_exactly(connection: socket.socket, size: int, timeout: float | None) -> bytes:
-    """Return this number of bytes. Raises `OSError`, also for an earlier end, and `TimeoutError`.
-
-    ``timeout`` in seconds is for all of them, however slowly they come. Memory grows as bytes arrive, so a length that
-    a peer has announced costs nothing by itself.
-    """
-    received, deadline = bytearray(), None if timeout is None else time.monotonic() + timeout
-    while len(received) < size:
-        if deadline is not None and (timeout := deadline - time.monotonic()) <= 0:
-            raise TimeoutError("it took too long")
-        connection.settimeout(timeout)
-        if not (part := connection.recv(min(READ_BYTES, size - len(received)))):
-            raise ConnectionResetError("the stream has ended")
-        received += part
-    return bytes(received)
-
-
-def close(connection: socket.socket) -> None:
-    """Close a connection, also one that another thread reads from."""
-    with contextlib.suppress(OSError):  # the other end was first
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
 class MeshStream:
     """A stream of messages to a program of another member; messages arrive whole and in order.
 
@@ -102,9 +47,8 @@ class MeshStream:
     finished the stream is closed.
     """
 
-    def __init__(self, connection: socket.socket, opened: StreamReady) -> None:
-        self.peer = opened.peer
-        self.path = opened.path
+    def __init__(self, connection: socket.socket) -> None:
+        self.peer = self.path = ""  # until the node has said that the other program is there
         self._connection = connection
         self._connection.setblocking(False)
         self._received = bytearray()
@@ -144,12 +88,21 @@ class MeshStream:
                     break
                 end = LENGTH.size + LENGTH.unpack_from(received)[0]
                 if end > LENGTH.size + max_bytes:
-                    raise MeshError(f"{self.peer} announces a message that is longer than {max_bytes} bytes")
+                    raise MeshError(f"{self._other_end} announces a message that is longer than {max_bytes} bytes")
                 if len(received) >= end:
                     message = bytes(memoryview(received)[LENGTH.size : end])
                     del received[:end]
                     return message
-            received += self._receive_some(deadline)
+            try:
+                part = self._connection.recv(READ_BYTES)
+            except BlockingIOError:
+                self._wait(selectors.EVENT_READ, deadline)
+            except OSError as error:
+                raise self._gone() from error
+            else:
+                if not part:
+                    raise self._gone()
+                received += part
         return None
 
     def __iter__(self) -> Iterator[bytes]:
@@ -165,7 +118,9 @@ class MeshStream:
 
     def close(self) -> None:
         """Close both sides, from any thread. Without `end` before, the other program gets a `MeshError`."""
-        close(self._connection)
+        with contextlib.suppress(OSError):  # the other end was first
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits
+        self._connection.close()
 
     def _send(self, parts: Iterable[bytes | memoryview], timeout: float | None) -> None:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -186,19 +141,6 @@ class MeshStream:
             self.close()
             raise
 
-    def _receive_some(self, deadline: float) -> bytes:
-        while True:
-            try:
-                part = self._connection.recv(READ_BYTES)
-            except BlockingIOError:
-                self._wait(selectors.EVENT_READ, deadline)
-                continue
-            except OSError as error:
-                raise self._gone() from error
-            if not part:
-                raise self._gone()
-            return part
-
     def _wait(self, event: int, deadline: float) -> None:
         """Wait for the socket, which a second thread may use meanwhile: its own timeout would be for both."""
         with selectors.DefaultSelector() as selector:
@@ -208,7 +150,29 @@ class MeshStream:
                 raise self._gone() from error
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             if not selector.select(left):
-                raise TimeoutError(f"{self.peer} takes too long")
+                raise TimeoutError(f"{self._other_end} takes too long")
+
+    @property
+    def _other_end(self) -> str:
+        return self.peer or "the node"
 
     def _gone(self) -> MeshError:
+        if not self.peer:
+            return MeshError("the node has ended")
         return MeshError(f"the stream to {self.peer} is gone: its program, that node or the connection has ended")
+
+
+def ask(node: MeshStream, request: Request, kind: type[AnswerType], timeout: float | None) -> AnswerType:
+    """Make a request of the node, and return the answer. Raises as `receive_answer` does."""
+    node.send(encode(request), timeout)
+    return receive_answer(node, kind, timeout)
+
+
+def receive_answer(node: MeshStream, kind: type[AnswerType], timeout: float | None) -> AnswerType:
+    """Return the next answer. Raises `MeshError` if it is a refusal, or the node is gone, and `TimeoutError`."""
+    answer = decode_answer(node.receive(timeout, MAX_ANSWER_BYTES) or b"")
+    if isinstance(answer, Refused):
+        raise MeshError(answer.reason)
+    if not isinstance(answer, kind):
+        raise MeshError(f"the node answers with {type(answer).__name__}: it is of another release")
+    return answer

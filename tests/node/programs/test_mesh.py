@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -42,28 +42,8 @@ T = TypeVar("T")
 RUN_ID = b"r" * 32
 
 
-class Notes:
-    """What the nodes of a test have published: the run state that they share."""
-
-    def __init__(self) -> None:
-        self.of: dict[bytes, dict[str, bytes]] = {}
-
-    def __call__(self) -> Mapping[bytes, Mapping[str, bytes]]:
-        return self.of
-
-    def publisher(self, author: bytes) -> _Publisher:
-        return _Publisher(self, author)
-
-
-class _Publisher:
-    def __init__(self, notes: Notes, author: bytes) -> None:
-        self._notes = notes
-        self._author = author
-
-    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
-        assert isinstance(payload, ProgramNotes)
-        assert (kind, index) == (Kind.NOTES, 0)
-        self._notes.of[self._author] = dict(payload.notes)
+Notes = dict[bytes, dict[str, bytes]]
+"""What the nodes of a test have published, by author: the run state that they share."""
 
 
 @asynccontextmanager
@@ -77,7 +57,13 @@ async def node(home: Path, notes: Notes, **shaping: float) -> AsyncIterator[Host
             return {"peer_id": host.peer_id, "members": members}
 
         await nursery.start(serve_control, home / "control.sock", {"status": status})
-        programs = ProgramService(host, RUN_ID, Shaping.of_mbit(**shaping), notes.publisher(host.author), notes)
+
+        async def publish(kind: Kind, index: int, payload: Payload) -> None:
+            assert isinstance(payload, ProgramNotes)
+            assert (kind, index) == (Kind.NOTES, 0)
+            notes[host.author] = dict(payload.notes)
+
+        programs = ProgramService(host, RUN_ID, Shaping.of_mbit(**shaping), publish, lambda: notes)
         async with open_programs(NodeSettings(home=home).programs, programs):
             yield host
         nursery.cancel_scope.cancel()
@@ -85,7 +71,7 @@ async def node(home: Path, notes: Notes, **shaping: float) -> AsyncIterator[Host
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Host, Host]]:
-    notes = Notes()
+    notes: Notes = {}
     async with node(tmp_path / "a", notes, up=0, down=0) as a, node(tmp_path / "b", notes, up=0, down=0) as b:
         await connect(a, b)
         yield a, b
@@ -316,7 +302,7 @@ async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(
 
 
 async def test_what_programs_send_keeps_to_the_caps(tmp_path: Path) -> None:
-    notes = Notes()
+    notes: Notes = {}
     listening = threading.Event()
     size = 400_000
     async with node(tmp_path / "a", notes, up=4, down=0) as a, node(tmp_path / "b", notes, up=0, down=0) as b:
@@ -341,7 +327,7 @@ async def test_what_programs_send_keeps_to_the_caps(tmp_path: Path) -> None:
 
 
 async def test_a_file_is_fetched_and_resumed_and_a_liar_is_passed_over(tmp_path: Path) -> None:
-    notes = Notes()
+    notes: Notes = {}
     contents = os.urandom(3 * BLOCK_BYTES + 17)
     (tmp_path / "weights").write_bytes(contents)
     async with (
