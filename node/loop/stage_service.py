@@ -11,17 +11,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.mesh.kademlia import run_key, shard_key
-from farandole.protocol.stages.stage_choice import (
-    LEASE_SECONDS,
-    Claim,
-    GiveBack,
-    Move,
-    Provider,
-    StageChoice,
-    Stay,
-    View,
-    first_stage,
-)
+from farandole.protocol.stages.stage_choice import LEASE_SECONDS, Decision, Provider, StageChoice, View, first_stage
 
 from ..base.errors import JoinError
 from ..base.settings import NodeSettings
@@ -113,20 +103,18 @@ class StageService:
             download_seconds=max(self._weights.download_seconds(stage) for stage in stages),
         )
 
-    async def _act(self, decision: Stay | Claim | Move | GiveBack) -> None:
+    async def _act(self, decision: Decision) -> None:
         membership = self._membership
         match decision:
-            case Claim(target):
+            case ("claim", target):
                 await membership.lease(target, is_settled=False)
-            case GiveBack():
+            case ("give back", _):
                 await membership.lease(membership.stage, is_settled=False)
-            case Move(target) if membership.is_young:
+            case ("move", target) if membership.is_young:
                 await self._hold(target)
                 self._training.restart_trainer()
-            case Move(target):
+            case ("move", target):
                 await self._move(target)
-            case Stay():
-                pass
 
     async def _move(self, target: int) -> None:
         """Move with a lease: fetch the weights while the trainer works on, then switch stages."""

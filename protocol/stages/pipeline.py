@@ -5,7 +5,7 @@ origin, where the loss is computed; its gradient goes back over the same nodes (
 pipeline routing). The next hop is drawn at random among the live nodes of the next stage, in proportion to the credits
 that they have given (`farandole.protocol.stages.activations`): a slow node gives them back slowly, so it is drawn less
 often (SWARM, ICML 2023, wires by throughput). Each node takes inner steps on its own
-(`farandole.protocol.stages.inner_steps`). No node waits for another's step: a microbatch under way needs only nodes of
+(`farandole.protocol.stages.microbatches`). No node waits for another's step: a microbatch under way needs only nodes of
 later stages to go forward, and no node's permission to go back. A stage with fewer nodes has a larger quota, so that
 all stages take equally many steps.
 
@@ -32,7 +32,6 @@ import random
 from ..trainer.trainer_messages import InnerStepTaken, Job, Settle, TakeInnerStep, Work, Worked
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
-from .inner_steps import Schedule
 from .microbatches import (
     GIVEN_BACK,
     SUMMED,
@@ -45,6 +44,7 @@ from .microbatches import (
     Microbatches,
     MicrobatchJobs,
     MicrobatchLink,
+    Schedule,
 )
 from .pipeline_events import (
     Avoided,

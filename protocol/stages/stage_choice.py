@@ -26,6 +26,7 @@ import heapq
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NamedTuple
 
 from ..state.entries import StageLease
 from ..wire.identity import framed
@@ -82,31 +83,17 @@ class View:
         return throughputs(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """Do nothing."""
+class Decision(NamedTuple):
+    """What a node does about its stage now."""
+
+    deed: Literal["stay", "claim", "move", "give back"]
+    """``claim``: announce a lease to move to ``target``. ``move``: go there; a claimed lease is settled now, and given
+    back on arrival. ``give back``: our lease, as another one's is before it, or the reason for it is gone."""
+    target: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Announce a lease to move to this stage."""
-
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Go to this stage. A claimed lease is settled now, and must be given back on arrival."""
-
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class GiveBack:
-    """Give our lease back: another one's is before ours, or the reason for it is gone."""
-
-
-Decision = Stay | Claim | Move | GiveBack
+STAY: Final = Decision("stay")
+GIVE_BACK: Final = Decision("give back")
 
 
 class StageChoice:
@@ -132,17 +119,17 @@ class StageChoice:
         if lease is not None and self._claimed_at is not None:
             return self._hold(lease, view, now)
         if lease is not None and lease.is_settled:
-            return Stay()  # on the way
+            return STAY  # on the way
         if lease is not None:
-            return GiveBack()  # of an earlier life
+            return GIVE_BACK  # of an earlier life
         wishes = self._wishes(view, now)
         target = next((wish for wish in wishes if not _is_contested(StageLease(own, wish), self._author, view)), None)
         if target is None:
-            return Stay()
+            return STAY
         if view.is_young and target in self._uneven_since:
-            return Move(target)
+            return Decision("move", target)
         self._claimed_at = now
-        return Claim(target)
+        return Decision("claim", target)
 
     def _note(self, view: View, own: int, now: float) -> None:
         """Note since when stages are empty, since when our move is worth it, and since when a correction is due."""
@@ -170,18 +157,18 @@ class StageChoice:
                 yield stage
 
     def _hold(self, lease: StageLease, view: View, now: float) -> Decision:
-        """Decide after `Claim` whether to go, to wait longer, or to give way."""
+        """Decide after a claim whether to go, to wait longer, or to give way."""
         assert self._claimed_at is not None
         is_needed = throughputs(view, without=self._author)[lease.target] == 0.0 or is_worth_moving(
             view, self._author, lease.target
         )
         if not is_needed or not _can_spare(view, lease.source) or _is_contested(lease, self._author, view):
             self._claimed_at = None
-            return GiveBack()
+            return GIVE_BACK
         if now - self._claimed_at < LEASE_SECONDS:
-            return Stay()
+            return STAY
         self._claimed_at = None
-        return Move(lease.target)
+        return Decision("move", lease.target)
 
 
 def first_stage(view: View, author: bytes) -> int:

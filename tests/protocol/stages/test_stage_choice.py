@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from farandole.protocol.stages.stage_choice import (
     EMPTY_SECONDS,
+    GIVE_BACK,
     LEASE_SECONDS,
-    Claim,
-    GiveBack,
-    Move,
+    STAY,
+    Decision,
     Provider,
     StageChoice,
-    Stay,
     View,
     candidates,
     even_stages,
@@ -128,17 +127,17 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
     choices = {name: StageChoice(name, PATIENCE) for name in (first, second)}
     now = 0.0
     decisions = {name: choice.decide(View(members, 3), now) for name, choice in choices.items()}
-    assert set(decisions.values()) == {Stay()}
+    assert set(decisions.values()) == {STAY}
     claimed: dict[bytes, StageLease] = {}
     while len(claimed) < 2:  # neither has heard of the other yet
         now += 1.0
         for name, choice in choices.items():
-            if name not in claimed and choice.decide(View(members, 3), now) == Claim(1):
+            if name not in claimed and choice.decide(View(members, 3), now) == Decision("claim", 1):
                 claimed[name] = StageLease(0, 1)
     view = View(members, 3, claimed)
-    assert choices[second].decide(view, now) == GiveBack()
-    assert choices[first].decide(view, now) == Stay()
-    assert choices[first].decide(view, now + LEASE_SECONDS) == Move(1)
+    assert choices[second].decide(view, now) == GIVE_BACK
+    assert choices[first].decide(view, now) == STAY
+    assert choices[first].decide(view, now + LEASE_SECONDS) == Decision("move", 1)
 
 
 def claimants(
@@ -151,7 +150,7 @@ def claimants(
         for name, choice in choices.items():
             if name not in claimed:
                 match choice.decide(View(members, num_stages), float(now)):
-                    case Claim(target):
+                    case ("claim", target):
                         claimed[name] = StageLease(members[name].stage, target)
     return choices, claimed
 
@@ -164,7 +163,7 @@ def test_two_empty_stages_are_filled_at_once(sources: tuple[int, ...]) -> None:
     assert sorted(lease.target for lease in claimed.values()) == [num_stages - 2, num_stages - 1]
     view = View(members, num_stages, claimed)
     for name, lease in claimed.items():
-        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == Move(lease.target)
+        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == Decision("move", lease.target)
 
 
 def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
@@ -174,11 +173,11 @@ def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
     decisions = []
     for name, lease in leases.items():
         choice = StageChoice(name, PATIENCE)
-        claim = next(decision for now in range(60) if (decision := choice.decide(before, float(now))) != Stay())
-        assert isinstance(claim, Claim)
+        claim = next(decision for now in range(60) if (decision := choice.decide(before, float(now))) != STAY)
+        assert claim.deed == "claim"
         leases[name] = StageLease(0, lease.target)
         decisions.append(choice.decide(View(members, 3, leases), 60.0))
-    assert GiveBack() in decisions
+    assert GIVE_BACK in decisions
 
 
 def test_two_do_not_leave_a_stage_at_once_to_make_others_stronger() -> None:
@@ -187,7 +186,7 @@ def test_two_do_not_leave_a_stage_at_once_to_make_others_stronger() -> None:
     choice = StageChoice(author(mover), PATIENCE)
     other = next(author(number) for number in range(4) if number != mover)
     view = View(members, 3, {other: StageLease(0, 2, True)})
-    assert {choice.decide(view, float(now)) for now in range(100)} == {Stay()}
+    assert {choice.decide(view, float(now)) for now in range(100)} == {STAY}
 
 
 def test_who_is_on_the_way_is_not_overtaken() -> None:
@@ -195,16 +194,16 @@ def test_who_is_on_the_way_is_not_overtaken() -> None:
     first, second = sorted((author(0), author(1)), key=lambda name: rank(name, 1))
     choice = StageChoice(first, PATIENCE)
     view = View(members, 2)
-    claim = next(decision for now in range(60) if (decision := choice.decide(view, float(now))) != Stay())
-    assert claim == Claim(1)
+    claim = next(decision for now in range(60) if (decision := choice.decide(view, float(now))) != STAY)
+    assert claim == Decision("claim", 1)
     late = View(members, 2, {first: StageLease(0, 1), second: StageLease(0, 1, True)})
-    assert choice.decide(late, 61.0) == GiveBack()
+    assert choice.decide(late, 61.0) == GIVE_BACK
 
 
 def test_a_lease_of_an_earlier_life_is_given_back() -> None:
     members = providers((0, 1.0), (0, 1.0))
     view = View(members, 2, {author(0): StageLease(1, 0)})
-    assert StageChoice(author(0), PATIENCE).decide(view, 0.0) == GiveBack()
+    assert StageChoice(author(0), PATIENCE).decide(view, 0.0) == GIVE_BACK
 
 
 @dataclass
@@ -312,19 +311,17 @@ class Run:
             download_seconds=0.0 if self.is_young else self.download,
         )
         match node.choice.decide(view, self.now):
-            case Claim(target):
+            case ("claim", target):
                 self.tell(node, StageLease(node.stage, target))
-            case GiveBack():
+            case ("give back", _):
                 self.tell(node)
-            case Move(target):
+            case ("move", target):
                 self.num_moves += 1
                 self._check_leaving(node, target)
                 lease = None if self.is_young else StageLease(node.stage, target, True)
                 node.stage = target
                 node.arrives_at = self.now + (0.0 if self.is_young else self.download)
                 self.tell(node, lease)
-            case Stay():
-                pass
 
     def _check_leaving(self, node: Node, target: int) -> None:
         """Check that a node remains, as far as known, and that two leave at once only if one fills an empty stage."""
