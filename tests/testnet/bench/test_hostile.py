@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from farandole.testnet.bench import hostile
-from farandole.testnet.bench.hostile import Flood, measure, publish
+from farandole.testnet.bench.hostile import Flood, FloodResult, measure, publish
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.bench.worker.hostile_attacks import ATTACKS
 
 
+@pytest.mark.soak
 def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `tests/node/mesh/test_hostile.py` has it, between processes."""
     monkeypatch.setattr(hostile, "WARM_UP_CYCLES", 20)
     flood = Flood("garbage", list(ATTACKS), 50, 10.0, 10, 1.0)
     garbage, cycles = measure([flood], 40, tmp_path / "log", lambda text: None)
     assert (garbage.number, cycles.number) == (50, 40)
     assert garbage.dials
-    assert not garbage.failures
     for row in (garbage, cycles):
-        for before, _, after in (row.descriptors, row.tasks):
-            assert after <= before + hostile.MAX_LEFT_OVER
+        assert row.misses() == []
         assert row.lines_per_minute == 0
+
+
+def test_what_strangers_cost_is_claimed_and_limited(tmp_path: Path) -> None:
+    row = FloodResult("garbage", 50, 5.0, 3.0, (9, 20, 10), (5, 9, 5), 0.0, dials=10, dial_max=0.5)
     with open_bench("hostile", tmp_path) as bench:
-        publish(bench, [garbage, cycles])
-        slowest, failed, _ = json.loads((tmp_path / "hostile.json").read_text())["claims"]
-        assert float(slowest["ours"]) < hostile.MAX_DIAL_SECONDS
-        assert failed["ours"] == "0"
-        cycles.over_mb = 65.0
-        with pytest.raises(BenchError, match="one peer comes and goes: memory rose by 65 MB"):
-            publish(bench, [garbage, cycles])
+        publish(bench, [row])
+        claims = json.loads((tmp_path / "hostile.json").read_text())["claims"]
+        assert [claim["ours"] for claim in claims] == ["0.50", "0", "3"]
+        bad = replace(row, over_mb=65.0, tasks=(5, 9, 12), dial_max=2.5, failures=["1 s: refused"])
+        with pytest.raises(BenchError, match="memory rose by 65 MB; garbage: 7 tasks are left over"):
+            publish(bench, [row, bad])
+        assert len(bad.misses()) == 4

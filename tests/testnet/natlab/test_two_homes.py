@@ -69,7 +69,7 @@ farandole1...
 """
 
 
-@pytest.mark.parametrize("families", ["4", "6"])
+@pytest.mark.parametrize("families", ["4", pytest.param("6", marks=pytest.mark.soak)])
 async def test_two_homes_behind_routers_that_open_no_port_meet_through_a_relay(
     lab: Lab, tmp_path: Path, families: str
 ) -> None:
@@ -103,7 +103,7 @@ farandole1...
 @pytest.mark.parametrize(
     ("kind", "families"),
     [
-        ("forwarded", "6"),
+        pytest.param("forwarded", "6", marks=pytest.mark.soak),
         pytest.param("forwarded", "4", marks=pytest.mark.soak),
         pytest.param("one-to-one", "4", marks=pytest.mark.soak),
         ("docker", "4"),  # with a forwarded port and a machine whose address is mapped one to one

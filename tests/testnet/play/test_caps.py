@@ -18,7 +18,7 @@ from farandole.testnet.play.scenario import LinkSettings
 
 LINK = LinkSettings(up_mbit=100, down_mbit=100, delay_ms=5)
 MBIT = 12.0
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 1.0
 ROOT = Path(__file__).parents[3]
 _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
 
@@ -65,6 +65,6 @@ def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: P
         assert said == "taking"
         time.sleep(SETTLE_SECONDS)
         began_at, before = time.monotonic(), count(capped, column)
-        time.sleep(4.0)
+        time.sleep(3.0)
         mbit = (count(capped, column) - before) * 8 / 1e6
         assert 0 < mbit / (time.monotonic() - began_at) <= 1.1 * MBIT

@@ -34,7 +34,7 @@ def restart(world: World, node: SimulatedNode) -> None:
     node.restart(world.contacts())
 
 
-@pytest.mark.parametrize(("num_nodes", "num_entries"), [(120, 120), pytest.param(1_000, 1_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("num_nodes", "num_entries"), [(80, 80), pytest.param(1_000, 1_000, marks=pytest.mark.soak)])
 def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int, num_entries: int) -> None:
     """The network loses 5 %, and a tenth of the nodes is replaced each minute."""
     world = settled(3, num_nodes, loss=0.05)
@@ -63,18 +63,18 @@ def withhold(liar: SimulatedNode, victims: set[bytes]) -> None:
 
 
 def test_neighbours_that_withhold_delay_nobodys_entries_for_long() -> None:
-    world = settled(7, 120, loss=0.05)
-    liars, victims = world.nodes[:24], world.nodes[24:34]
+    world = settled(7, 80, loss=0.05)
+    liars, victims = world.nodes[:16], world.nodes[16:24]
     for liar in liars:
         withhold(liar, {node.author for node in victims})
-    world.publish_all(world.nodes[34:], seconds=15.0)
+    world.publish_all(world.nodes[24:], seconds=15.0)
     written = world.publish_all(victims, seconds=15.0)
     world.simulation.run_until(40.0)
-    delays = latencies(world, written, world.nodes[24:])
+    delays = latencies(world, written, world.nodes[16:])
     assert delays[int(0.99 * len(delays))] <= 12.0
 
 
-@pytest.mark.parametrize("num_nodes", [120, pytest.param(1_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_nodes", [80, pytest.param(1_000, marks=pytest.mark.soak)])
 def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
     """The network loses 20 %; entries that five peers held are never lost."""
     world = settled(5, num_nodes, loss=0.2)

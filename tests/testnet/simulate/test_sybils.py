@@ -24,7 +24,7 @@ SYBILS_PER_HONEST = 4
 AUTHORS_PER_HONEST = MAX_AUTHORS / 1_000
 
 
-@pytest.mark.parametrize("num_honest", [50, pytest.param(120, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_honest", [30, pytest.param(120, marks=pytest.mark.soak)])
 def test_honest_authors_stay_and_reach_all_beside_four_times_as_many_invented_ones(num_honest: int) -> None:
     capacity = int(num_honest * AUTHORS_PER_HONEST)
     world = World(7, num_honest, loss=0.02, max_authors=capacity, network_of=network_of)
