@@ -38,7 +38,7 @@ from farandole.training.engine.learner import build_learner
 
 from ..natlab.groups import open_leash
 from ..natlab.namespace import Location
-from ..play.launch import PlayView, Testnet, play_and_report
+from ..play.launch import Testnet, play_and_report
 from ..play.live import open_view
 from ..play.merge import VALIDATION_BATCHES
 from ..play.places import LINK_DEVICE, open_links
@@ -81,21 +81,15 @@ class Replacement:
 
 
 class _Sampler:
-    """A view that saves the mean of the newest checkpoints now and then, and forwards to another view."""
+    """Saves the mean of the newest checkpoints now and then."""
 
-    def __init__(self, view: PlayView, folder: Path) -> None:
-        self._view = view
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._began_at: float | None = None
         self.samples: list[Sample] = []
 
-    def say(self, text: str) -> None:
-        """Forward to the view."""
-        self._view.say(text)
-
-    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
+    def watch(self, nodes: Sequence[NodeProcess], seconds: float) -> None:
         """Sample, from the first inner step of the first node on."""
-        self._view.show(nodes, seconds, scenario)
         live = [node for node in nodes if node.is_running]
         if self._began_at is None and any(node.record.tokens for node in live):
             self._began_at = seconds
@@ -148,8 +142,8 @@ def run(
         with open_view(bench.console) as view:
             samples = folder.with_name("race-samples")
             samples.mkdir(parents=True, exist_ok=True)
-            sampler = _Sampler(view, samples)
-            play = play_and_report(Testnet(scenario, folder, sampler))
+            sampler = _Sampler(samples)
+            play = play_and_report(Testnet(scenario, folder, view, watch=sampler.watch))
         if not sampler.samples:
             raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
         seconds = sampler.samples[-1].seconds

@@ -22,7 +22,7 @@ from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import choose_device
 
-from ..play.launch import PlayView, Testnet
+from ..play.launch import Testnet
 from ..play.live import open_view
 from ..play.process import NodeProcess
 from ..play.report import Merged
@@ -39,28 +39,6 @@ END_TURNS: Final = 3
 END_TIMEOUT: Final = 20 * ANSWER_TIMEOUT
 # A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
-
-
-class _Samples:
-    """A view that keeps (seconds, tokens) of each node while all train, and forwards to another view."""
-
-    def __init__(self, view: PlayView) -> None:
-        self._view = view
-        self.of: dict[int, list[tuple[float, int]]] = defaultdict(list)
-
-    def say(self, text: str) -> None:
-        """Forward to the view."""
-        self._view.say(text)
-
-    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        """Sample a node when its tokens have changed, once all are past their first round and until one is done."""
-        self._view.show(nodes, seconds, scenario)
-        if any(node.record.round < 1 or node.record.is_finished for node in nodes):
-            return
-        for node in nodes:
-            samples, tokens = self.of[node.record.index], node.record.tokens
-            if not samples or samples[-1][1] != tokens:
-                samples.append((seconds, tokens))
 
 
 def run(
@@ -112,10 +90,20 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
         Scenario,
     )
     folder = bench.out / "trainer"
+    samples: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+
+    def watch(nodes: Sequence[NodeProcess], seconds: float) -> None:
+        """Sample a node when its tokens have changed, once all are past their first round and until one is done."""
+        if any(node.record.round < 1 or node.record.is_finished for node in nodes):
+            return
+        for node in nodes:
+            own, tokens = samples[node.record.index], node.record.tokens
+            if not own or own[-1][1] != tokens:
+                own.append((seconds, tokens))
+
     with open_view(bench.console) as view:
-        samples = _Samples(view)
         # The losses are not needed here.
-        testnet = Testnet(scenario, folder.absolute(), samples, measure=lambda *_: Merged(0.0, 0.0, 0.0))
+        testnet = Testnet(scenario, folder.absolute(), view, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
         report = trio.run(testnet.play)
     exchanges = sum(node.exchanges_ok for node in report.nodes)
     if not exchanges:
@@ -125,7 +113,7 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
         "num_parameters": num_parameters(preset(run["model"])),
         "exchanges": exchanges,
         "plain_tokens_per_second": sum(each["tokens_per_second"] for each in plain),
-        "node_tokens_per_second": sum(map(slope, samples.of.values())),
+        "node_tokens_per_second": sum(map(slope, samples.values())),
         "engine_over_plain": engine,
         "round_end": round_end,
     }

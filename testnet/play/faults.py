@@ -63,6 +63,7 @@ async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
         for node in nodes:  # on a busy machine the first may be rounds ahead of the last's start
             await node.joined.wait()
     began_at = trio.current_time()
+    context.say(_in_words(fault, nodes))
     standstill: dict[int, float | None] = {}
     is_over = trio.Event()
     healed_in = None
@@ -75,8 +76,10 @@ async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
         else:
             async with trio.open_nursery() as doing:
                 for node in nodes:
-                    doing.start_soon(_DEEDS[fault.kind], fault, node, context)
+                    doing.start_soon(_ACTIONS.get(fault.kind, _hold), fault, node, context)
         is_over.set()
+        if fault.duration is not None:
+            context.say(f"{fault.kind} is over: {_names(nodes)}")
     indices, at = [node.record.index for node in nodes], began_at - context.started_at
     return FaultReport(fault.kind, indices, at, fault.duration, standstill, healed_in)
 
@@ -100,8 +103,25 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
             return
 
 
+def _in_words(fault: Fault, nodes: Sequence[NodeProcess]) -> str:
+    """Return what befalls which nodes, for how long, and where they are."""
+    details = {
+        "slow": f", {fault.factor:g} times",
+        "starve": f", to {1 / fault.factor:.0%} of a processor",
+        "set_clock": f" by {fault.offset:+g} s, {fault.drift:+.0%} fast",
+    }
+    lasts = f" for {fault.duration:g} s" if fault.duration is not None else ""
+    return f"{fault.kind}{details.get(fault.kind, '')}{lasts}: {_names(nodes)}"
+
+
+def _names(nodes: Sequence[NodeProcess]) -> str:
+    stages = ["" if node.record.pipeline is None else f", stage {node.record.stage}" for node in nodes]
+    return "; ".join(
+        f"{node.name} in round {node.record.round}{stage}" for node, stage in zip(nodes, stages, strict=True)
+    )
+
+
 async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"kill -9 {node.name} in round {node.record.round}{_stage(node)}")
     node.record.is_doomed = fault.kind == "kill"
     node.kill()
     await node.wait_ended()
@@ -110,41 +130,22 @@ async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
 async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     await _kill(fault, node, context)
     await trio.sleep(fault.seconds)
-    context.say(f"starting {node.name} again in the same folder, {fault.seconds:g} s later")
     await context.start(node)
 
 
 async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     """Kill the node and start it again, until the time is over; then it is left running."""
-    context.say(f"kill -9 {node.name} every {2 * fault.interval:g} s for {fault.seconds:g} s{_where(node)}")
-    number, ends_at = 0, trio.current_time() + fault.seconds
+    ends_at = trio.current_time() + fault.seconds
     while trio.current_time() < ends_at:
         node.kill()
         await node.wait_ended()
         await trio.sleep(fault.interval)
         await context.start(node)
-        number += 1
         await trio.sleep(fault.interval)
-    context.say(f"{node.name} was killed {number} times, and goes on")
-
-
-async def _freeze(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"freezing {node.name} in round {node.record.round}{_stage(node)} for {fault.seconds:g} s")
-    await _hold(fault, node.freeze, node.thaw)
-    context.say(f"{node.name} goes on")
-
-
-async def _hold(fault: Fault, do: Callable[[], None], undo: Callable[[], None]) -> None:
-    do()
-    try:
-        await trio.sleep(fault.seconds)
-    finally:
-        undo()
 
 
 async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     """Take the processor from the trainer most of the time; the daemon is not slowed."""
-    context.say(f"slowing {node.name} down {fault.factor:g} times")
     with trio.move_on_after(fault.duration if fault.duration is not None else float("inf")):
         while not node.record.is_finished:
             trainer = node.record.status.trainer_pid if node.record.status and node.is_running else None
@@ -159,30 +160,70 @@ async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
 
 
 async def _starve(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"leaving {node.name} {1 / fault.factor:.0%} of a processor for {fault.seconds:g} s{_where(node)}")
     await node.starve(1 / fault.factor, fault.seconds)
-    context.say(f"{node.name} has a processor again")
 
 
-async def _fill_disk(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"the disk of {node.name} is full for {fault.seconds:g} s{_where(node)}")
-    await _hold(fault, partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None))
-    context.say(f"the disk of {node.name} has room again")
+async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    await context.start(node)
 
 
-async def _set_clock(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    drift = f", {fault.drift:+.0%} fast" if fault.drift else ""
-    wrong = f"is wrong by {fault.offset:+g} s{drift} for {fault.seconds:g} s"
-    context.say(f"the clock of {node.name} {wrong}{_where(node)}")
-    set_clock = partial(wrong_clock.set_clock, node.home)
-    await _hold(fault, partial(set_clock, fault.offset, fault.drift), set_clock)
-    context.say(f"the clock of {node.name} is right again")
+async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    node.record.is_doomed = True
+    await node.leave()
+
+
+async def _change_address(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    await trio.to_thread.run_sync(home.change_address)
+    context.say(f"{node.name} has another public address, {home.address}")
+
+
+async def _hold(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    """Do what a fault does, and undo it when its time is over."""
+    if fault.kind in _OF_HOMES:
+        home, (cut, mend) = context.homes[node.record.index], _OF_HOMES[fault.kind]
+        await trio.to_thread.run_sync(cut, home)
+        await trio.sleep(fault.seconds)
+        await trio.to_thread.run_sync(mend, home)
+        return
+    do: Callable[[], None]
+    undo: Callable[[], None]
+    match fault.kind:
+        case "freeze":
+            do, undo = node.freeze, node.thaw
+        case "fill_disk":
+            do, undo = partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None)
+        case _:
+            do = partial(wrong_clock.set_clock, node.home, fault.offset, fault.drift)
+            undo = partial(wrong_clock.set_clock, node.home)
+    do()
+    try:
+        await trio.sleep(fault.seconds)
+    finally:
+        undo()
+
+
+_OF_HOMES: Final = {
+    "cut": (Home.cut, Home.heal),
+    "unplug": (Home.unplug, Home.plug),
+    "reboot_router": (Home.switch_off, Home.switch_on),
+}
+"""Kind of fault -> how it is done and undone at a home; they run commands, in a thread."""
+_ACTIONS: Final = {
+    "kill": _kill,
+    "restart": _restart,
+    "flap": _flap,
+    "slow": _slow,
+    "starve": _starve,
+    "join": _join,
+    "leave": _leave,
+    "change_address": _change_address,
+}
+"""Kind of fault -> what it does to a node, to its end; of the others `_hold` does."""
 
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
     """Cut the nodes off, and heal; return how long it took then until all had one run state."""
-    names = ", ".join(str(node.record.index) for node in nodes)
-    context.say(f"nodes {names} are cut off from the others for {fault.seconds:g} s")
     homes = [context.homes[node.record.index] for node in nodes]
     await trio.to_thread.run_sync(part, homes)
     try:
@@ -191,72 +232,12 @@ async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultC
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(heal, homes)
     healed_at = trio.current_time()
-    context.say(f"nodes {names} are connected with the others again")
     with trio.move_on_after(HEAL_TIMEOUT):
         while True:
             await trio.sleep(LOOK_INTERVAL)
             if context.is_settled(healed_at):
                 return trio.current_time() - healed_at
     return None
-
-
-async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"{node.name} joins late")
-    await context.start(node)
-
-
-async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"{node.name} leaves in round {node.record.round}{_stage(node)}")
-    node.record.is_doomed = True
-    await node.leave()
-
-
-_INTERRUPTIONS: Final = {
-    "cut": ("the line", Home.cut, Home.heal),
-    "unplug": ("the cable", Home.unplug, Home.plug),
-    "reboot_router": ("the router", Home.switch_off, Home.switch_on),
-}
-"""Kind of fault -> what is gone, and how that is done and undone."""
-
-
-async def _interrupt(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    home = context.homes[node.record.index]
-    what, stop, go = _INTERRUPTIONS[fault.kind]
-    context.say(f"{what} of {node.name} is gone for {fault.seconds:g} s in round {node.record.round}")
-    await trio.to_thread.run_sync(stop, home)
-    await trio.sleep(fault.seconds)
-    await trio.to_thread.run_sync(go, home)
-    context.say(f"{what} of {node.name} is back")
-
-
-async def _change_address(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    home = context.homes[node.record.index]
-    await trio.to_thread.run_sync(home.change_address)
-    context.say(f"{node.name} has another public address, {home.address}, in round {node.record.round}")
-
-
-def _where(node: NodeProcess) -> str:
-    return f", in round {node.record.round}{_stage(node)}"
-
-
-def _stage(node: NodeProcess) -> str:
-    return "" if node.record.pipeline is None else f", stage {node.record.stage}"
-
-
-_DEEDS: Final = {
-    "kill": _kill,
-    "restart": _restart,
-    "flap": _flap,
-    "freeze": _freeze,
-    "slow": _slow,
-    "starve": _starve,
-    "fill_disk": _fill_disk,
-    "set_clock": _set_clock,
-    "join": _join,
-    "leave": _leave,
-    "change_address": _change_address,
-    **dict.fromkeys(_INTERRUPTIONS, _interrupt),
-}
 
 
 # A network that splits into two parts, in the NAT lab: its internet forwards nothing between them.

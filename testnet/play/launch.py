@@ -107,6 +107,8 @@ class Testnet:
     view: PlayView
     command: Sequence[str] = NODE_COMMAND
     measure: Measure = measure_with_torch
+    watch: Callable[[Sequence[NodeProcess], float], None] = lambda nodes, seconds: None
+    """Called with the nodes and the seconds since the start, about twice a second."""
     is_interrupted: bool = False
     intruders: Sequence[Intruder] = ()
     """Started once the first node is up, and gone before the run state is compared."""
@@ -343,6 +345,7 @@ class Testnet:
             if farthest >= round_index:
                 event.set()
         self.view.show(self._nodes, now - self._started_at, self.scenario)
+        self.watch(self._nodes, now - self._started_at)
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
         """Start the first node, and when it can be dialled intruders and the others, one after the other."""

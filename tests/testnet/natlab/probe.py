@@ -1,132 +1,164 @@
-"""Plain sockets on one host, controlled by lines of JSON: what can be reached from here, without libp2p.
+"""Plain sockets in homes of the lab: what can be reached from where, without libp2p, compared with theory.
 
-A request is ``{"id": 1, "do": ...}`` with the fields of `ProbeRequest`, the answer ``{"id": 1, "result": ...}``;
-several may run at once. ``observe`` takes a local port, and asks a third host which address it has outside. ``punch``
-then tries to open a path between that port and another host's observed address, while the other host does the same.
-``connect`` opens a plain connection to an address, and the host that observes there answers it. ``serve`` is the third
-host's part.
-
-A path counts once both ends have read from it the token that both were given, however it was opened: an accepted
-connection, an outgoing one, and a simultaneous open (RFC 9293, section 3.5) look alike.
+A socket belongs to the network namespace in which it was made, so those of all homes are in this process. A path counts
+once both ends have read from it the token that both were given, however it was opened: an accepted connection, an
+outgoing one, and a simultaneous open (RFC 9293, section 3.5) look alike.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import secrets
 import socket
-import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeVar
 
-import msgspec
 import trio
 
+from farandole.testnet.natlab import kinds
+from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind
+from farandole.testnet.natlab.namespace import Location
+
 TOKEN_BYTES: Final = 16
+# A path opens within milliseconds, or after one repetition of TCP's first packet, which takes a second. The trial waits
+# no longer than that if theory predicts no path, and otherwise as long as a busy machine may need.
+PATHLESS_SECONDS: Final = 1.5
+PATIENCE: Final = 20.0
 # Between two attempts: a home's router may have dropped the earlier one, if it came before the other side's.
 _REPEAT_INTERVAL: Final = 0.1
-_MAX_LINE: Final = 4_096
+# Each trial uses fresh ports, so that no NAT remembers them.
+_FIRST_PORT: Final = 20_000
 _BACKLOG: Final = 16
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)  # `os.setns` comes with Python 3.12
 
 Address = tuple[str, int]
+Name = TypeVar("Name", bound=Hashable)
 
 
-class ProbeRequest(msgspec.Struct):
-    """A line of the input."""
+def socket_in(place: Location, port: int = 0) -> trio.socket.SocketType:
+    """Return a TCP socket in the place's namespace, bound to a port that several sockets may share."""
+    with Path("/proc/thread-self/ns/net").open() as here, Path(place.enter[1].removeprefix("--net=")).open() as there:
+        _enter(there.fileno())
+        try:
+            made = socket.socket()
+        finally:
+            _enter(here.fileno())
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        made.setsockopt(socket.SOL_SOCKET, option, 1)
+    made.bind(("0.0.0.0", port))
+    return trio.socket.from_stdlib_socket(made)
 
-    id: int
-    do: str
-    port: int = 0
-    """Local port."""
-    target: Address = ("", 0)
-    """Address of the third host, or the observed one of the other host."""
-    token: str = ""
-    seconds: float = 1.0
+
+def _enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass
 class Probe:
-    """``nursery`` outlives the requests: sockets that they opened stay open, as an application's do."""
+    """A host. Its sockets stay open until the ``nursery`` ends, as an application's do, so that ports stay in use."""
 
+    place: Location
     nursery: trio.Nursery
-    sockets: list[trio.socket.SocketType] = field(default_factory=list)
-    """Kept, so that the ports stay in use."""
-    arrivals: dict[int, trio.MemoryReceiveChannel[trio.socket.SocketType]] = field(default_factory=dict)
+    _next_port: int = _FIRST_PORT
+    _open: list[trio.socket.SocketType] = field(default_factory=list)
+    _arrivals: dict[int, trio.MemoryReceiveChannel[trio.socket.SocketType]] = field(default_factory=dict)
     """Local port -> the connections that arrived at it."""
 
-    async def serve(self, request: ProbeRequest) -> bool:
+    def take_port(self) -> int:
+        """Return an unused local port."""
+        self._next_port += 1
+        return self._next_port
+
+    def serve(self, port: int = HTTPS_PORT) -> None:
         """Tell each caller which address it has outside."""
-        listener = await _bound(request.port)
-        listener.listen(_BACKLOG)
-        self.nursery.start_soon(_tell_callers, listener, self.nursery)
-        return True
 
-    async def observe(self, request: ProbeRequest) -> Address | None:
-        """Return the local port's address as the third host sees it, or None if that host cannot be reached."""
-        sock, listener = await _bound(request.port), await _bound(request.port)
-        listener.listen(_BACKLOG)
-        arrive, self.arrivals[request.port] = trio.open_memory_channel[trio.socket.SocketType](_BACKLOG)
-        self.nursery.start_soon(_accept, listener, arrive)
-        answer = None
-        with trio.move_on_after(request.seconds), suppress(OSError):
-            await sock.connect(request.target)
-            await sock.send(b"?")
-            answer = await sock.recv(_MAX_LINE)
-        if not answer:
-            return None
-        self.sockets.append(sock)
-        seen: Address = msgspec.json.decode(answer.partition(b"\n")[0], type=Address)
-        return seen
+        async def tell(caller: trio.socket.SocketType) -> None:
+            with suppress(OSError), caller:
+                while await caller.recv(1):
+                    ip, port = caller.getpeername()
+                    await caller.send(f"{ip}:{port}".encode())
 
-    async def connect(self, request: ProbeRequest) -> bool:
+        self._accept(port, lambda caller: self.nursery.start_soon(tell, caller))
+
+    def _accept(self, port: int, take: Callable[[trio.socket.SocketType], None]) -> None:
+        listener = socket_in(self.place, port)
+        listener.listen(_BACKLOG)
+
+        async def accept() -> None:
+            with listener:
+                while True:
+                    arrived, _ = await listener.accept()
+                    self._open.append(arrived)
+                    take(arrived)
+
+        self.nursery.start_soon(accept)
+
+    async def observe(self, third: str, port: int, seconds: float = PATIENCE) -> Address | None:
+        """Return the local port's address as the third host sees it; None if that host cannot be reached."""
+        arrive, self._arrivals[port] = trio.open_memory_channel[trio.socket.SocketType](_BACKLOG)
+        self._accept(port, arrive.send_nowait)
+        self._open.append(calling := socket_in(self.place, port))
+        with trio.move_on_after(seconds), suppress(OSError):
+            await calling.connect((third, HTTPS_PORT))
+            await calling.send(b"?")
+            if answer := await calling.recv(64):
+                ip, _, seen = answer.decode().rpartition(":")
+                return ip, int(seen)
+        return None
+
+    async def connect(self, target: Address, token: bytes, seconds: float) -> bool:
         """Return whether a call from any port is answered."""
-        with trio.move_on_after(request.seconds), suppress(OSError):
-            sock = trio.socket.socket()
-            await sock.connect(request.target)
-            return await _is_peer(sock, request.token.encode())
+        self._open.append(calling := socket_in(self.place))
+        with trio.move_on_after(seconds), suppress(OSError):
+            await calling.connect(target)
+            return await _is_peer(calling, token)
         return False
 
-    async def answer(self, request: ProbeRequest) -> bool:
-        """Wait for a call to the observed port."""
-        with trio.move_on_after(request.seconds):
-            async for sock in self.arrivals[request.port]:
-                if await _is_peer(sock, request.token.encode()):
+    async def answer(self, port: int, token: bytes, seconds: float) -> bool:
+        """Wait for a call to an observed port."""
+        with trio.move_on_after(seconds):
+            async for arrived in self._arrivals[port]:
+                if await _is_peer(arrived, token):
                     return True
         return False
 
-    async def punch(self, request: ProbeRequest) -> bool:
-        """Return whether a path between the observed ports opens."""
-        with trio.move_on_after(request.seconds):
-            await _punch(self.arrivals[request.port], request)
-            return True
-        return False
+    async def punch(self, port: int, target: Address, token: bytes, seconds: float) -> bool:
+        """Return whether a path opens between an observed port and another host's, which tries the same."""
+        is_open = trio.Event()
 
+        async def check(sock: trio.socket.SocketType) -> None:
+            if await _is_peer(sock, token):
+                is_open.set()
 
-async def _bound(port: int) -> trio.socket.SocketType:
-    sock = trio.socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    await sock.bind(("0.0.0.0", port))
-    return sock
+        async def call() -> None:
+            while True:
+                with socket_in(self.place, port) as calling, suppress(OSError):
+                    await calling.connect(target)
+                    await check(calling)
+                await trio.sleep(_REPEAT_INTERVAL)
 
+        async def answer() -> None:
+            async for arrived in self._arrivals[port]:
+                nursery.start_soon(check, arrived)
 
-async def _tell_callers(listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
-    while True:
-        sock, address = await listener.accept()
-        nursery.start_soon(_tell_caller, sock, address)
+        with trio.move_on_after(seconds):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call)
+                nursery.start_soon(answer)
+                await is_open.wait()
+                nursery.cancel_scope.cancel()
+        return is_open.is_set()
 
-
-async def _tell_caller(sock: trio.socket.SocketType, address: Address) -> None:
-    with suppress(OSError), sock:
-        while await sock.recv(1):
-            await sock.send(msgspec.json.encode(address) + b"\n")
-
-
-async def _accept(listener: trio.socket.SocketType, arrive: trio.MemorySendChannel[trio.socket.SocketType]) -> None:
-    while True:
-        sock, _ = await listener.accept()
-        await arrive.send(sock)
+    def close(self) -> None:
+        """Close the sockets that trials have left open."""
+        for sock in self._open:
+            sock.close()
 
 
 async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
@@ -134,62 +166,92 @@ async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
     received = b""
     with suppress(OSError):
         await sock.send(token)
-        while len(received) < TOKEN_BYTES:
-            data = await sock.recv(TOKEN_BYTES - len(received))
-            if not data:
-                return False
+        while len(received) < TOKEN_BYTES and (data := await sock.recv(TOKEN_BYTES - len(received))):
             received += data
     return received == token
 
 
-async def _punch(arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType], request: ProbeRequest) -> None:
-    """Return once there is a connection."""
-    done = trio.Event()
-    token = request.token.encode()
+@asynccontextmanager
+async def open_probes(places: Mapping[Name, Location]) -> AsyncIterator[dict[Name, Probe]]:
+    """Open a probe in each place."""
+    async with trio.open_nursery() as nursery:
+        probes = {name: Probe(place, nursery) for name, place in places.items()}
+        try:
+            yield probes
+        finally:
+            nursery.cancel_scope.cancel()
+            for probe in probes.values():
+                probe.close()
 
-    async def check(sock: trio.socket.SocketType) -> None:
-        if await _is_peer(sock, token):
-            done.set()
 
-    async def call() -> None:
-        while True:
-            sock = await _bound(request.port)
-            with suppress(OSError):
-                await sock.connect(request.target)
-                await check(sock)
-            sock.close()
-            await trio.sleep(_REPEAT_INTERVAL)
+# Trials, and what theory predicts
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The ways in which two homes reach each other; in ``connect`` the first calls the second, else the reverse."""
+
+    connect: bool
+    connect_back: bool
+    punch: bool
+
+
+def expected(near: HomeKind, far: HomeKind) -> Reach:
+    """Return what theory predicts."""
+    return Reach(kinds.can_connect(near, far), kinds.can_connect(far, near), kinds.can_punch_tcp(near, far))
+
+
+async def try_pair(near: Probe, far: Probe, third: str, theory: Reach) -> Reach:
+    """Try all ways at once; the third host serves at port 443 of that address."""
+    connect, connect_back, punch = (
+        PATIENCE if is_path else PATHLESS_SECONDS for is_path in (theory.connect, theory.connect_back, theory.punch)
+    )
+    return Reach(
+        *await gather(
+            partial(_connects, near, far, third, connect),
+            partial(_connects, far, near, third, connect_back),
+            partial(_punches, near, far, third, punch),
+        )
+    )
+
+
+async def _connects(near: Probe, far: Probe, third: str, seconds: float) -> bool:
+    """Return whether ``near`` can call the address that the third host has observed of ``far``."""
+    port = far.take_port()
+    target = await far.observe(third, port)
+    assert target is not None, "the third cannot be reached"
+    return await calls(near, target, far, port, seconds)
+
+
+async def calls(near: Probe, target: Address, far: Probe, port: int, seconds: float) -> bool:
+    """Return whether a call to ``target`` is answered from the other's port."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    return all(await gather(partial(far.answer, port, token, seconds), partial(near.connect, target, token, seconds)))
+
+
+async def _punches(near: Probe, far: Probe, third: str, seconds: float) -> bool:
+    """Return whether both find a path, each with the address that the third host has observed of the other."""
+    near_port, far_port, token = near.take_port(), far.take_port(), secrets.token_bytes(TOKEN_BYTES)
+    near_seen = await near.observe(third, near_port, seconds)
+    far_seen = await far.observe(third, far_port, seconds)
+    if near_seen is None or far_seen is None:
+        return False
+    return all(
+        await gather(
+            partial(near.punch, near_port, far_seen, token, seconds),
+            partial(far.punch, far_port, near_seen, token, seconds),
+        )
+    )
+
+
+async def gather(*trials: Callable[[], Awaitable[bool]]) -> list[bool]:
+    """Make the trials at once; return their results in order."""
+    results = [False] * len(trials)
+
+    async def note(index: int, trial: Callable[[], Awaitable[bool]]) -> None:
+        results[index] = await trial()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(call)
-
-        async def answer() -> None:
-            async for sock in arrivals:
-                nursery.start_soon(check, sock)
-
-        nursery.start_soon(answer)
-        await done.wait()
-        nursery.cancel_scope.cancel()
-
-
-async def _reply(request: ProbeRequest, do: Callable[[ProbeRequest], Awaitable[object]]) -> None:
-    result = await do(request)
-    sys.stdout.buffer.write(msgspec.json.encode({"id": request.id, "result": result}) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-async def main() -> None:
-    """Serve requests until the input ends."""
-    async with trio.open_nursery() as nursery:
-        probe = Probe(nursery)
-        stream, buffer = trio.lowlevel.FdStream(sys.stdin.fileno()), b""
-        while data := await stream.receive_some():
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                request = msgspec.json.decode(line, type=ProbeRequest)
-                nursery.start_soon(partial(_reply, request, getattr(probe, request.do)))
-        nursery.cancel_scope.cancel()
-
-
-if __name__ == "__main__":
-    trio.run(main)
+        for index, trial in enumerate(trials):
+            nursery.start_soon(note, index, trial)
+    return results

@@ -9,7 +9,7 @@ import pytest
 from farandole.testnet.natlab.kinds import CARRIER_KINDS, KINDS, kind_named
 from farandole.testnet.natlab.lab import Lab
 
-from .trial import expected, open_probes, try_pair
+from .probe import expected, open_probes, try_pair
 
 # One direction opens; both at once open; none does; two NATs in a row, one with a port that cannot be predicted.
 CHARACTERISTIC = (
@@ -24,8 +24,8 @@ async def check_pairs(lab: Lab, pairs: list[tuple[str, str]]) -> None:
     third = lab.add_home("open")
     sides = [{name: lab.add_home(name) for name in sorted({pair[side] for pair in pairs})} for side in (0, 1)]
     places = {(side, name): home.host for side in (0, 1) for name, home in sides[side].items()}
-    async with open_probes({"third": third.host, **places}, lab.leash) as probes:
-        await probes["third"].ask("serve", port=443)
+    async with open_probes({"third": third.host, **places}) as probes:
+        probes["third"].serve()
         for near, far in pairs:
             theory = expected(kind_named(near), kind_named(far))
             assert await try_pair(probes[0, near], probes[1, far], third.address, theory) == theory, f"{near}, {far}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,7 +17,7 @@ from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
 from ..play.transfer import SIZE, measure
-from .trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
+from .probe import PATHLESS_SECONDS, PATIENCE, Address, Probe, calls, open_probes
 
 LAB_FOREVER = """
 import json, time
@@ -39,32 +38,23 @@ class World:
 
     home: Home
     third: Home
-    probes: dict[str, ProbeProcess]
+    probes: dict[str, Probe]
 
-    async def observe(self, seconds: float = PATIENCE) -> tuple[str, int] | None:
+    async def observe(self, seconds: float = PATIENCE) -> Address | None:
         """Return the outside address of a fresh port of the home."""
         return await self.probes["home"].observe(self.third.address, self.probes["home"].take_port(), seconds)
 
-    async def calls(self, target: tuple[str, int], port: int, seconds: float = PATIENCE) -> bool:
+    async def calls(self, target: Address, port: int, seconds: float = PATIENCE) -> bool:
         """Return whether the other host's call to ``target`` is answered from the home's port."""
-        given = {"token": secrets.token_hex(8), "seconds": seconds}
-        results = []
-
-        async def ask(name: str, do: str, **fields: object) -> None:
-            results.append(await self.probes[name].ask(do, **given, **fields))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: ask("home", "answer", port=port))
-            nursery.start_soon(lambda: ask("caller", "connect", target=target))
-        return all(results)
+        return await calls(self.probes["caller"], target, self.probes["home"], port, seconds)
 
 
 @asynccontextmanager
 async def open_world(lab: Lab, kind: str) -> AsyncIterator[World]:
     home, third, caller = lab.add_home(kind), lab.add_home("open"), lab.add_home("port-restricted")
     places = {"home": home.host, "third": third.host, "caller": caller.host}
-    async with open_probes(places, lab.leash) as probes:
-        await probes["third"].ask("serve", port=443)
+    async with open_probes(places) as probes:
+        probes["third"].serve()
         yield World(home, third, probes)
 
 

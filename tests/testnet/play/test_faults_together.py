@@ -77,7 +77,7 @@ class ClockView(SilentView):
 
     def say(self, text: str) -> None:
         super().say(text)
-        if sum("is wrong by" in each for each in self.said) == self._number:
+        if sum("set_clock by" in each for each in self.said) == self._number:
             self.are_wrong.set()
 
 
