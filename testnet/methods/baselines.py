@@ -168,34 +168,11 @@ def rule_for(settings: OuterConfig) -> OuterRule:
     return rule_of(settings)
 
 
-class Outer(Protocol):
-    """The outer state of one replica: its slow weights and its contribution."""
-
-    slow: Tensor
-    """The slow weights (n,)."""
-    drift: Tensor | None
-    """The drift correction (n,)."""
-
-    @property
-    def filling(self) -> Tensor:
-        """What this replica takes for the elements that it does not receive (n,)."""
-
-    def contribute(self, part: slice) -> None:
-        """Make the contribution of a part of the parameters, for the next `step`."""
-
-    def decoded(self, filling: Tensor) -> Tensor:
-        """Return the contribution as a replica with this ``filling`` decodes it (n,)."""
-
-    def step(self, received: Sequence[Tensor], shares: Sequence[float], rates: float, *, is_late: bool) -> None:
-        """Take the outer step with the contributions of a group, its own among them; none: alone.
-
-        ``rates``: the sum of the learning rates of the inner steps before the contribution. ``is_late``: inner steps
-        were taken since.
-        """
-
-
 class OuterReplica:
-    """The outer state of one replica, whose fast weights are ``fast`` (n,), by the node's code."""
+    """The outer state of one replica, whose fast weights are ``fast`` (n,), by the node's code.
+
+    `farandole.testnet.methods.sparseloco.SparseLoCo` has the same methods, and its own state.
+    """
 
     def __init__(self, settings: OuterConfig, fast: Tensor) -> None:
         self._state = OuterState(settings, fast, Copier(), rule=rule_for(settings))
@@ -205,19 +182,19 @@ class OuterReplica:
         self._encoded = bytearray()
 
     def contribute(self, part: slice) -> None:
-        """See `Outer.contribute`."""
+        """Make the contribution of a part of the parameters, for the next `step`."""
         self._made = self._state.contributor.freeze(part)
         self._encoded = bytearray(self._form.size(len(self._made.theta)))
         self._state.contributor.encode(self._made, self._encoded, lambda bytes_ready: None)
 
     @property
     def filling(self) -> Tensor:
-        """See `Outer.filling`."""
+        """What this replica takes for the elements that it does not receive (n,)."""
         assert self._made is not None, "it has contributed"
         return self._made.sent
 
     def decoded(self, filling: Tensor) -> Tensor:
-        """See `Outer.decoded`."""
+        """Return the contribution as a replica with this ``filling`` decodes it (n,)."""
         if filling is self.filling or not isinstance(self._form, TopK):
             return self.filling
         values = filling.clone()
@@ -225,7 +202,11 @@ class OuterReplica:
         return values
 
     def step(self, received: Sequence[Tensor], shares: Sequence[float], rates: float, *, is_late: bool) -> None:
-        """See `Outer.step`."""
+        """Take the outer step with the contributions of a group, its own among them; none: alone.
+
+        ``rates``: the sum of the learning rates of the inner steps before the contribution. ``is_late``: inner steps
+        were taken since.
+        """
         assert self._made is not None, "it has contributed"
         self._state.step(self._made, received, shares, is_late=is_late, rates=rates)
 
@@ -245,7 +226,7 @@ class Ensemble:
         for row, module in enumerate(self.modules):
             bind_(module, self.layout, self.theta[row], self.gradient[row])
         self._fragments = outer.fragments
-        self._outer: list[Outer] = [
+        self._outer: list[OuterReplica | SparseLoCo] = [
             SparseLoCo(outer, row) if isinstance(outer, SparseLoCoConfig) else OuterReplica(outer, row)
             for row in self.theta
         ]

@@ -76,7 +76,7 @@ async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
         else:
             async with trio.open_nursery() as doing:
                 for node in nodes:
-                    doing.start_soon(_ACTIONS.get(fault.kind, _hold), fault, node, context)
+                    doing.start_soon(_befall, fault, node, context)
         is_over.set()
         if fault.duration is not None:
             context.say(f"{fault.kind} is over: {_names(nodes)}")
@@ -121,30 +121,63 @@ def _names(nodes: Sequence[NodeProcess]) -> str:
     )
 
 
+async def _befall(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    """Do to a node what the fault does, to its end."""
+    match fault.kind:
+        case "kill" | "restart" | "flap":
+            node.record.is_doomed = fault.kind == "kill"
+            await _kill(fault, node, context)
+        case "slow":
+            await _slow(fault, node)
+        case "starve":
+            await node.starve(1 / fault.factor, fault.seconds)
+        case "freeze":
+            await _hold(fault, node.freeze, node.thaw)
+        case "fill_disk":
+            await _hold(fault, partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None))
+        case "set_clock":
+            set_clock = partial(wrong_clock.set_clock, node.home)
+            await _hold(fault, partial(set_clock, fault.offset, fault.drift), set_clock)
+        case "join":
+            await context.start(node)
+        case "leave":
+            node.record.is_doomed = True
+            await node.leave()
+        case "change_address":
+            home = context.homes[node.record.index]
+            await trio.to_thread.run_sync(home.change_address)
+            context.say(f"{node.name} has another public address, {home.address}")
+        case _:
+            home, (cut, mend) = context.homes[node.record.index], _OF_HOMES[fault.kind]
+            await trio.to_thread.run_sync(cut, home)
+            await trio.sleep(fault.seconds)
+            await trio.to_thread.run_sync(mend, home)
+
+
+_OF_HOMES: Final = {
+    "cut": (Home.cut, Home.heal),
+    "unplug": (Home.unplug, Home.plug),
+    "reboot_router": (Home.switch_off, Home.switch_on),
+}
+"""Kind of fault -> how it is done and undone at a home; both run commands."""
+
+
 async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    node.record.is_doomed = fault.kind == "kill"
-    node.kill()
-    await node.wait_ended()
-
-
-async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    await _kill(fault, node, context)
-    await trio.sleep(fault.seconds)
-    await context.start(node)
-
-
-async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    """Kill the node and start it again, until the time is over; then it is left running."""
-    ends_at = trio.current_time() + fault.seconds
-    while trio.current_time() < ends_at:
+    """Kill the node, and unless for good start it again: once, or repeatedly until the time is over."""
+    ends_at = trio.current_time() + (fault.seconds if fault.kind == "flap" else 0.0)
+    while True:
         node.kill()
         await node.wait_ended()
-        await trio.sleep(fault.interval)
+        if fault.kind == "kill":
+            return
+        await trio.sleep(fault.interval if fault.kind == "flap" else fault.seconds)
         await context.start(node)
+        if trio.current_time() + fault.interval >= ends_at:
+            return
         await trio.sleep(fault.interval)
 
 
-async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+async def _slow(fault: Fault, node: NodeProcess) -> None:
     """Take the processor from the trainer most of the time; the daemon is not slowed."""
     with trio.move_on_after(fault.duration if fault.duration is not None else float("inf")):
         while not node.record.is_finished:
@@ -159,67 +192,12 @@ async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
             await trio.sleep(SLOW_PERIOD / fault.factor)
 
 
-async def _starve(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    await node.starve(1 / fault.factor, fault.seconds)
-
-
-async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    await context.start(node)
-
-
-async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    node.record.is_doomed = True
-    await node.leave()
-
-
-async def _change_address(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    home = context.homes[node.record.index]
-    await trio.to_thread.run_sync(home.change_address)
-    context.say(f"{node.name} has another public address, {home.address}")
-
-
-async def _hold(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    """Do what a fault does, and undo it when its time is over."""
-    if fault.kind in _OF_HOMES:
-        home, (cut, mend) = context.homes[node.record.index], _OF_HOMES[fault.kind]
-        await trio.to_thread.run_sync(cut, home)
-        await trio.sleep(fault.seconds)
-        await trio.to_thread.run_sync(mend, home)
-        return
-    do: Callable[[], None]
-    undo: Callable[[], None]
-    match fault.kind:
-        case "freeze":
-            do, undo = node.freeze, node.thaw
-        case "fill_disk":
-            do, undo = partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None)
-        case _:
-            do = partial(wrong_clock.set_clock, node.home, fault.offset, fault.drift)
-            undo = partial(wrong_clock.set_clock, node.home)
+async def _hold(fault: Fault, do: Callable[[], None], undo: Callable[[], None]) -> None:
     do()
     try:
         await trio.sleep(fault.seconds)
     finally:
         undo()
-
-
-_OF_HOMES: Final = {
-    "cut": (Home.cut, Home.heal),
-    "unplug": (Home.unplug, Home.plug),
-    "reboot_router": (Home.switch_off, Home.switch_on),
-}
-"""Kind of fault -> how it is done and undone at a home; they run commands, in a thread."""
-_ACTIONS: Final = {
-    "kill": _kill,
-    "restart": _restart,
-    "flap": _flap,
-    "slow": _slow,
-    "starve": _starve,
-    "join": _join,
-    "leave": _leave,
-    "change_address": _change_address,
-}
-"""Kind of fault -> what it does to a node, to its end; of the others `_hold` does."""
 
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:

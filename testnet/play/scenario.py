@@ -13,7 +13,7 @@ import msgspec
 from farandole.node.base.config.toml_file import TomlFile, check, did_you_mean, read_toml
 from farandole.node.base.settings import MIN_CAP_MBIT
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.run.manifest import Manifest, RoundConfig
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
 
 from ..natlab.kinds import CARRIER_KINDS, KINDS, KindError, kind_named
@@ -295,14 +295,14 @@ def load_scenario(
     """
     file = _read(name_or_path)
     sizes = {"nodes": nodes, "rounds": rounds, "stages": stages}
-    settings = _within_reach(file.values, {name: size for name, size in sizes.items() if size is not None}, say)
-    if seed is not None:
-        settings["seed"] = seed
-    if nat and not settings.get("home"):
-        settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
-    if clean:
-        settings |= {"fault": [], "chaos": None, "hostile": None}
     with file.naming_lines():
+        settings = _resized(file.values, {name: size for name, size in sizes.items() if size is not None}, say)
+        if seed is not None:
+            settings["seed"] = seed
+        if nat and not settings.get("home"):
+            settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
+        if clean:
+            settings |= {"fault": [], "chaos": None, "hostile": None}
         return parse_scenario(settings)
 
 
@@ -318,57 +318,43 @@ def _read(name_or_path: str) -> TomlFile:
     )
 
 
-def _within_reach(settings: _Settings, sizes: Mapping[str, int], say: Callable[[str], None]) -> _Settings:
+def _resized(settings: _Settings, sizes: Mapping[str, int], say: Callable[[str], None]) -> _Settings:
     """Return the settings with other sizes, without conditions that these sizes cannot reach."""
     made = {**settings, **sizes}
-    asked, most, before = settings.get("min_partners"), _num_others(made), _number(settings, "rounds", DEFAULT_ROUNDS)
-    rounds = sizes.get("rounds", before)
-    if rounds < before:
-        most = min(most, rounds // ROUNDS_A_PARTNER)
-    if sizes and isinstance(asked, int) and asked > most:
+    if not sizes:
+        return made
+    usual = parse_scenario(settings)
+    has_fewer_rounds = sizes.get("rounds", usual.rounds) < usual.rounds
+    most = _reachable(made) if has_fewer_rounds else _num_others(made)
+    if settings.get("min_partners", 0) > most:
         made["min_partners"] = most
+        asked = usual.min_partners
         say(f"min_partners is {most}, not the scenario's {asked}: there are too few nodes or rounds for more")
-    if rounds < before and settings.get("max_loss_merged") is not None:
+    if has_fewer_rounds and usual.max_loss_merged is not None:
         made["max_loss_merged"] = None
-        say(f"max_loss_merged does not count: it is meant for the scenario's {before} rounds")
-    usual = _number(settings, "nodes", DEFAULT_NODES)
-    if (more := sizes.get("nodes", usual) / max(usual, 1)) > 1:
-        made |= _with_time(settings, more)
+        say(f"max_loss_merged does not count: it is meant for the scenario's {usual.rounds} rounds")
+    if (more := sizes.get("nodes", 0) / usual.nodes) > 1:
+        made |= {name: more * getattr(usual, name) for name in _TIME_LIMITS}
+        seconds = more * usual.manifest(0.0).rounds.exchange_seconds
+        made["run"] = {**usual.run, "rounds": {**usual.run.get("rounds", {}), "exchange_seconds": seconds}}
         say(f"time limits are {more:.3g} times the scenario's: so many nodes share this machine's cores")
-    return made
-
-
-def _with_time(settings: _Settings, more: float) -> _Settings:
-    """Return time limits for ``more`` times as many nodes on the same cores."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
-    limits = {name: settings.get(name, defaults[name]) for name in _TIME_LIMITS}
-    made: _Settings = {name: more * limit for name, limit in limits.items() if isinstance(limit, int | float)}
-    run = settings.get("run")
-    rounds = run.get("rounds", {}) if isinstance(run, dict) else None
-    if isinstance(run, dict) and isinstance(rounds, dict):
-        seconds = rounds.get("exchange_seconds", RoundConfig().exchange_seconds)
-        if isinstance(seconds, int | float):
-            made["run"] = {**run, "rounds": {**rounds, "exchange_seconds": more * seconds}}
     return made
 
 
 def _num_others(settings: _Settings) -> int:
     """Return the number of possible partners of each node: the others of its stage, at least."""
-    nodes, stages = _number(settings, "nodes", DEFAULT_NODES), _number(settings, "stages", 1)
-    return max(0, nodes // max(1, stages) - 1)
+    return max(0, int(settings.get("nodes", DEFAULT_NODES)) // max(1, int(settings.get("stages", 1))) - 1)
 
 
-def _number(settings: _Settings, name: str, default: int) -> int:
-    """Return the value as it is, or ``default`` if it is no number, which is refused by name later."""
-    value = settings.get(name)
-    return value if isinstance(value, int) else default
+def _reachable(settings: _Settings) -> int:
+    """Return the number of partners that a node can be expected to meet."""
+    return min(_num_others(settings), int(settings.get("rounds", DEFAULT_ROUNDS)) // ROUNDS_A_PARTNER)
 
 
 def parse_scenario(settings: _Settings) -> Scenario:
     """Parse a TOML file's table; `ManifestError` names a fault of the scenario or of its run."""
-    reachable = min(_num_others(settings), _number(settings, "rounds", DEFAULT_ROUNDS) // ROUNDS_A_PARTNER)
-    settings = {"min_partners": min(DEFAULT_MIN_PARTNERS, reachable), **settings}
-    check(settings, Scenario)
+    check({"min_partners": 0, **settings}, Scenario)
+    settings = {"min_partners": min(DEFAULT_MIN_PARTNERS, _reachable(settings)), **settings}
     scenario = msgspec.convert(settings, Scenario)
     try:
         scenario.manifest(0.0)
