@@ -30,7 +30,6 @@ from .process import (
     BenchWorker,
     Say,
     ask_all,
-    connect,
     elapsed,
     median_of,
     obtain_python,
@@ -165,7 +164,8 @@ def open_ends(
             )
             for index, own in enumerate(payloads)
         ]
-        connect(*ends)
+        first, _ = ask_all(ends, "listen")
+        ask_all(ends, "meet", [{"address": None}, {"address": first["address"]}])
         yield ends, payloads
 
 

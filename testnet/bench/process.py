@@ -190,12 +190,6 @@ def obtain_python(name: str, cache: Path, say: Say) -> Path:
     return python
 
 
-def connect(listener: BenchWorker, caller: BenchWorker, **request: Any) -> None:
-    """Connect two workers with each other."""
-    address = listener.ask("open", address=None, **request)["address"]
-    caller.ask("open", address=address, **request)
-
-
 @contextlib.contextmanager
 def open_payload(size: int) -> Iterator[int]:
     """Yield the descriptor of shared memory with ``size`` random bytes."""

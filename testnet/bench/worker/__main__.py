@@ -2,8 +2,8 @@
 
     python -m farandole.testnet.bench.worker PART SOCKET [DESCRIPTOR...]
 
-Requests arrive on the socket. Each is a call of an action, a method of the part's class, which is created with a
-`Server` and the other descriptors.
+Requests arrive on the socket. Each is a call of an action, a method of the part's class, which is created with a stack
+that ends with the requests, and with the other descriptors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Final
 import trio
 
 from farandole.node.base.system.tuning import importing_for_good
-
-from .server import Server
 
 # Requests are lines of a few hundred bytes.
 MAX_REQUEST_BYTES: Final = 65_536
@@ -51,10 +49,9 @@ async def serve(part: str, descriptor: int, *others: int) -> None:
     module, _, name = PARTS[part].partition(":")
     control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
     async with contextlib.AsyncExitStack() as stack:
-        server = Server(control, stack)
         with importing_for_good():  # as daemons and trainers do
             served_class = getattr(import_module(f".{module}", __package__), name)
-        served = served_class(server, *others)
+        served = served_class(stack, *others)
         async for line in _lines(control):
             request = json.loads(line)
             try:
@@ -63,8 +60,7 @@ async def serve(part: str, descriptor: int, *others: int) -> None:
                     answer = await answer
             except Exception as error:  # the benchmark shows any error, and continues
                 answer = {"error": f"{type(error).__name__}: {error}"}
-            if answer is not None:
-                await server.answer(answer)
+            await control.send_all(json.dumps(answer).encode() + b"\n")
 
 
 async def _lines(control: trio.SocketStream) -> AsyncIterator[bytes]:

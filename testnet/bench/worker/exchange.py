@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.bulk.pipe import Outgoing
-from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.host import open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
@@ -33,7 +34,7 @@ from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.training.outer.codec import decode, encode, encoded_size
 
 from ..peers.peer import vector
-from .server import Server, UsageMeter, map_payload, watched_loop
+from .usage import UsageMeter, map_payload, watched_loop
 
 # Enough for an exchange of whole contributions over a slow line or a relay, on a busy machine.
 EXCHANGE_SECONDS: Final = 60.0
@@ -90,21 +91,23 @@ def check_committed(result: ExchangeEnded) -> None:
 class RawEnd:
     """One end of a blocking TCP connection: the upper bound of the machine."""
 
-    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
-        self._server = server
+    def __init__(self, stack: AsyncExitStack, outgoing: int, incoming: int) -> None:
         self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-    async def open(self, address: str | None) -> dict[str, Any] | None:
-        """Listen and announce the address, or connect to ``address``."""
+    def listen(self) -> dict[str, Any]:
+        """Return the address where this end listens."""
+        return {"address": self._listener.getsockname()}
+
+    async def meet(self, address: tuple[str, int] | None) -> dict[str, Any]:
+        """Connect to ``address``, or wait for the other end."""
         self._meter = UsageMeter([self._outgoing, self._incoming])
-        if address is not None:
-            host, _, port = address.partition(":")
-            self._connection = socket.create_connection((host, int(port)))
-            return {}
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            await self._server.announce("{}:{}".format(*listener.getsockname()))
-            self._connection, _ = await trio.to_thread.run_sync(listener.accept)
-        return None
+        if address is None:
+            self._connection, _ = await trio.to_thread.run_sync(self._listener.accept)
+        else:
+            host, port = address
+            self._connection = socket.create_connection((host, port))
+        return {}
 
     def send(self, size: int) -> dict[str, Any]:
         """Send the first ``size`` bytes."""
@@ -127,22 +130,41 @@ class RawEnd:
 class ExchangingNode:
     """One of two nodes with an open bulk channel; the node that connected initiates the exchanges."""
 
-    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
-        self._server = server
+    def __init__(self, stack: AsyncExitStack, outgoing: int, incoming: int) -> None:
+        self._stack = stack
         self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
 
-    async def open(self, address: str | None) -> dict[str, Any] | None:
-        """Listen and announce the address, or connect to ``address``; both then have a bulk channel."""
-        stack, self._is_initiator = self._server.stack, address is not None
-        host = await stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
-        self._channels = await stack.enter_async_context(open_bulk(host, bytes(32)))
-        async with _meet(host, address, self._server) as stream:
+    async def listen(self) -> dict[str, Any]:
+        """Open the host, and return its address."""
+        self._host = await self._stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
+        self._channels = await self._stack.enter_async_context(open_bulk(self._host, bytes(32)))
+        opened, self._coming = trio.open_memory_channel[Libp2pStream](1)
+        self._is_over = trio.Event()
+
+        async def serve(stream: Libp2pStream) -> None:
+            await opened.send(stream)
+            await self._is_over.wait()
+
+        self._host.set_handler(PROTOCOL, serve)
+        return {"address": self._host.addresses[0]}
+
+    async def meet(self, address: str | None) -> dict[str, Any]:
+        """Connect to ``address``, or wait for the other node; both then have a bulk channel."""
+        self._is_initiator = address is not None
+        if address is None:
+            stream = await self._coming.receive()
+        else:
+            peer = public_key_of(address.rpartition("/p2p/")[2])
+            await self._host.connect(peer, [address])
+            stream = await self._host.open_stream(peer, PROTOCOL)
+        async with stream:
             self._peer = stream.peer
             self._channel = await _negotiate(self._channels, stream, is_asker=self._is_initiator)
-        stack.callback(self._channels.discard, self._channel)
-        self._exchanges = ExchangeService(host, self._channels)
+        self._is_over.set()
+        self._stack.callback(self._channels.discard, self._channel)
+        self._exchanges = ExchangeService(self._host, self._channels)
         self._meter = UsageMeter([self._outgoing, self._incoming])
-        return {} if address else None
+        return {}
 
     async def send(self, size: int) -> dict[str, Any]:
         """Send the first ``size`` bytes over the bulk channel."""
@@ -179,30 +201,6 @@ class ExchangingNode:
         return figures
 
 
-@contextlib.asynccontextmanager
-async def _meet(host: Host, address: str | None, server: Server) -> AsyncIterator[Libp2pStream]:
-    """Open a stream to the other host, which stays open until the block ends."""
-    if address is not None:
-        peer = public_key_of(address.rpartition("/p2p/")[2])
-        await host.connect(peer, [address])
-        async with await host.open_stream(peer, PROTOCOL) as stream:
-            yield stream
-        return
-    opened, coming = trio.open_memory_channel[Libp2pStream](1)
-    is_over = trio.Event()
-
-    async def serve(stream: Libp2pStream) -> None:
-        await opened.send(stream)
-        await is_over.wait()
-
-    host.set_handler(PROTOCOL, serve)
-    await server.announce(host.addresses[0])
-    try:
-        yield await coming.receive()
-    finally:
-        is_over.set()
-
-
 async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool) -> BulkChannel:
     """Return this end of a new bulk channel, negotiated over a stream."""
     if is_asker:
@@ -224,7 +222,7 @@ async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool
 class AveragingTrainer:
     """Holds the ``index``-th of two vectors: encodes it for the mesh process, decodes the partner's, and averages."""
 
-    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
+    def __init__(self, stack: AsyncExitStack, outgoing: int, incoming: int) -> None:
         self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
 
     def begin(self, index: int, num_elements: int) -> dict[str, Any]:
@@ -255,7 +253,7 @@ class AveragingTrainer:
 class MeshProgram:
     """A program that uses the mesh of the node in a data directory, and serves another such program."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         self._folder = Path()
 
     def open(self, place: str, peers: list[str]) -> dict[str, Any]:

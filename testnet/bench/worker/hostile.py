@@ -8,6 +8,7 @@ import random
 import resource
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Final
 
 import trio
@@ -20,7 +21,7 @@ from farandole.protocol.wire.identity import public_key_of
 
 from .exchange import LOOPBACK, PROTOCOL
 from .hostile_attacks import attack
-from .server import Server, memory_mb
+from .usage import memory_mb
 
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
 MAX_AT_ONCE: Final = 1_500
@@ -46,7 +47,7 @@ class LineCounter(logging.Handler):
 class HostileProcess:
     """One of the processes, with its limit of descriptors raised to the maximum."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -54,9 +55,9 @@ class HostileProcess:
 class AttackedNode(HostileProcess):
     """The attacked node: a host with one protocol, whose log is at the daemon's level."""
 
-    def __init__(self, server: Server) -> None:
-        super().__init__(server)
-        self._stack = server.stack
+    def __init__(self, stack: AsyncExitStack) -> None:
+        super().__init__(stack)
+        self._stack = stack
         self._log = LineCounter()
         logging.getLogger().addHandler(self._log)
         logging.getLogger("farandole").setLevel(logging.INFO)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,6 @@ from farandole.protocol.run.rules import NoLoCoConfig, is_required
 from farandole.protocol.wire.identity import public_key_of
 
 from .exchange import check_committed, exchange_with
-from .server import Server
 
 RUN_ID: Final = b"bench-join".ljust(32, b"\0")
 
@@ -42,8 +42,8 @@ class JoiningNode:
 
     _holding: Holding | None = None
 
-    def __init__(self, server: Server) -> None:
-        self._stack = server.stack
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
         self._shaping = Shaping()
 
     async def open(self, ip: str) -> dict[str, Any]:

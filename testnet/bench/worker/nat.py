@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ from farandole.protocol.state.writer import Writer
 
 from ..process import BenchError
 from .exchange import exchange_with
-from .server import Server
 
 logger = logging.getLogger("farandole.bench")
 
@@ -111,8 +111,8 @@ class HomeNode:
     _began_at = 0.0
     _member: NatMember
 
-    def __init__(self, server: Server) -> None:
-        self._stack = server.stack
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
         logging.basicConfig(stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%X")
         logging.getLogger("farandole").setLevel(logging.DEBUG)
 

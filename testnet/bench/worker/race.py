@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -27,8 +28,6 @@ from farandole.training.data.batches import Batches
 from farandole.training.data.dataset import build_sampler
 from farandole.training.inner.optimizer import learning_rate
 from farandole.training.model.model import build_model, language_loss
-
-from .server import Server
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 # A contribution takes some seconds on these lines; a member that is gone is not waited for (`race`).
@@ -53,7 +52,7 @@ def take_step(
 class DiLoCoMember:
     """One member; its process runs in a home of its own."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         os.nice(TRAINING_NICENESS)  # as trainers are
         torch.set_num_threads(1)
         self._group = ""

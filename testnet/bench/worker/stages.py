@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -43,7 +44,6 @@ from farandole.training.engine.replica import Recipe, Replica
 from farandole.training.model.model import Transformer, build_model, cross_entropy, language_loss
 
 from ..process import ANSWER_TIMEOUT, BenchError
-from .server import Server
 
 RUN_ID: Final = bytes(32)
 # 3.6 M parameters: four stages of two layers, and microbatches that take some tens of milliseconds on a core.
@@ -124,7 +124,7 @@ def author() -> bytes:
 class WholeModel:
     """Trains the whole model alone, and sums the gradients of the same microbatches: the baseline for stages."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         os.nice(TRAINING_NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class StageNode:
     _service: PipelineService
     _trainer: Trainer
 
-    def __init__(self, server: Server) -> None:
-        self._stack = server.stack
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
         self._authors: list[bytes] = []
 
     async def listen(self, manifest: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class LineStage(nn.Module):
 class TorchRank:
     """The process of one stage."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         os.nice(TRAINING_NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], stage: int, schedule: str, steps: int, rendezvous: str) -> dict[str, Any]:

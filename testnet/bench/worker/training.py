@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
@@ -26,8 +27,6 @@ from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import build_model, language_loss
 from farandole.training.screening.rule import Encounter
-
-from .server import Server
 
 RUN_ID: Final = bytes(32)
 # A partner that the guard has not met before, and of whose contribution it asks for the losses.
@@ -83,7 +82,7 @@ def rate_of(learner: PlainSteps | Learner, manifest: Manifest, device: Device, s
 class PlainTrainer:
     """A process that runs a loop."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         torch.set_num_threads(1)  # as a testnet's nodes have
 
     def learn(
@@ -113,7 +112,7 @@ class EndingTrainer:
 
     _learner: Learner
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         os.nice(TRAINING_NICENESS)  # as trainers are
         self._seconds: dict[str, float] = {}
 
@@ -164,7 +163,7 @@ class SavingTrainer:
     _learner: Learner
     _save: Callable[[], None]
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         os.nice(TRAINING_NICENESS)  # as trainers are
         self._reports: list[tuple[float, Saved]] = []
 

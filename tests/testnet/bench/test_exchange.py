@@ -72,7 +72,7 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = worker_command("no such part")
     with open_worker("broken", command, log) as worker, pytest.raises(BenchError, match="broken"):
-        worker.ask("open", address=None)
+        worker.ask("listen")
     assert "no such part" in log.read_text()
 
 

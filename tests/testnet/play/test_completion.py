@@ -17,9 +17,7 @@ PROGRAM = Path(sys.executable).with_name("farandole")
     ("line", "completed"),
     [
         ("farandole jo", ["join"]),
-        ("farandole config ", ["init", "show", "check"]),
         ("farandole testnet compa", ["compare"]),
-        ("farandole join --upload", ["--upload-mbit"]),
         ("farandole join --log-level w", ["warning"]),
     ],
 )

@@ -1,9 +1,8 @@
-"""What the parts of a benchmark's process share: the answers, the payloads, and the measurements of the process."""
+"""A benchmark's payloads in shared memory, and what its processes measure of themselves."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import mmap
 import os
@@ -20,23 +19,6 @@ from farandole.node.base.system.memory import map_shared_memory
 # Sleep of the watched loop's task.
 NAP: Final = 0.001
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-class Server:
-    """The parts of its process that the answering object may use."""
-
-    def __init__(self, control: trio.SocketStream, stack: contextlib.AsyncExitStack) -> None:
-        self.stack = stack
-        """Closed when the requests end."""
-        self._control = control
-
-    async def announce(self, address: str) -> None:
-        """Answer the present request with an address before its method returns, which must then return None."""
-        await self.answer({"address": address})
-
-    async def answer(self, figures: dict[str, Any]) -> None:
-        """Send one answer."""
-        await self._control.send_all(json.dumps(figures).encode() + b"\n")
 
 
 def map_payload(descriptor: int) -> memoryview:
