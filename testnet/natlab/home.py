@@ -135,7 +135,7 @@ class Home:
             router.switch_on(CUSTOMER_IP, CARRIER_IP)
         if not self.routers[-1].is_translating:
             outer = self.address if len(self.routers) == 1 else CUSTOMER_IP
-            self.hosts[0] = Location(outer, enter=self.hosts[0].enter)
+            self.hosts[0] = Location(outer, namespace=self.hosts[0].namespace)
 
     @property
     def _link(self) -> str:

@@ -112,7 +112,7 @@ class Lab:
             ip = _HOST_IP.format(host=_FIRST_HOST + number)
             if innermost.is_translating:
                 machine.run(f"ip address add {ip}/24 dev eth0; ip route add default via {_ROUTER_IP}")
-            home.hosts.append(Location(ip, enter=machine.enter))
+            home.hosts.append(Location(ip, namespace=machine))
         home.start()
 
     def _wire_ipv6(self, home: Home, machines: list[Namespace], *, is_alone: bool) -> None:
@@ -131,7 +131,7 @@ class Lab:
                 ip -6 route add default via {ROUTER_LINK_IP} dev eth0
             """)
             if is_alone:
-                home.hosts[number] = Location(ip, enter=machine.enter)
+                home.hosts[number] = Location(ip, namespace=machine)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ kernel gives no other user a namespace with a device whose rate they can limit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import struct
@@ -51,18 +52,6 @@ class CommandError(FarandoleError):
 
 
 @dataclass(frozen=True)
-class Location:
-    """The place where a node runs."""
-
-    ip: str = "127.0.0.1"
-    """The address on which the node listens."""
-    port: int | None = None
-    """The port on which the node listens; None: any free one."""
-    enter: Sequence[str] = ()
-    """The command prefix that runs a command in this place."""
-
-
-@dataclass(frozen=True)
 class Namespace:
     """A network namespace, by the process that holds it."""
 
@@ -77,9 +66,42 @@ class Namespace:
         """Run a shell script in the namespace, and return its output; raises `CommandError` if a line of it fails."""
         return _run([*self.enter, "sh", "-euc", script], given)
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter the namespace in this thread: a socket or device that is made meanwhile belongs to it for good."""
+        with Path("/proc/thread-self/ns/net").open() as own, Path(f"/proc/{self.holder}/ns/net").open() as its:
+            _set_namespace(its.fileno())
+            try:
+                yield
+            finally:
+                _set_namespace(own.fileno())
+
     def shape(self, device: str, mbit: float) -> None:
         """Limit a device's sending rate to ``mbit`` Mbit/s; raises `CommandError`."""
         self.run(f"tc qdisc replace dev {device} root tbf rate {mbit:g}mbit burst {_BURST} latency {_BUFFER}")
+
+
+def _set_namespace(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)  # `os.setns` comes with Python 3.12
+    if libc.setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@dataclass(frozen=True)
+class Location:
+    """The place where a node runs."""
+
+    ip: str = "127.0.0.1"
+    """The address on which the node listens."""
+    port: int | None = None
+    """The port on which the node listens; None: any free one."""
+    namespace: Namespace | None = None
+    """The network that it is in; None: the machine's own."""
+
+    @property
+    def enter(self) -> Sequence[str]:
+        """Return the command prefix that runs a command in this place."""
+        return self.namespace.enter if self.namespace else ()
 
 
 @contextlib.contextmanager
@@ -112,12 +134,10 @@ def open_tun(namespace: Namespace, name: str) -> Iterator[int]:
     """Open a TUN device in the namespace, up, without an address; the descriptor reads and writes IP packets."""
     import fcntl  # only Linux has it (`require`)
 
-    descriptor = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
+    with namespace.entered():
+        descriptor = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
     try:
-        # It is created outside, where another testnet may have one of that name: the kernel numbers it.
-        request = struct.pack("16sH", b"farandole%d", _IFF_TUN | _IFF_NO_PI)
-        born = fcntl.ioctl(descriptor, _TUNSETIFF, request)[:16].rstrip(b"\0").decode()
-        _run(["ip", "link", "set", "dev", born, "netns", str(namespace.holder), "name", name])
+        fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
         namespace.run(f"ip link set dev {name} up")
         yield descriptor
     finally:

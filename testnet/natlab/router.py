@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import socket
 import struct
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -106,8 +104,9 @@ class HomeRouter:
             ip link set dev {LAN} down
             ip address flush dev {WAN}
             nft delete table inet {TABLE}
-            {shlex.quote(sys.executable)} -m farandole.testnet.natlab.router
         """)
+        with self.namespace.entered():
+            flush()
         if not self.is_translating:
             self.inner_host.run("ip address flush dev eth0")
         self.is_on = False
@@ -143,7 +142,7 @@ class HomeRouter:
 
 
 def flush() -> None:
-    """Delete all tracked connections of this network namespace, as a router does when it reboots; raises `OSError`.
+    """Delete all tracked connections of the present namespace, as a router does when it reboots; raises `OSError`.
 
     By netlink, so that the package conntrack is not needed.
     """
@@ -157,7 +156,3 @@ def flush() -> None:
     (error,) = struct.unpack_from("=i", answer, struct.calcsize(_HEADER))
     if error:
         raise OSError(-error, os.strerror(-error))
-
-
-if __name__ == "__main__":
-    flush()

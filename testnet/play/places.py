@@ -46,7 +46,7 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
                 home.set_loss(settings.loss)
                 # Nodes that can dial nothing but HTTPS must be able to dial the public nodes.
                 port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
-                lodgings += [Lodging(Location(_ANY_IP, port, host.enter), home) for host in home.hosts]
+                lodgings += [Lodging(Location(_ANY_IP, port, host.namespace), home) for host in home.hosts]
             yield lodgings[: played.nodes]
     else:
         yield [Lodging(Location())] * played.nodes
@@ -70,7 +70,7 @@ def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Lo
             ports.append((ip, stack.enter_context(open_tun(namespace, LINK_DEVICE))))
             namespace.run(f"ip address add {ip}/24 dev {LINK_DEVICE}")
             namespace.shape(LINK_DEVICE, link.up_mbit)
-            places.append(Location(ip, enter=namespace.enter))
+            places.append(Location(ip, namespace=namespace))
         down, delay = link.down_mbit * 1e6 / 8, link.delay_ms / 1e3
         forwarder = [sys.executable, "-m", "farandole.testnet.natlab.link_forwarder", str(down), str(delay)]
         forwarder += [f"{ip}={descriptor}" for ip, descriptor in ports]

@@ -7,15 +7,12 @@ outgoing one, and a simultaneous open (RFC 9293, section 3.5) look alike.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import trio
@@ -34,7 +31,6 @@ _REPEAT_INTERVAL: Final = 0.1
 # Each trial uses fresh ports, so that no NAT remembers them.
 _FIRST_PORT: Final = 20_000
 _BACKLOG: Final = 16
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)  # `os.setns` comes with Python 3.12
 
 Address = tuple[str, int]
 Name = TypeVar("Name", bound=Hashable)
@@ -42,21 +38,13 @@ Name = TypeVar("Name", bound=Hashable)
 
 def socket_in(place: Location, port: int = 0) -> trio.socket.SocketType:
     """Return a TCP socket in the place's namespace, bound to a port that several sockets may share."""
-    with Path("/proc/thread-self/ns/net").open() as here, Path(place.enter[1].removeprefix("--net=")).open() as there:
-        _enter(there.fileno())
-        try:
-            made = socket.socket()
-        finally:
-            _enter(here.fileno())
+    assert place.namespace is not None
+    with place.namespace.entered():
+        made = socket.socket()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         made.setsockopt(socket.SOL_SOCKET, option, 1)
     made.bind(("0.0.0.0", port))
     return trio.socket.from_stdlib_socket(made)
-
-
-def _enter(namespace: int) -> None:
-    if _LIBC.setns(namespace, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass
