@@ -12,7 +12,7 @@ from ...patience import PATIENCE
 from .mesh_node import PORT
 from .test_mesh import Node, open_nodes
 
-LEASE_SECONDS = 4
+LEASE_SECONDS = 2
 
 
 def is_public_at(node: Node, home: Home) -> bool:

@@ -94,7 +94,7 @@ def has_let_go(node: Node, relay: Node) -> Callable[[], bool]:
     return lambda: relay.name not in node.told["relays"] and relay.name not in node.told["paths"]
 
 
-async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: Lab) -> None:
+async def test_who_can_punch_becomes_direct_the_others_stay_relayed_and_a_new_address_is_found(lab: Lab) -> None:
     kinds = ("open", "open", "port-restricted", "carrier", "symmetric", "symmetric")
     with trio.fail_after(PATIENCE):
         async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
@@ -112,6 +112,12 @@ async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: La
             await until(lambda: near.path(far) == far.path(near) == "punched")
             await hard.dial(harder)
             await until(lambda: hard.path(harder) == harder.path(hard) == "relayed")
+            home = lab.homes[2]
+            home.change_address()
+            await until(lambda: near.told["observed"] == [home.address])
+            await until(has_relays(near))
+            await hard.dial(near)
+            await until(lambda: hard.path(near) != "")
 
 
 async def test_homes_with_other_versions_of_ip_meet_through_relays_with_both(lab: Lab) -> None:
@@ -159,20 +165,3 @@ async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab:
             await until(has_relays(harder))
             await hard.dial(harder)
             await until(lambda: hard.path(harder) == "relayed")
-
-
-async def test_a_home_with_a_new_address_is_reached_again(lab: Lab) -> None:
-    homes = [lab.add_home(kind) for kind in ("open", "open", "port-restricted", "symmetric")]
-    with trio.fail_after(PATIENCE):
-        async with open_nodes(homes, lab.leash) as nodes:
-            one, two, moving, other = nodes
-            for node in (two, moving, other):
-                await node.dial(one)
-            for node in (moving, other):
-                await node.dial(two)
-                await until(has_relays(node))
-            homes[2].change_address()
-            await until(lambda: moving.told["observed"] == [homes[2].address])
-            await until(has_relays(moving))
-            await other.dial(moving)
-            await until(lambda: other.path(moving) != "")

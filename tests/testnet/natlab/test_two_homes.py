@@ -106,13 +106,17 @@ farandole1...
         pytest.param("forwarded", "6", marks=pytest.mark.soak),
         pytest.param("forwarded", "4", marks=pytest.mark.soak),
         pytest.param("one-to-one", "4", marks=pytest.mark.soak),
-        ("docker", "4"),  # with a forwarded port and a machine whose address is mapped one to one
+        # With a forwarded port and a machine whose address is mapped one to one.
+        pytest.param("docker", "4", marks=pytest.mark.soak),
     ],
 )
 async def test_a_port_that_its_owner_opens_lets_the_second_home_in(
     lab: Lab, tmp_path: Path, kind: str, families: str
 ) -> None:
-    """The first node knows no peer that could tell it its public address: only its owner knows it."""
+    """The first node knows no peer that could tell it its public address: only its owner knows it.
+
+    The test of the hotel below opens a port too, in `make test`.
+    """
     page = two_machines()
     second, options = page.index("On every other machine"), page.index("A run is open by default")
     again = opened_by_hand(page)

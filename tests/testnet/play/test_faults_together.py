@@ -85,6 +85,7 @@ async def status_of(home: Path) -> NodeStatus:
     return msgspec.convert(await trio.to_thread.run_sync(partial(call, home, "status")), NodeStatus)
 
 
+@pytest.mark.soak  # the nodes above have wrong clocks too, and tests/testnet/simulate/test_state.py has all of them
 @pytest.mark.usefixtures("faketime")
 async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_right(tmp_path: Path) -> None:
     """Two clocks of four: an hour fast and 1 % too fast, and a month slow."""
