@@ -40,8 +40,6 @@ class Home:
     routers: list[HomeRouter]
     """The home's routers, the outermost first."""
     leash: Leash
-    machines: list[Namespace]
-    """Where the hosts are."""
     delay_ms: float = 0.0
     """The line's delay of each packet, one way."""
     loss: float = 0.0

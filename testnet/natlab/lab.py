@@ -40,7 +40,6 @@ class Lab:
     leash: Leash
     homes: list[Home] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _num_cables: int = 0
 
     def add_home(self, kind: str, hosts: int = 1, families: str = "4") -> Home:
         """Add a home of one of `KINDS`, with hosts on one LAN; a public host is one in an open home.
@@ -68,23 +67,13 @@ class Lab:
             )
         if "6" in families:
             routers[0].prefix = _PREFIX.format(home=index)
-        home = Home(home_kind, index, [], self.internet, routers, self.leash, machines)
+        home = Home(home_kind, index, [], self.internet, routers, self.leash)
         self._stack.callback(home.close)
         self._wire(home, machines)
         if "6" in families:
             self._wire_ipv6(home, machines, is_alone="4" not in families)
         self.homes.append(home)
         return home
-
-    def lay_cable(self, one: Home, other: Home) -> tuple[str, str]:
-        """Connect the first hosts of two homes with each other; return their addresses there."""
-        self._num_cables += 1
-        name, ips = f"cable{self._num_cables}", [f"10.77.{self._num_cables}.{end}" for end in (1, 2)]
-        near, far = one.machines[0], other.machines[0]
-        near.run(f"ip link add {name} type veth peer name {name} netns {far.holder}")
-        for machine, ip in zip((near, far), ips, strict=True):
-            machine.run(f"ip address add {ip}/24 dev {name}; ip link set dev {name} up")
-        return ips[0], ips[1]
 
     def _wire(self, home: Home, machines: list[Namespace]) -> None:
         outermost, innermost = home.routers[0], home.routers[-1]

@@ -60,7 +60,7 @@ class DiLoCoMember:
     def begin(self, manifest: dict[str, Any], author: int, step_seconds: float) -> dict[str, Any]:
         """Build the model from the run's seed; ``author`` draws the batches."""
         checked: Manifest = manifest_from_dict(manifest)
-        self._inner, self._context = checked.inner, checked.model.context
+        self._inner = checked.inner
         self._step_seconds = step_seconds
         self._module = build_model(checked.model, checked.seed)
         self._theta = dict(self._module.named_parameters())

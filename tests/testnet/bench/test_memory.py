@@ -112,7 +112,7 @@ pytestmark = pytest.mark.started  # a fork shares memory
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(codec: Codec) -> None:
-    model = msgspec.structs.replace(preset("10M"), num_layers=2, context=64)
+    model = msgspec.structs.replace(preset("10M"), num_layers=6, context=64)
     manifest = Manifest(name="a", model=model, outer=NoLoCoConfig(codec=codec))
     needs, num_activations = needs_of(manifest), activation_bytes(manifest, 0)
 
@@ -137,7 +137,7 @@ def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(cod
 
 
 def test_a_lean_trainer_takes_half_of_it_and_layers_computed_again_keep_their_inputs() -> None:
-    model = msgspec.structs.replace(preset("10M"), num_layers=2, context=256)
+    model = msgspec.structs.replace(preset("10M"), num_layers=3, context=256)
     manifest = Manifest(name="a", model=model, outer=NoLoCoConfig(codec="int8"))
     num_parameters, ends = needs_of(manifest).num_parameters, parts_of(model).ends
 
