@@ -273,7 +273,7 @@ class BulkService:
     def _path(self, peer: bytes) -> list[str]:
         """Return what a channel depends on: the addresses here, and at the other ends of the peer's connections."""
         own = (*self._host.own.observed_ips, *announced_ips(self._host))
-        return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
+        return [*sorted(own), "", *sorted(self._host.connections.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
         """Return the channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
@@ -390,7 +390,7 @@ class BulkService:
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancel_at_end)
-            in_use = _direct_ips(self._host.remote_addresses(race.peer))
+            in_use = _direct_ips(self._host.connections.remote_addresses(race.peer))
             for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
                 nursery.start_soon(self._dial, race, address, True)

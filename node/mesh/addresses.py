@@ -155,19 +155,18 @@ class LatestAddresses:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def add(self, peer: bytes, addresses: Iterable[str]) -> list[str]:
-        """Remember the valid addresses, and return them; new ones replace the oldest."""
+    def add(self, peer: bytes, addresses: Iterable[str]) -> None:
+        """Remember the valid addresses; new ones replace the oldest."""
         known = self._peers.setdefault(peer, {})
         self._peers.move_to_end(peer)
-        good = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address)]
-        for address in good:
-            known.pop(address, None)
-            known[address] = None
+        for address in addresses:
+            if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address):
+                known.pop(address, None)
+                known[address] = None
         while len(known) > MAX_ADDRESSES:
             del known[next(iter(known))]
         while len(self._peers) > MAX_KNOWN_PEERS:
             self._peers.popitem(last=False)
-        return good
 
     def of(self, peer: bytes) -> list[str]:
         """Return the addresses known for a peer, the latest first."""

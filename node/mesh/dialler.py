@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import trio
 
@@ -24,7 +25,7 @@ from ..base.streams import DIAL_TIMEOUT
 from .addresses import MAX_ADDRESSES, KnownAddresses, OwnAddresses, dial_target, is_circuit_to
 from .connections import ConnectionPool
 from .gate import Gate
-from .libp2p_parts import HopMessage, PeerId, RelayStatus, encode_delimited, receive_message
+from .libp2p_parts import HopMessage, PeerId, RelayStatus, StopMessage, encode_delimited, receive_message
 from .links import RawLink, Socket, connect_from
 from .upgrading import Upgrader
 from .yamux import Libp2pStream, MuxedConn
@@ -42,6 +43,8 @@ CIRCUIT_TIMEOUT = 7.0
 # round trips of the slowest lines.
 DIRECT_HEAD_START = 1.0
 MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES
+
+M = TypeVar("M", HopMessage, StopMessage)
 
 
 class Circuit(RawLink):
@@ -67,41 +70,35 @@ class Circuit(RawLink):
 class Dial:
     """One attempt to reach a peer, shared by all callers that dial it."""
 
-    def __init__(self, is_direct: bool, own: Iterable[tuple[str, int]]) -> None:
-        """``own``: where this node itself listens; homes behind most routers use the same private addresses."""
+    def __init__(self, is_direct: bool) -> None:
+        """``is_direct``: no relay is tried."""
         self.is_direct = is_direct
-        self._own = frozenset(own)
         self.began_at = trio.current_time()
         self.done = trio.Event()
         self.news = trio.Event()  # another address, or the end of an attempt
-        self.addresses: list[str] = []
+        self.tried: set[str] = set()
         self.winner: tuple[str, MuxedConn] | None = None
         self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
-        self._untried: list[str] = []
 
-    def offer(self, addresses: Iterable[str]) -> None:
-        """Add addresses to try."""
-        new = [address for address in dict.fromkeys(addresses) if address not in self.addresses]
-        fresh = new[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
-        self.addresses += fresh
-        self._untried += fresh
-        self.news.set()
+    def next_address(
+        self, peer: bytes, known: Sequence[str], own: Collection[tuple[str, int]], *, is_trying: bool
+    ) -> str | None:
+        """Return the next of the known addresses to try now, if any.
 
-    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
-        """Return the next address to try now, if any.
-
-        IPv6 and other addresses come in turn (RFC 8305, section 4), and relays after the direct ones.
+        IPv6 and other addresses come in turn (RFC 8305, section 4), and relays after the direct ones. ``own``: where
+        this node itself listens; homes behind most routers use the same private addresses.
         """
-        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
+        direct = [a for a in known if (target := dial_target(a, peer)) is not None and target not in own]
         ipv6 = [address for address in direct if address.startswith("/ip6/")]
         others = [address for address in direct if not address.startswith("/ip6/")]
         candidates = [a for pair in itertools.zip_longest(ipv6, others) for a in pair if a is not None]
         if not (self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START)):
-            candidates += [address for address in self.addresses if is_circuit_to(address, peer)]
-        address = next((address for address in candidates if address in self._untried), None)
-        if address is not None:
-            self._untried.remove(address)
+            candidates += [address for address in known if is_circuit_to(address, peer)]
+        address = next((address for address in candidates if address not in self.tried), None)
+        if address is None or len(self.tried) >= MAX_DIALLED_ADDRESSES:
+            return None
+        self.tried.add(address)
         return address
 
 
@@ -134,16 +131,18 @@ class Dialler:
 
         Invalid addresses are skipped; new ones replace the oldest. A dial of this peer that is running tries them too.
         """
-        self._offer(peer, self.known.trusted.add(peer, addresses))
+        self.known.trusted.add(peer, addresses)
+        self._note_news(peer)
 
     def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
         """Remember addresses of a peer from itself or from others; these are dialled with caution."""
-        self._offer(peer, self.known.hearsay.add(peer, addresses))
+        self.known.hearsay.add(peer, addresses)
+        self._note_news(peer)
 
-    def _offer(self, peer: bytes, addresses: Sequence[str]) -> None:
-        for (dialled, _), dial in self._dials.items():
-            if dialled == peer:
-                dial.offer(addresses)
+    def _note_news(self, peer: bytes) -> None:
+        for is_direct in (False, True):
+            if (dial := self._dials.get((peer, is_direct))) is not None:
+                dial.news.set()
 
     # Streams and connections
 
@@ -188,9 +187,8 @@ class Dialler:
             while not is_done():
                 dial = self._dials.get((peer, is_direct))  # shared with all callers that dial it now
                 if dial is None:
-                    dial = self._dials[peer, is_direct] = Dial(is_direct, self.own.interfaces)
+                    dial = self._dials[peer, is_direct] = Dial(is_direct)
                     self._nursery.start_soon(self._run, peer, dial)
-                dial.offer(addresses)
                 await dial.done.wait()
                 if dial.error is not None and not is_done():
                     raise PeerUnreachableError(str(dial.error))
@@ -202,7 +200,6 @@ class Dialler:
                 raise PeerUnreachableError("this is myself")
             if self.connections.is_offline:
                 raise PeerUnreachableError("this node is offline for now")
-            dial.offer(self.known.of(peer))
             with trio.move_on_after(DIAL_TIMEOUT):
                 await self._race(peer, dial)
             if dial.winner is None:
@@ -240,7 +237,7 @@ class Dialler:
             while True:
                 dial.news = trio.Event()
                 is_trying = bool(nursery.child_tasks)
-                address = dial.next_address(peer, is_trying=is_trying)
+                address = dial.next_address(peer, self.known.of(peer), self.own.interfaces, is_trying=is_trying)
                 if address is not None:
                     nursery.start_soon(attempt, address)
                     with trio.move_on_after(DIAL_STAGGER):
@@ -296,26 +293,11 @@ class Dialler:
                 relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
                 await self.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
                 question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(peer)))
-                stream, _ = await self.ask_relay(relay, question)
+                stream = await self.open_stream(relay, HOP_PROTOCOL)
+                await agree(stream, question)
         except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {error!r}") from error
         return Circuit(stream, address.partition("/p2p-circuit")[0] + "/p2p-circuit")
-
-    async def ask_relay(self, relay: bytes, question: HopMessage) -> tuple[Libp2pStream, HopMessage]:
-        """Return a new stream to a relay, and its answer there; raise `PeerUnreachableError` if it refuses.
-
-        The stream is reset if there is no answer that agrees.
-        """
-        stream = await self.open_stream(relay, HOP_PROTOCOL)
-        try:
-            await stream.send_all(encode_delimited(question))
-            answer = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
-            if answer.type != HopMessage.STATUS or answer.status != RelayStatus.OK:
-                raise PeerUnreachableError(f"the relay {short_name(relay)} refuses (status {answer.status})")
-        except BaseException:  # also when cancelled: the relay must not keep a circuit that no task uses
-            stream.reset()
-            raise
-        return stream, answer
 
     async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
         """Return a TCP connection from the listening port, not authenticated yet; raise `OSError` if it fails.
@@ -326,6 +308,22 @@ class Dialler:
             if (":" in local[0]) == (":" in target[0]):
                 return Socket(await connect_from(local, target))
         raise OSError(f"nothing listens here that could dial {target[0]}")
+
+
+async def agree(stream: Libp2pStream, question: M) -> M:
+    """Ask a relay, or the target of a circuit; return its answer, or raise `PeerUnreachableError` if it refuses.
+
+    The stream is reset if there is no answer that agrees.
+    """
+    try:
+        await stream.send_all(encode_delimited(question))
+        answer = await receive_message(stream, type(question), MAX_MESSAGE_BYTES)
+        if answer.type != question.STATUS or answer.status != RelayStatus.OK:
+            raise PeerUnreachableError(f"{short_name(stream.peer)} refuses (status {answer.status})")
+    except BaseException:  # also when cancelled: the other end must not keep a circuit that no task uses
+        stream.reset()
+        raise
+    return answer
 
 
 @contextmanager

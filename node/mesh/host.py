@@ -334,18 +334,6 @@ class Host:
         """Ask a connected peer again what it runs. Raises nothing."""
         await self._identify.ask(peer)
 
-    def network_of(self, peer: bytes) -> str:
-        """Return a connected peer's network, an IPv4 /24 or an IPv6 /48; empty if it is not known."""
-        return self.connections.network_of(peer)
-
-    def remote_addresses(self, peer: bytes) -> list[str]:
-        """Return the remote multiaddrs of the connections to a peer; a relayed one's has /p2p-circuit in it."""
-        return self.connections.remote_addresses(peer)
-
-    def shut_out(self, peer: bytes, seconds: float) -> None:
-        """End every connection to a peer, and refuse new ones for ``seconds``, whichever side dials."""
-        self.connections.shut_out(peer, seconds)
-
     async def close(self) -> None:
         """Stop listening and end every connection."""
         self.acceptor.close()

@@ -7,12 +7,11 @@ modules are imported, but have not run. Only this module imports libp2p.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec, module_from_spec
 from typing import Final, TypeVar
 
@@ -163,12 +162,12 @@ def multiaddr_bytes(addresses: Iterable[str]) -> list[bytes]:
 
 def multiaddr_texts(addresses: Iterable[bytes]) -> list[str]:
     """Decode the first `MAX_ADDRESSES` multiaddrs of a message as text; skip invalid and too long ones."""
-    texts = (_text_of(address) for address in addresses if len(address) <= MAX_ADDRESS_BYTES)
-    return list(itertools.islice(filter(is_multiaddr, texts), MAX_ADDRESSES))
-
-
-def _text_of(address: bytes) -> str:
-    try:
-        return str(Multiaddr(address))
-    except Exception:  # the library raises many kinds of errors for bytes that are no address
-        return ""
+    texts: list[str] = []
+    for address in addresses:
+        if len(texts) == MAX_ADDRESSES:
+            break
+        # The library raises many kinds of errors for bytes that are no address.
+        with suppress(Exception):
+            if len(address) <= MAX_ADDRESS_BYTES and is_multiaddr(text := str(Multiaddr(address))):
+                texts.append(text)
+    return texts

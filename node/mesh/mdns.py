@@ -12,7 +12,7 @@ import ipaddress
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import ifaddr
@@ -88,9 +88,8 @@ class Mdns:
     def __init__(self, host: Host, run_ids: Sequence[bytes]) -> None:
         self._host = host
         self._names = [local_name(run_id) for run_id in run_ids]
-        self.unresolved: OrderedDict[str, None] = OrderedDict()
+        self._found, self.unresolved = trio.open_memory_channel[str](MAX_NAMES)
         """Service names that wait to be resolved, the oldest first."""
-        self._news = trio.Event()  # a name
         self._arrival = trio.Event()  # a neighbour
         self.neighbours: OrderedDict[bytes, list[str]] = OrderedDict()
         """Peer -> its addresses, the one heard from last at the end."""
@@ -134,11 +133,11 @@ class Mdns:
                 )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._resolve, responder)
-                nursery.start_soon(self._connect)
-                while True:
-                    await trio.sleep(CHECK_INTERVAL)
-                    if self._ips() != ips:
-                        break
+                while self._ips() == ips:
+                    self._arrival = trio.Event()
+                    await self._connect()
+                    with trio.move_on_after(CHECK_INTERVAL):
+                        await self._arrival.wait()
                 nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
@@ -150,33 +149,26 @@ class Mdns:
         here = sorted(
             (address for address in self._host.own.interfaces if address[0] in ips), key=lambda a: ":" in a[0]
         )
-        if not here:
-            return []
-        port = here[0][1]
         return [
             ServiceInfo(
                 SERVICE_TYPE,
                 f"{name}-{self._host.peer_id[-16:]}.{SERVICE_TYPE}",
-                port=port,
+                port=here[0][1],
                 properties={PEER_PROPERTY: self._host.peer_id.encode()},
-                parsed_addresses=[ip for ip, own in here if own == port],
+                parsed_addresses=[ip for ip, own in here if own == here[0][1]],
                 server=f"{self._host.peer_id[-32:].lower()}.local.",
             )
-            for name in self._names
+            for name in (self._names if here else ())
         ]
 
     def note(self, name: str) -> None:
         """Queue a service name of one of our runs for resolution; at most `MAX_NAMES` wait."""
-        if any(name.startswith(f"{ours}-") for ours in self._names) and len(self.unresolved) < MAX_NAMES:
-            self.unresolved[name] = None
-            self._news.set()
+        if any(name.startswith(f"{ours}-") for ours in self._names):
+            with suppress(trio.WouldBlock):
+                self._found.send_nowait(name)
 
     async def _resolve(self, responder: Zeroconf) -> None:
-        while True:
-            while not self.unresolved:
-                self._news = trio.Event()
-                await self._news.wait()
-            name, _ = self.unresolved.popitem(last=False)
+        async for name in self.unresolved:
             info = await trio.to_thread.run_sync(
                 lambda name=name: responder.get_service_info(SERVICE_TYPE, name, int(1000 * RESOLVE_TIMEOUT))
             )
@@ -196,23 +188,20 @@ class Mdns:
         self._arrival.set()
 
     async def _connect(self) -> None:
-        while True:
-            self._arrival = trio.Event()
-            num_connected = sum(peer in self._host.connected for peer in self.neighbours)
-            for peer, addresses in list(self.neighbours.items()):
-                is_due = self._backoff.is_due(peer, addresses, trio.current_time())
-                if num_connected >= MAX_CONNECTED or not is_due or peer in self._host.connected:
-                    continue
-                try:
-                    await self._host.connect(peer, addresses, timeout=NEIGHBOUR_DIAL_TIMEOUT)
-                except PeerUnreachableError as error:
-                    logger.debug("a neighbour did not answer: %s", error)
-                    self._backoff.note_failure(peer, addresses, trio.current_time())
-                else:
-                    self._backoff.note_success(peer)
-                    num_connected += 1
-            with trio.move_on_after(CHECK_INTERVAL):
-                await self._arrival.wait()
+        """Dial the neighbours that are due, until enough are connected."""
+        for peer, addresses in list(self.neighbours.items()):
+            connected = self._host.connected
+            if len(connected & self.neighbours.keys()) >= MAX_CONNECTED:
+                return
+            if peer in connected or not self._backoff.is_due(peer, addresses, trio.current_time()):
+                continue
+            try:
+                await self._host.connect(peer, addresses, timeout=NEIGHBOUR_DIAL_TIMEOUT)
+            except PeerUnreachableError as error:
+                logger.debug("a neighbour did not answer: %s", error)
+                self._backoff.note_failure(peer, addresses, trio.current_time())
+            else:
+                self._backoff.note_success(peer)
 
 
 @asynccontextmanager

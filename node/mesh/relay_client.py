@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import trio
 
 from farandole.protocol.mesh.relay import (
+    HOP_PROTOCOL,
     MAX_MESSAGE_BYTES,
     RESERVATION_SECONDS,
     STOP_PROTOCOL,
@@ -26,7 +27,7 @@ from farandole.protocol.wire.identity import public_key_of_bytes, short_name
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT
 from .addresses import distance_class
-from .dialler import CIRCUIT_TIMEOUT, Circuit, Dialler
+from .dialler import CIRCUIT_TIMEOUT, Circuit, Dialler, agree
 from .libp2p_parts import HopMessage, RelayStatus, StopMessage, encode_delimited, multiaddr_texts, receive_message
 from .upgrading import ProtocolHandlers
 from .yamux import Libp2pStream
@@ -88,7 +89,8 @@ class RelayClient:
         try:
             with trio.fail_after(DIAL_TIMEOUT):
                 await self._dialler.connect(relay, is_direct=True)
-                stream, answer = await self._dialler.ask_relay(relay, HopMessage(type=HopMessage.RESERVE))
+                stream = await self._dialler.open_stream(relay, HOP_PROTOCOL)
+                answer = await agree(stream, HopMessage(type=HopMessage.RESERVE))
         except (trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"{short_name(relay)} gives no answer to a reservation") from error
         stream.reset()

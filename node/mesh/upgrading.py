@@ -240,8 +240,7 @@ class Upgrader:
         with trio.fail_after(HANDSHAKE_TIMEOUT):
             await self._begin(link)
             await Negotiation(link.read, link.write).propose(NOISE)
-            session, _ = await self._authenticate(link, peer)
-            return session
+            return (await self._authenticate(link, peer))[0]
 
     async def prove(self, peer: bytes, target: tuple[str, int]) -> None:
         """Dial a peer, and hang up as soon as it has authenticated itself.

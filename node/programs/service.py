@@ -107,29 +107,26 @@ class ProgramService:
             try:
                 with trio.fail_after(LOCAL_SECONDS):
                     request = await _receive(connection)
-                await self._answer(connection, request)
+                match request:
+                    case Open():
+                        await self._open(connection, request)
+                    case Listen():
+                        await self._listen(connection, request.name)
+                    case Take():
+                        await self._take(connection, request.ticket)
+                    case HoldNote():
+                        await self._hold_note(connection, request)
+                    case FindNotes(name):
+                        found = self._find_notes().items()
+                        notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
+                        await _say(connection, NotesFound(notes))
+                    case Provide(file):
+                        await self._provide(connection, file)
+                    case FindProviders(file, seconds):
+                        providers = await self._host.dht.find_providers(file_key(self._run_id, file), seconds)
+                        await _say(connection, ProvidersFound([peer_id_of(peer) for peer, _ in providers]))
             except FarandoleError as error:
                 await _say(connection, Refused(str(error)))
-
-    async def _answer(self, connection: trio.SocketStream, request: Request) -> None:
-        match request:
-            case Open():
-                await self._open(connection, request)
-            case Listen():
-                await self._listen(connection, request.name)
-            case Take():
-                await self._take(connection, request.ticket)
-            case HoldNote():
-                await self._hold_note(connection, request)
-            case FindNotes(name):
-                found = self._find_notes().items()
-                notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
-                await _say(connection, NotesFound(notes))
-            case Provide(file):
-                await self._provide(connection, file)
-            case FindProviders(file, seconds):
-                providers = await self._host.dht.find_providers(file_key(self._run_id, file), seconds)
-                await _say(connection, ProvidersFound([peer_id_of(peer) for peer, _ in providers]))
 
     # Streams
 

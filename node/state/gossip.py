@@ -98,8 +98,8 @@ class GossipService:
         self._rng = rng
         self._unix = unix
 
-        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of)
-        state.places.protect(lambda author: author in host.connected)
+        self._gossip = Gossip(state, writer.author, rng, base_period, host.connections.network_of)
+        state.places.protect(lambda author: author in host.connections.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
         self._waiting = trio.lowlevel.ParkingLot()  # for new entries
@@ -121,10 +121,10 @@ class GossipService:
         No decision here depends on it. What was compared before this machine's clock was set, or before the machine
         slept, does not count.
         """
-        lead, connected = self._unix() - trio.current_time(), self._host.connected
+        lead, connected = self._unix() - trio.current_time(), self._host.connections.connected
         return judge_clock(
             votes_of(
-                (peer, self._host.network_of(peer), ahead)
+                (peer, self._host.connections.network_of(peer), ahead)
                 for peer, (ahead, lead_then) in self._clocks.items()
                 if peer in connected and abs(lead - lead_then) < CLOCK_SET_SECONDS
             )
@@ -218,7 +218,7 @@ class GossipService:
             self._gossip.unreachable(peer, trio.current_time())
             if isinstance(error, FloodError):
                 logger.warning("%s floods this node, and is kept out for a while: %s", short_name(peer), error)
-                self._host.shut_out(peer, SHUT_OUT_SECONDS)
+                self._host.connections.shut_out(peer, SHUT_OUT_SECONDS)
             raise
         self._take_note(report.new)
 
@@ -254,7 +254,7 @@ class GossipService:
 
         with trio.move_on_after(JOIN_TIMEOUT):
             while len(done) < NUM_JOIN_SESSIONS:
-                known = self._host.connected | set(self._gossip.candidates(trio.current_time()))
+                known = self._host.connections.connected | set(self._gossip.candidates(trio.current_time()))
                 fresh = sorted(known - asked)
                 if not fresh:
                     break
@@ -279,7 +279,7 @@ class GossipService:
                 nursery.start_soon(self._sync_with, silent, True)
             for _ in range(SYNC_ATTEMPTS):
                 partner = self._gossip.choose_partner(trio.current_time())
-                connected = sorted(self._host.connected)
+                connected = sorted(self._host.connections.connected)
                 if partner is None and not connected:
                     break
                 if await self._sync_with(partner or self._rng.choice(connected), with_beats=partner is None):

@@ -248,7 +248,7 @@ class Membership:
 
     def networks(self) -> dict[bytes, str]:
         """Return the members that this node has reached, and the network that each is connected from, if known."""
-        return {peer: self._host.network_of(peer) for peer in self._reached}
+        return {peer: self._host.connections.network_of(peer) for peer in self._reached}
 
     @property
     def everyone(self) -> frozenset[bytes]:

@@ -108,6 +108,10 @@ class MemoryHost:
         self.network[self.author] = self
         self.own.listening.append(("127.0.0.1", 4_001))
 
+    @property
+    def connections(self) -> MemoryHost:
+        return self
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         return ["/ip4/127.0.0.1/tcp/4001"]
 

@@ -83,7 +83,7 @@ async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], fl
     """Check how far this clock is off the peers' clocks."""
 
     async def ask(peer: bytes) -> tuple[bytes, str, float]:
-        return peer, host.network_of(peer), await ask_time(host, peer, clock)
+        return peer, host.connections.network_of(peer), await ask_time(host, peer, clock)
 
     answers = await _ask_all(ask, peers[:NUM_CLOCKS])
     return find_skew(votes_of(answers)) if answers else found("clock-untold", why="no peer reports its time")

@@ -146,7 +146,7 @@ class RelayKeeper:
     async def _ask_some(self, peers: list[bytes]) -> None:
         def is_far(peer: bytes) -> bool:
             """Return whether others on the internet could dial the peer, judging by our own connections to it."""
-            addresses = (*self._host.remote_addresses(peer), *self._host.dialler.known.of(peer))
+            addresses = (*self._host.connections.remote_addresses(peer), *self._host.dialler.known.of(peer))
             return any(is_global(parts[2]) for parts in (a.split("/") for a in addresses) if len(parts) > 2)
 
         asked = sorted(peers, key=is_far, reverse=True)

@@ -84,6 +84,7 @@ class Puncher:
     def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
         is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
         if self._host.connections.is_called_by(peer) and is_due and self._may_begin(peer):
+            self._under_way.add(peer)
             nursery.start_soon(self._lead, peer)
 
     def _may_begin(self, peer: bytes) -> bool:
@@ -116,8 +117,6 @@ class Puncher:
     # The callee, which leads
 
     async def _lead(self, peer: bytes) -> None:
-        if not self._may_begin(peer):
-            return
         try:
             with self._attempt(peer):
                 async with self._observed() as observed, await self._host.open_stream(peer, DCUTR_PROTOCOL) as stream:

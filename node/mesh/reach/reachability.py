@@ -166,7 +166,7 @@ class Examiner:
         ]
 
     def _ip_of(self, peer: bytes) -> str:
-        addresses = [address.split("/") for address in self._host.remote_addresses(peer)]
+        addresses = [address.split("/") for address in self._host.connections.remote_addresses(peer)]
         return next((parts[2] for parts in addresses if parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts), "")
 
     async def _gather(

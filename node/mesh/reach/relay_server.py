@@ -22,6 +22,7 @@ from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError
 from ..addresses import MAX_ADDRESSES
 from ..admission import site_of
+from ..dialler import agree
 from ..host import Host
 from ..libp2p_parts import (
     RELAY_RSVP_DOMAIN,
@@ -62,7 +63,7 @@ class RelayServer:
         self, host: Host, key: Ed25519PrivateKey, shaping: Shaping | None = None, limits: Limits | None = None
     ) -> None:
         self._host = host
-        self._key = key
+        self._pair = create_new_key_pair(key.private_bytes_raw())
         self._limits = limits or Limits()
         self.table = RelayTable(self._limits)
         shaping = shaping or Shaping()
@@ -130,17 +131,14 @@ class RelayServer:
         if status is Status.OK:
             expires_at = int(time.time()) + self._limits.reservation_seconds
             own = [address for address in self._host.addresses if "/p2p-circuit" not in address][:MAX_ADDRESSES]
-            voucher = self._sign_voucher(stream.peer, expires_at)
+            # The voucher is an envelope (libp2p RFC 0002), from which others can see that the peer has a reservation.
+            relay, peer = peer_id_bytes(self._host.author), peer_id_bytes(stream.peer)
+            raw = Voucher(relay=relay, peer=peer, expiration=expires_at).SerializeToString()
+            signature = self._pair.private_key.sign(make_unsigned(RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE, raw))
+            voucher = Envelope(self._pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
             reservation = Reservation(expire=expires_at, addrs=multiaddr_bytes(own), voucher=voucher)
         limit = None if reservation is None else _limit_of(self._limits_of(stream.peer))
         await self._answer(stream, status, reservation, limit)
-
-    def _sign_voucher(self, peer: bytes, expires_at: int) -> bytes:
-        """Sign that a peer has a reservation: an envelope (libp2p RFC 0002) that others may check."""
-        relay, pair = peer_id_bytes(self._host.author), create_new_key_pair(self._key.private_bytes_raw())
-        raw = Voucher(relay=relay, peer=peer_id_bytes(peer), expiration=expires_at).SerializeToString()
-        signature = pair.private_key.sign(make_unsigned(RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE, raw))
-        return Envelope(pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
 
     # Circuits
 
@@ -170,22 +168,15 @@ class RelayServer:
         if not self._host.connections.is_direct(peer):
             raise PeerUnreachableError("it has gone")
         stream = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
+        if stream.is_relayed:
+            stream.reset()
+            raise PeerUnreachableError("it has gone")
+        request = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(source)), limit=limit)
         try:
-            if stream.is_relayed:
-                raise PeerUnreachableError("it has gone")
             with trio.fail_after(STOP_TIMEOUT):
-                peer_id = PeerId(id=peer_id_bytes(source))
-                request = StopMessage(type=StopMessage.CONNECT, peer=peer_id, limit=limit)
-                await stream.send_all(encode_delimited(request))
-                answer = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
-            if answer.type != StopMessage.STATUS or answer.status != RelayStatus.OK:
-                raise PeerUnreachableError(f"it refuses (status {answer.status})")
+                await agree(stream, request)
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-            stream.reset()
             raise PeerUnreachableError(repr(error)) from error
-        except BaseException:  # also when cancelled: the target must learn that no peer waits
-            stream.reset()
-            raise
         return stream
 
     async def _relay(self, first: Libp2pStream, second: Libp2pStream, limits: Limits) -> None:

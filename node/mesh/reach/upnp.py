@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import math
 import random
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urljoin, urlsplit
@@ -55,19 +54,17 @@ MAX_REPLY_BYTES: Final = 65_536
 # Longest part of a router's error text that people see.
 MAX_REASON_CHARS: Final = 80
 # Errors of the services (WANIPConnection:1, 2.4.16): another machine has the port; only permanent leases are supported.
-_NO_SUCH_MAPPING, _CONFLICT, _ONLY_ENDLESS = 714, 718, 725
+_CONFLICT, _ONLY_ENDLESS = 718, 725
 # Other outer ports to try if this machine's is taken, in the range from which systems take their own.
 NUM_TRIES: Final = 4
 _FIRST_PORT, _LAST_PORT = 49_152, 65_535
-# Between two checks whether the router still has the ports: a restart is noticed within a quarter of the minute in
-# which a node must be reachable again.
-CHECK_INTERVAL: Final = 15.0
+# The router is asked again this often, as by go-libp2p: a restart, or another outer address, is made up for within a
+# third of the minute in which a node must be reachable again.
+ASK_INTERVAL: Final = 20.0
 # Between two checks of this node's ports: the bulk channels' port opens a moment later than libp2p's.
 PORTS_INTERVAL: Final = 0.5
 # After a failure, or when the router is gone; the laptop may be in another network by then.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 300.0
-# Minimum, even if the lease is shorter.
-MIN_RENEWAL_INTERVAL: Final = 2.0
 # Ports that a node opens at most: for libp2p, and for bulk channels.
 MAX_PORTS: Final = 4
 # To close the ports; the router drops them by itself when their leases end.
@@ -94,11 +91,6 @@ class UpnpRouter:
     local_ip: str
     """This machine's address, as the router sees it."""
 
-    @property
-    def ip(self) -> str:
-        """Its inner address."""
-        return urlsplit(self.control).hostname or ""
-
     async def external_ip(self) -> str:
         """Return its outer address; raise `MappingError` on failure."""
         ip = (await self._ask("GetExternalIPAddress", {})).get("NewExternalIPAddress", "")
@@ -107,51 +99,36 @@ class UpnpRouter:
         except ValueError as error:
             raise MappingError("the router does not know its outer address") from error
 
-    async def open_port(self, port: int, outer: int, seconds: int) -> tuple[Address, float]:
+    async def open_port(self, port: int, outer: int, seconds: int) -> Address:
         """Open a port of this machine or keep it open, at this outer port or another free one; raises `MappingError`.
 
-        Return the outer address that the router reports, which behind a second router is not a public one, and the
-        seconds of the lease: infinite if the router knows no leases.
+        Return the outer address that the router reports, which behind a second router is not a public one.
         """
         for _ in range(NUM_TRIES):
-            mapping = {
-                **_name(outer),
-                "NewInternalPort": str(port),
-                "NewInternalClient": self.local_ip,
-                "NewEnabled": "1",
-                "NewPortMappingDescription": "farandole",
-                "NewLeaseDuration": str(seconds),
-            }
-            lease = float(seconds)
-            try:
+            for lease in (seconds, 0):
+                mapping = {
+                    **_name(outer),
+                    "NewInternalPort": str(port),
+                    "NewInternalClient": self.local_ip,
+                    "NewEnabled": "1",
+                    "NewPortMappingDescription": "farandole",
+                    "NewLeaseDuration": str(lease),
+                }
                 try:
                     await self._ask("AddPortMapping", mapping)
                 except MappingError as error:
-                    if error.code != _ONLY_ENDLESS:
+                    if error.code == _CONFLICT:
+                        outer = random.randint(_FIRST_PORT, _LAST_PORT)
+                        break
+                    if error.code != _ONLY_ENDLESS or not lease:
                         raise
-                    lease = math.inf
-                    await self._ask("AddPortMapping", {**mapping, "NewLeaseDuration": "0"})
-            except MappingError as error:
-                if error.code != _CONFLICT:
-                    raise
-                outer = random.randint(_FIRST_PORT, _LAST_PORT)
-            else:
-                return (await self.external_ip(), outer), lease
+                else:
+                    return await self.external_ip(), outer
         raise MappingError("the router has given the port to another machine", _CONFLICT)
 
     async def close_port(self, outer: int) -> None:
         """Close an outer port; raise `MappingError` on failure."""
         await self._ask("DeletePortMapping", _name(outer))
-
-    async def has_forgotten(self, address: Address) -> bool:
-        """Return whether the router has dropped the mapping of this outer address; raise `MappingError` on failure."""
-        try:
-            entry = await self._ask("GetSpecificPortMappingEntry", _name(address[1]))
-        except MappingError as error:
-            if error.code != _NO_SUCH_MAPPING:
-                raise
-            return True
-        return entry.get("NewInternalClient") != self.local_ip or await self.external_ip() != address[0]
 
     async def _ask(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         values = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in arguments.items())
@@ -308,11 +285,7 @@ def _local_name(element: ElementTree.Element) -> str:
 
 
 class PortKeeper:
-    """Keeps the ports of one host open, as ``host.own.mapped`` records.
-
-    It asks again before each lease ends, after a restart of the router, and when the outer address has changed. It
-    closes the ports when the node leaves.
-    """
+    """Keeps the ports of one host open, as ``host.own.mapped`` records, and closes them when the node leaves."""
 
     def __init__(self, host: Host, on_change: Callable[[], None], lease_seconds: int) -> None:
         """``on_change``: called when others may reach the host in another way."""
@@ -321,8 +294,6 @@ class PortKeeper:
         self._own = host.own
         self._on_change = on_change
         self._lease_seconds = lease_seconds
-        self._asked: list[int] = []
-        self._renew_at = 0.0
 
     async def run(self) -> None:
         """Keep the ports open until cancelled."""
@@ -343,35 +314,30 @@ class PortKeeper:
         """Keep ports open at this router until it fails; raises `MappingError` then."""
         try:
             while True:
-                await self._open(router)
+                asked = self._ports()
+                await self._open(router, asked)
                 self.has_tried.set()
-                look_at = trio.current_time() + CHECK_INTERVAL
-                while self._asked == self._ports() and trio.current_time() < self._renew_at:
+                for _ in range(round(ASK_INTERVAL / PORTS_INTERVAL)):
                     await trio.sleep(PORTS_INTERVAL)
-                    if trio.current_time() >= look_at:
-                        look_at = trio.current_time() + CHECK_INTERVAL
-                        if any([await router.has_forgotten(outer) for outer in self._own.mapped.values()]):
-                            logger.info("the router %s has begun anew, or has another address", router.ip)
-                            break
+                    if asked != self._ports():
+                        break
         except trio.Cancelled:  # this node leaves
             with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
                 await _close(router, self._own.mapped.values())
             raise
 
-    async def _open(self, router: UpnpRouter) -> None:
+    async def _open(self, router: UpnpRouter, ports: Sequence[int]) -> None:
         """Open libp2p's port, and the others if the router allows it."""
-        self._asked, before, mapped, soonest = self._ports(), self._own.mapped, dict[int, Address](), math.inf
-        for port in self._asked:
+        before, mapped = self._own.mapped, dict[int, Address]()
+        for port in ports:
             try:
                 _, outer = before.get(port, ("", port))
-                mapped[port], lease = await router.open_port(port, outer, self._lease_seconds)
-                soonest = min(soonest, lease)
+                mapped[port] = await router.open_port(port, outer, self._lease_seconds)
             except MappingError as error:
                 if not mapped:
                     raise
                 logger.debug("port %d is not sent on: %s", port, error)
-        await _close(router, [address for port, address in before.items() if port not in self._asked])
-        self._renew_at = trio.current_time() + max(soonest / 2, MIN_RENEWAL_INTERVAL)
+        await _close(router, [address for port, address in before.items() if port not in ports])
         self._note(mapped)
 
     def _note(self, mapped: dict[int, Address]) -> None:

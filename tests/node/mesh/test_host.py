@@ -52,7 +52,10 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
     async with connected_pair() as (alice, bob):
         assert alice.connected == {bob.author}
         assert alice.connections.path(bob.author) == "direct"
-        (dialled,), (dialler,) = alice.remote_addresses(bob.author), bob.remote_addresses(alice.author)
+        (dialled,), (dialler,) = (
+            alice.connections.remote_addresses(bob.author),
+            bob.connections.remote_addresses(alice.author),
+        )
         assert dialled == bob.addresses[0].split("/p2p/")[0]
         assert dialler.startswith("/ip4/127.0.0.1/tcp/")
         async with await alice.open_stream(bob.author, ECHO) as stream:
@@ -63,7 +66,7 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
             assert await stream.receive_some() == b""
         await alice.connections.disconnect(bob.author)
         assert bob.author not in alice.connected
-        assert alice.remote_addresses(bob.author) == []
+        assert alice.connections.remote_addresses(bob.author) == []
         assert alice.connections.path(bob.author) == ""
 
 
@@ -172,8 +175,8 @@ async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(mon
             return won[0]
 
         monkeypatch.setattr(alice.dialler, "dial_one", dialled)
-        dial = alice.dialler._dials[bob.author, False] = Dial(False, [])
-        dial.offer(bob.addresses)
+        dial = alice.dialler._dials[bob.author, False] = Dial(False)
+        alice.dialler.add_addresses(bob.author, bob.addresses)
         with trio.CancelScope() as scope:
             await alice.dialler._run(bob.author, dial)
         assert scope.cancelled_caught
@@ -295,12 +298,12 @@ async def test_leaving_closes_the_listener_and_every_connection() -> None:
 
 async def test_ipv6_and_ipv4_are_tried_in_turn_and_no_address_twice() -> None:
     peer = public_bytes(new_key())
-    dial = Dial(is_direct=True, own=[])
+    dial = Dial(is_direct=True)
     v4, v6 = ([form.format(i) for i in range(3)] for form in ("/ip4/1.2.3.{}/tcp/5", "/ip6/2a05::{}/tcp/5"))
-    dial.offer([*v4[:2], v6[0]])
-    tried = [dial.next_address(peer, is_trying=True) for _ in range(2)]
-    dial.offer([*v6[1:], v4[2]])
-    tried += [dial.next_address(peer, is_trying=True) for _ in range(5)]
+    known = [*v4[:2], v6[0]]
+    tried = [dial.next_address(peer, known, [], is_trying=True) for _ in range(2)]
+    known += [*v6[1:], v4[2]]
+    tried += [dial.next_address(peer, known, [], is_trying=True) for _ in range(5)]
     assert tried == [v6[0], v4[0], v6[1], v4[1], v6[2], v4[2], None]
 
 

@@ -64,6 +64,10 @@ class MemoryHost:
     def set_handler(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
         self.handlers[protocol] = handler
 
+    @property
+    def connections(self) -> MemoryHost:
+        return self
+
     def network_of(self, peer: bytes) -> str:
         return self.networks.get(peer, "")
 

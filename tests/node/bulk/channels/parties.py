@@ -65,6 +65,10 @@ class BulkHost(MemoryHost):
     def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[tuple[str, int]]]:
         return contextlib.nullcontext(self.observed)
 
+    @property
+    def connections(self) -> BulkHost:
+        return self
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/{self.remote_port}"]
 

@@ -127,19 +127,15 @@ class Home:
         self.refused = 0
         self.num_asked = 0
 
-    async def open_port(self, port: int, outer: int, seconds: int) -> tuple[Address, float]:
+    async def open_port(self, port: int, outer: int, seconds: int) -> Address:
         self.num_asked += 1
         self.answer(port)
         self.mapped[outer] = seconds
-        return (OUTER_IP, outer), seconds
+        return OUTER_IP, outer
 
     async def close_port(self, outer: int) -> None:
         self.answer()
         self.mapped[outer] = 0
-
-    async def has_forgotten(self, address: Address) -> bool:
-        self.answer()
-        return address[1] not in self.mapped
 
     def answer(self, port: int | None = None) -> None:
         if not self.is_on or port == self.refused:
@@ -155,7 +151,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Home:
         return home
 
     monkeypatch.setattr(keeper, "find_router", find_router)
-    for name, seconds in (("CHECK_INTERVAL", 0.1), ("PORTS_INTERVAL", 0.02), ("MIN_RENEWAL_INTERVAL", 0.3)):
+    for name, seconds in (("ASK_INTERVAL", 0.1), ("PORTS_INTERVAL", 0.02)):
         monkeypatch.setattr(keeper, name, seconds)
     monkeypatch.setattr(keeper, "FIRST_RETRY_AFTER", 0.1)
     return home
