@@ -19,7 +19,7 @@ import trio
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.nurseries import open_service_nursery
-from ..base.system.memory import open_shared_memory, remove_leftovers
+from ..base.system.memory import open_shared_memory, place_for_others
 from ..base.system.sockets import bound_socket, serve_door
 from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
 
@@ -92,16 +92,13 @@ class ScriptDoor:
         """Prepare the waiting loop, and stop it on the way out. Raises `TrainerError`."""
         stream = self._take()
         assert stream is not None, "a loop is waited for before"
-        folder = Path(command.settings.checkpoints) / "shared"
-        remove_leftovers(folder)
         with contextlib.ExitStack() as held:
             try:
-                places = [open_shared_memory(name, folder, is_inherited=False) for name in TrainerMemory._fields]
-                memory = TrainerMemory(*map(held.enter_context, places))
+                shared = [held.enter_context(open_shared_memory(name)) for name in TrainerMemory._fields]
             except OSError as error:
                 await _dismiss(stream, messages.Dismiss(f"the node has no memory to share: {error}"))
                 raise TrainerError(f"there is no memory to share: {error}", "detached") from error
-            trainer = ScriptTrainer(stream, memory)
+            trainer = ScriptTrainer(stream, TrainerMemory(*map(place_for_others, shared)))
             self._is_attached = True
             try:
                 await trainer.prepare(command, lambda preparing: None)

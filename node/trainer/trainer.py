@@ -23,7 +23,7 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
-from ..base.system.memory import SharedFile, counted_size, map_shared_memory, open_shared_memory, remove_leftovers
+from ..base.system.memory import counted_size, map_shared_memory, open_shared_memory
 from ..base.system.processes import ask_where, count_oom_kills, signal_name, start_child
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,11 @@ class TrainerStream:
 
 
 class TrainerMemory(NamedTuple):
-    """The memory that is shared with a trainer."""
+    """The memory that is shared with a trainer: descriptors, or paths for another program."""
 
-    outgoing: SharedFile
-    incoming: SharedFile
-    activations: SharedFile
+    outgoing: int | str
+    incoming: int | str
+    activations: int | str
 
 
 class Trainer(abc.ABC):
@@ -122,9 +122,9 @@ class Trainer(abc.ABC):
             await self.send(
                 msgspec.structs.replace(
                     command,
-                    outgoing=shared.outgoing.place,
-                    incoming=shared.incoming.place,
-                    activations=shared.activations.place,
+                    outgoing=shared.outgoing,
+                    incoming=shared.incoming,
+                    activations=shared.activations,
                 )
             )
             while isinstance(report := await self.receive(), messages.Preparing):
@@ -144,8 +144,8 @@ class Trainer(abc.ABC):
         size = 2 * num_slots * self.prepared.activation_bytes
         return memoryview(self._map(self._memory.activations, size))[:size]
 
-    def _map(self, shared: SharedFile, size: int) -> mmap.mmap:
-        self._mapped.append(map_shared_memory(shared.place, size))
+    def _map(self, place: int | str, size: int) -> mmap.mmap:
+        self._mapped.append(map_shared_memory(place, size))
         return self._mapped[-1]
 
     async def send(self, *commands: messages.Command) -> None:
@@ -184,9 +184,7 @@ class Trainer(abc.ABC):
 class ChildTrainer(Trainer):
     """A trainer process that this node has started. If it hangs, it writes its stacks to ``tracebacks``."""
 
-    def __init__(
-        self, process: trio.Process, stream: TrainerStream, memory: TrainerMemory, tracebacks: SharedFile
-    ) -> None:
+    def __init__(self, process: trio.Process, stream: TrainerStream, memory: TrainerMemory, tracebacks: int) -> None:
         super().__init__(stream, memory)
         self.pid = process.pid
         self._process = process
@@ -199,7 +197,7 @@ class ChildTrainer(Trainer):
         code = None
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-        if traceback := os.pread(self._tracebacks.descriptor, MAX_TRACEBACK_BYTES, 0):
+        if traceback := os.pread(self._tracebacks, MAX_TRACEBACK_BYTES, 0):
             logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
         if self._condemned_for:
             return TrainerError(self._condemned_for)
@@ -247,25 +245,21 @@ async def open_trainer(
     ``log`` is where its output goes (the terminal if None). ``on_preparing`` gets the progress with its text,
     ``on_started`` the process id, long before it is ready. Raises `TrainerError`.
     """
-    folder = Path(command.settings.checkpoints) / "shared"
-    remove_leftovers(folder)
     with contextlib.ExitStack() as held:
         try:
-            memory = TrainerMemory(
-                *(held.enter_context(open_shared_memory(name, folder)) for name in TrainerMemory._fields)
-            )
-            tracebacks = held.enter_context(open_shared_memory("tracebacks", folder))
+            shared = [held.enter_context(open_shared_memory(name)) for name in TrainerMemory._fields]
+            tracebacks = held.enter_context(open_shared_memory("tracebacks"))
             output = held.enter_context(log.open("ab")) if log else None
-            child = await start_child(
+            process, ours = await start_child(
                 "farandole.node.trainer_process.main",
-                [str(tracebacks.place)],
-                [shared.descriptor for shared in (*memory, tracebacks)],
+                [str(tracebacks)],
+                [*shared, tracebacks],
                 output,
                 {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.settings.threads))},
             )
         except OSError as error:  # no memory, or no process more, just now
             raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = ChildTrainer(child.process, TrainerStream(child.stream), memory, tracebacks)
+        trainer = ChildTrainer(process, TrainerStream(ours), TrainerMemory(*shared), tracebacks)
         try:
             on_started(trainer.pid)
             await trainer.prepare(command, on_preparing)

@@ -10,7 +10,6 @@ from farandole.protocol.run.manifest import decode_body
 from farandole.protocol.trainer.trainer_messages import Failed, Prepare
 from farandole.training.base.errors import UnfitWeightsError
 
-from ..base.system.memory import open_shared
 from ..base.system.processes import ignore_stop_signals, tell_where, write_proc
 from ..base.system.tuning import (
     TRAINING_NICENESS,
@@ -37,7 +36,7 @@ def main() -> None:
     # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
     ignore_stop_signals()
     with socket.socket(fileno=int(parent)) as connection:
-        tell_where(open_shared(tracebacks))
+        tell_where(int(tracebacks))
         lower_priority(TRAINING_NICENESS)
         keep_memory()
         write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))

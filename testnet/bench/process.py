@@ -10,7 +10,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -195,13 +194,13 @@ def open_payload(size: int) -> Iterator[int]:
     """Yield the descriptor of shared memory with ``size`` random bytes."""
     pattern = np.random.default_rng(0).bytes(min(_PATTERN_BYTES, size))
     with (
-        open_shared_memory("payload", Path(tempfile.gettempdir())) as shared,
-        map_shared_memory(shared.place, size) as mapped,
+        open_shared_memory("payload") as shared,
+        map_shared_memory(shared, size) as mapped,
         memoryview(mapped) as memory,
     ):
         for start in range(0, size, len(pattern)):
             memory[start : min(start + len(pattern), size)] = pattern[: size - start]
-        yield shared.descriptor
+        yield shared
 
 
 def ask_all(

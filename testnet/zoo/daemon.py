@@ -10,7 +10,9 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any, Final
 
-from farandole.node.base.system.processes import Child, start_child
+import trio
+
+from farandole.node.base.system.processes import start_child
 from farandole.node.cli import main
 from farandole.node.member import assembly
 from farandole.node.trainer import trainer
@@ -112,7 +114,7 @@ class GreedyPairing:
 HONEST_TRAINER = "farandole.node.trainer_process.main"
 
 
-async def start_hostile_child(module: str, *arguments: Any) -> Child:
+async def start_hostile_child(module: str, *arguments: Any) -> tuple[trio.Process, trio.SocketStream]:
     """As `start_child`, with the hostile trainer in the place of the honest one."""
     return await start_child(f"{__package__}.learner" if module == HONEST_TRAINER else module, *arguments)
 

@@ -1,8 +1,7 @@
-"""Memory that two processes share: a file, mapped by both.
+"""Memory that two processes share: a file without a name, mapped by both.
 
-For a child it is a file without a name, which cannot be left behind: the kernel frees it with its last user, kill -9
-included. On Linux it is a memfd and never touches a disk. For another process it has a name in a folder of its own on
-macOS; files of a killed process are removed when the next one begins.
+Nothing can be left behind: the kernel frees it with its last user, kill -9 included. On Linux it is a memfd, and never
+touches a disk.
 """
 
 from __future__ import annotations
@@ -10,72 +9,38 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
-
-from .files import open_private
 
 COUNTER_BYTES: Final = 8
 _COUNT_BITS: Final = 48  # a contribution has less than 2**44 bytes
 MAX_EPOCHS: Final = 1 << (64 - _COUNT_BITS)
-_SUFFIX: Final = ".shared"
-HAS_MEMFD: Final = hasattr(os, "memfd_create")
-"""Files without a name, in memory."""
 _MEMFD_NAME: Final = "farandole-"
 
 
-@dataclass(frozen=True)
-class SharedFile:
-    """An empty shared file; `map_shared_memory` gives it its size."""
-
-    descriptor: int
-    place: int | str
-    """For another process: the descriptor that it inherits, or the path."""
-
-
 @contextlib.contextmanager
-def open_shared_memory(name: str, folder: Path, *, is_inherited: bool = True) -> Iterator[SharedFile]:
-    """A shared file for a child process or, where not ``is_inherited``, for another process of the same user.
+def open_shared_memory(name: str) -> Iterator[int]:
+    """Open an empty shared file, which a child process may inherit; yields its descriptor.
 
-    ``folder``: private folder for the file if it must have a name; made if needed. Raises `OSError`.
+    `map_shared_memory` gives it its size. Raises `OSError`.
     """
-    path = None
-    if sys.platform == "linux" and HAS_MEMFD:
+    if sys.platform == "linux":
         descriptor = os.memfd_create(f"{_MEMFD_NAME}{name}")
-        place: int | str = descriptor if is_inherited else f"/proc/{os.getpid()}/fd/{descriptor}"
-    elif is_inherited:
-        with tempfile.TemporaryFile() as file:
-            descriptor = place = os.dup(file.fileno())
     else:
-        path = folder / f"{name}-{secrets.token_hex(8)}{_SUFFIX}"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, place = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), str(path)
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
     try:
-        yield SharedFile(descriptor, place)
+        yield descriptor
     finally:
         os.close(descriptor)
-        if path is not None:
-            path.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove files of a killed process from the folder; the caller knows that no other process uses it."""
-    for path in folder.glob(f"*{_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def open_shared(place: str) -> int:
-    """Open the file that `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
-    if place.startswith("/proc/") and not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
-        raise FileNotFoundError(f"{place} is no shared memory: this process and the node see different processes")
-    return int(place) if place.isdigit() else open_private(Path(place), os.O_RDWR)
+def place_for_others(descriptor: int) -> str:
+    """Return the path at which another process of this user can open a descriptor of this one. Only Linux has it."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 class Count(NamedTuple):
@@ -128,10 +93,15 @@ def counted_size(size: int) -> int:
 
 
 def map_shared_memory(place: int | str, size: int) -> mmap.mmap:
-    """Map ``size`` bytes of what a `SharedFile` names, growing it if it is smaller; at least one page. `OSError`."""
+    """Map ``size`` bytes of a descriptor or a `place_for_others`, growing it if it is smaller; at least one page.
+
+    Raises `OSError`.
+    """
     if isinstance(place, int):
         return _map(place, size)
-    descriptor = open_shared(place)
+    if not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
+        raise FileNotFoundError(f"{place} is no shared memory: this process and the node see different processes")
+    descriptor = os.open(place, os.O_RDWR)
     try:
         return _map(descriptor, size)
     finally:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Final
 
 import psutil
 import trio
@@ -69,24 +69,17 @@ def has_nvidia_driver() -> bool:
     return any(place.exists() for place in _NVIDIA_PLACES)
 
 
-class Child(NamedTuple):
-    """A process, and this end of the connection with it."""
-
-    process: trio.Process
-    stream: trio.SocketStream
-
-
 async def start_child(
     module: str,
     arguments: Sequence[str],
     inherited: Sequence[int],
     output: IO[bytes] | None,
     environment: Mapping[str, str],
-) -> Child:
-    """Run ``python -m module DESCRIPTOR *arguments``; the descriptor is the other end of the connection.
+) -> tuple[trio.Process, trio.SocketStream]:
+    """Run ``python -m module DESCRIPTOR *arguments``; return the process, and our end of the connection with it.
 
-    ``inherited``: descriptors that stay open in it. ``output``: where its output goes; None: this process's output.
-    Raises `OSError`. The caller ends the process.
+    The descriptor is the other end. ``inherited``: descriptors that stay open in it. ``output``: where its output
+    goes; None: this process's output. Raises `OSError`. The caller ends the process.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -102,7 +95,7 @@ async def start_child(
     except BaseException:  # cancelled, too
         ours.close()
         raise
-    return Child(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
+    return process, trio.SocketStream(trio.socket.from_stdlib_socket(ours))
 
 
 def ask_where(process: trio.Process) -> None:

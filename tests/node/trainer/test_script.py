@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.base.system import memory
 from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory
 from farandole.node.base.system.sockets import connect
 from farandole.node.trainer.channel import TrainerSocket
@@ -24,11 +23,9 @@ SIZE = 64
 PREPARED = messages.Prepared("cpu", 16, SIZE, b"l" * 32, 0, 0, 0)
 
 
-@pytest.fixture(params=["Linux", "macOS"])
-def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the door's path; in the case "macOS" shared memory has a name."""
-    if request.param == "macOS":
-        monkeypatch.setattr(memory, "HAS_MEMFD", False)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return the door's path."""
     return tmp_path / "trainer.sock"
 
 

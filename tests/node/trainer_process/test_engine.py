@@ -129,8 +129,8 @@ class Mesh:
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Iterator[messages.Prepare]:
-    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
-        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
+    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
+        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing, incoming=incoming)
 
 
 @pytest.fixture

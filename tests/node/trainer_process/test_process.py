@@ -83,8 +83,8 @@ class LateCopier(DeviceCopier):
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Iterator[Prepare]:
-    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
-        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
+    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
+        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing, incoming=incoming)
 
 
 def trainer_of(

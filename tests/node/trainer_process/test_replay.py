@@ -95,7 +95,7 @@ def make_trainer(tmp_path: Path, texts: Path) -> Iterator[MakeTrainer]:
         def make(author: bytes = b"a" * 32, manifest: Manifest = MANIFEST) -> Trainer:
             folder = tmp_path / author[:1].decode()
             folder.mkdir()
-            memory = [held.enter_context(open_shared_memory(name, folder)).place for name in ("outgoing", "incoming")]
+            memory = [held.enter_context(open_shared_memory(name)) for name in ("outgoing", "incoming")]
             mesh, trainers = (held.enter_context(end) for end in socket.socketpair())
             prepare = prepare_for(
                 manifest, folder, author=author, data=[str(texts)], outgoing=memory[0], incoming=memory[1]

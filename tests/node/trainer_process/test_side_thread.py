@@ -105,13 +105,13 @@ class Play(Protocol):
 
 @pytest.fixture
 def play(tmp_path: Path) -> Iterator[Play]:
-    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
+    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
         ours, trainers = socket.socketpair()
         begun: list[TrainerProcess] = []
 
         def begin(*, is_lean: bool = False, **outer: object) -> tuple[TrainerProcess, Learner, Mesh]:
             manifest = manifest_with(**outer)
-            prepare = prepare_for(manifest, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
+            prepare = prepare_for(manifest, tmp_path, outgoing=outgoing, incoming=incoming)
             alice = learner_of(manifest, ALICE, is_lean=is_lean)
             trainer = TrainerProcess(TrainerSocket(trainers), prepare, manifest, alice)
             begun.append(trainer)

@@ -27,11 +27,11 @@ async def test_a_child_is_connected_and_says_where_it_is(tmp_path: Path) -> None
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with trio.fail_after(PATIENCE):
         with (tmp_path / "output").open("wb") as output:
-            child = await start_child("the_child", ["echo "], (), output, {**os.environ, "PYTHONPATH": path})
-        async with child.stream as stream:
+            process, stream = await start_child("the_child", ["echo "], (), output, {**os.environ, "PYTHONPATH": path})
+        async with stream:
             assert await stream.receive_some() == b"ready"
-            ask_where(child.process)
+            ask_where(process)
             await stream.send_all(b"hello")
             assert await stream.receive_some() == b"echo hello"
-        assert await child.process.wait() == 0
+        assert await process.wait() == 0
     assert "the_child.py" in (tmp_path / "output").read_text(encoding="utf-8")

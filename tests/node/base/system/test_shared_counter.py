@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from farandole.node.base.system.memory import (
@@ -16,9 +14,9 @@ from farandole.node.base.system.memory import (
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 100_001])
-def test_one_mapping_stores_and_another_reads(tmp_path: Path, size: int) -> None:
-    with open_shared_memory("test", tmp_path) as shared:
-        writer, reader = (map_shared_memory(shared.place, counted_size(size)) for _ in range(2))
+def test_one_mapping_stores_and_another_reads(size: int) -> None:
+    with open_shared_memory("test") as shared:
+        writer, reader = (map_shared_memory(shared, counted_size(size)) for _ in range(2))
         ours, theirs = SharedCounter(writer), SharedCounter(reader)
         assert theirs.read() == (0, 0)
         ours.store(3, 2**44)
