@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from farandole.protocol.wire.identity import peer_id_of
 
 from .base.bandwidth import Shaping
@@ -24,28 +22,11 @@ FindMember = Callable[[], RunMember | None]
 """This node in its run; None until it knows its run."""
 
 
-class InviteWanted(msgspec.Struct, forbid_unknown_fields=True):
-    """The request of ``farandole run invite`` to a node of an invited run."""
-
-    uses: int
-    expires_at: float
-    """Unix seconds."""
-    quota: int
-
-
-class AdmissionWanted(msgspec.Struct, forbid_unknown_fields=True):
-    """The request of ``farandole run revoke`` and ``run admit``."""
-
-    keys: list[str]
-    """Public keys in hex."""
-    is_admitted: bool
-
-
-class NoticeWanted(msgspec.Struct, forbid_unknown_fields=True):
-    """The request of ``farandole run notice`` to the creator's node."""
-
-    action: str
-    text: str
+def _taken(params: Mapping[str, Any], **kinds: type) -> list[Any]:
+    """Return the parameters of a request in the order of ``kinds``. Raises `ControlError` if they are others."""
+    if params.keys() != kinds.keys() or not all(isinstance(params[name], kind) for name, kind in kinds.items()):
+        raise ControlError("bad_request", f"expected {', '.join(kinds)}")
+    return [params[name] for name in kinds]
 
 
 def roster_of(member: RunMember) -> list[dict[str, Any]]:
@@ -68,10 +49,10 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         member = find_member()
         if member is None or member.credentials is None:
             return ""
+        uses, expires_at, quota = _taken(params, uses=int, expires_at=float, quota=int)
         try:
-            wanted = msgspec.convert(params, InviteWanted)
-            secret = await member.credentials.invite(wanted.uses, wanted.expires_at, wanted.quota)
-        except (CredentialsError, StoreError, msgspec.ValidationError) as error:
+            secret = await member.credentials.invite(uses, expires_at, quota)
+        except (CredentialsError, StoreError) as error:
             raise ControlError("cannot_invite", str(error)) from error
         return secret.encode().hex()
 
@@ -85,10 +66,10 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         member = find_member()
         if member is None or member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
+        names, is_admitted = _taken(params, keys=list, is_admitted=bool)
         try:
-            wanted = msgspec.convert(params, AdmissionWanted)
-            keys = [bytes.fromhex(key) for key in wanted.keys]
-            await (member.credentials.restore(keys) if wanted.is_admitted else member.credentials.revoke(keys))
+            keys = [bytes.fromhex(str(name)) for name in names]
+            await (member.credentials.restore(keys) if is_admitted else member.credentials.revoke(keys))
         except (CredentialsError, StoreError, ValueError) as error:
             raise ControlError("cannot_revoke", str(error)) from error
         return "done"
@@ -103,10 +84,10 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         member = find_member()
         if member is None:
             raise ControlError("no_run", "this node is not in its run yet")
+        action, text = _taken(params, action=str, text=str)
         try:
-            wanted = msgspec.convert(params, NoticeWanted)
-            await member.notices.publish(wanted.action, wanted.text)
-        except (NoticeError, msgspec.ValidationError) as error:
+            await member.notices.publish(action, text)
+        except NoticeError as error:
             raise ControlError("cannot_notify", str(error)) from error
         return "done"
 

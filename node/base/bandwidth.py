@@ -77,49 +77,11 @@ class Meter:
         return total / (METER_SECONDS - 1 + now - second)
 
 
-class _Account:
-    """A token bucket for bulk, with the debt of control traffic. It is not thread-safe."""
-
-    def __init__(self, capacity: float, rate: float, now: float) -> None:
-        self._capacity = capacity
-        self._rate = rate
-        self._tokens = capacity  # negative: bulk has reserved future tokens
-        self._debt = 0.0  # of control; there are no tokens then
-        self._at = now
-
-    def reserve(self, count: int, now: float) -> float:
-        """Take tokens for bulk, and pay debt as `BULK_SHARE` allows; return the seconds until the tokens are there."""
-        self._refill(now)
-        paid = min(self._debt, count * (1 / BULK_SHARE - 1))
-        self._debt -= paid
-        self._tokens -= count + paid
-        return max(0.0, -self._tokens / self._rate)
-
-    def charge(self, count: int, now: float) -> None:
-        """Take the available tokens for control; the rest becomes debt."""
-        self._refill(now)
-        taken = min(max(self._tokens, 0.0), count)
-        self._tokens -= taken
-        self._debt = min(self._debt + count - taken, MAX_DEBT_SECONDS * self._rate)
-
-    def has(self, count: int, now: float) -> bool:
-        """Return whether ``count`` tokens are there that are neither reserved nor owed."""
-        self._refill(now)
-        return self._tokens >= count and not self._debt
-
-    def _refill(self, now: float) -> None:
-        if now <= self._at:
-            return
-        self._tokens += (now - self._at) * self._rate
-        self._at = now
-        if self._tokens > 0:  # tokens for which no bulk waits
-            paid = min(self._debt, self._tokens)
-            self._debt -= paid
-            self._tokens = min(self._tokens - paid, self._capacity)
-
-
 class Shaper:
-    """Shapes one direction of a node's traffic. Without a cap nothing waits."""
+    """Shapes one direction of a node's traffic: a token bucket for bulk, with the debt of control traffic.
+
+    Without a cap nothing waits.
+    """
 
     def __init__(self, rate: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         """``rate``: bytes a second, 0 for no cap; ``clock``: seconds, never backwards."""
@@ -140,34 +102,57 @@ class Shaper:
             """Most bytes to reserve at once."""
             self.burst = max(BURST_SECONDS * rate, self.quantum)
             """Most bytes that move at once after a rest."""
-            self._account = _Account(self.burst, rate, self._clock()) if rate else None
+            self._tokens = self.burst  # negative: bulk has reserved future tokens
+            self._debt = 0.0  # of control; there are no tokens then
+            self._at = self._clock()
 
     def reserve(self, count: int) -> float:
         """Reserve ``count`` bytes (at most `quantum`) of bulk, from any thread; return the seconds to wait before.
 
-        A reservation stays even if the bytes then do not move; a flow has one reservation at a time.
+        It pays debt as `BULK_SHARE` allows. A reservation stays even if the bytes then do not move; a flow has one
+        reservation at a time.
         """
         with self._lock:
-            now = self._clock()
-            self._add(count, now)
-            return 0.0 if self._account is None else self._account.reserve(count, now)
+            self._add(count)
+            if not self.rate:
+                return 0.0
+            paid = min(self._debt, count * (1 / BULK_SHARE - 1))
+            self._debt -= paid
+            self._tokens -= count + paid
+            return max(0.0, -self._tokens / self.rate)
 
     def charge(self, count: int) -> None:
-        """Count ``count`` bytes of control traffic that have moved or do so now, whatever the cap is."""
-        with self._lock:
-            now = self._clock()
-            self._add(count, now)
-            if self._account is not None:
-                self._account.charge(count, now)
+        """Count ``count`` bytes of control traffic that have moved or do so now, whatever the cap is.
 
-    def _add(self, count: int, now: float) -> None:
-        self.total += count
-        self._meter.add(count, now)
+        They take the available tokens; the rest becomes debt.
+        """
+        with self._lock:
+            self._add(count)
+            taken = min(max(self._tokens, 0.0), count)
+            self._tokens -= taken
+            self._debt = min(self._debt + count - taken, MAX_DEBT_SECONDS * self.rate)
 
     def has(self, count: int) -> bool:
-        """Return whether ``count`` bytes could move at once without delaying a reservation."""
+        """Return whether ``count`` bytes could move at once: there are tokens that are neither reserved nor owed."""
         with self._lock:
-            return self._account is None or self._account.has(count, self._clock())
+            self._refill(self._clock())
+            return not self.rate or (self._tokens >= count and not self._debt)
+
+    def _add(self, count: int) -> None:
+        now = self._clock()
+        self.total += count
+        self._meter.add(count, now)
+        self._refill(now)
+
+    def _refill(self, now: float) -> None:
+        if now <= self._at:
+            return
+        self._tokens += (now - self._at) * self.rate
+        self._at = now
+        if self._tokens > 0:  # tokens for which no bulk waits
+            paid = min(self._debt, self._tokens)
+            self._debt -= paid
+            self._tokens = min(self._tokens - paid, self.burst)
 
     async def wait(self, count: int) -> float:
         """`reserve` and wait; return the seconds that the reservation required, which are no peer's fault."""

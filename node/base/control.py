@@ -55,11 +55,6 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     params: dict[str, Any] = {}
 
 
-class _Response(msgspec.Struct):
-    ok: Any = None
-    error: dict[str, str] | None = None
-
-
 # --- the daemon's end -------------------------------------------------------------------------------------------
 
 
@@ -142,12 +137,12 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
     request = msgspec.json.encode(_Request(method, params)) + b"\n"
     raw = _exchange(home, request, timeout)
     try:
-        response = msgspec.json.decode(raw, type=_Response)
-    except msgspec.MsgspecError as error:  # another program may use a node's former port now
+        response = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
         raise NoNodeError(f"what answers for {home} is no node") from error
-    if response.error is not None:
-        raise ControlError(response.error["code"], response.error["message"])
-    return response.ok
+    if (refusal := response.get("error")) is not None:
+        raise ControlError(refusal["code"], refusal["message"])
+    return response.get("ok")
 
 
 def _exchange(home: Path, request: bytes, timeout: float) -> bytes:
