@@ -26,7 +26,7 @@ from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
 from .app.commands.runs import run_app
 from .app.commands.sample import sample
-from .app.commands.service import service_app
+from .app.commands.service import service
 from .app.commands.status import dashboard, peers, status
 from .app.commands.uninstall import uninstall
 from .base.exits import Exit
@@ -47,12 +47,11 @@ run_app.command("plan")(plan_run)
 run_app.command("metrics")(show_metrics)
 app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
-app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
 for command in (join, relay, dial, status, dashboard, peers, sample):
     app.command()(command)
-for command in (doctor, limit, pause, resume, leave, uninstall):
+for command in (doctor, limit, pause, resume, leave, service, uninstall):
     app.command()(command)
 
 

@@ -11,7 +11,7 @@ This module covers the parts up to the run's manifest; `farandole.node.member` c
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -20,30 +20,25 @@ from typing import Any, Final
 import trio
 
 from farandole.protocol.mesh.relay import Limits
+from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.invite import InviteError, split_address
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.errors import FarandoleError, ManifestError
 from farandole.protocol.wire.identity import peer_id_of, short_name
-from farandole.training.base.host_memory import available_bytes, total_bytes
 
 from .base.bandwidth import Shaping
+from .base.causes import Finding, Level
 from .base.control import ControlError, Handler, serve_control
 from .base.errors import PeerUnreachableError
 from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError
-from .base.requirements import (
-    MemoryTooSmallError,
-    line_shortfall,
-    memory_needed,
-    memory_shortfall,
-    unused_inputs,
-)
 from .base.settings import NodeSettings
 from .base.system.processes import STOP_SIGNALS
 from .control_methods import admission_handlers, change_quiet_hours, set_caps
+from .inspect import machine
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook, keep_ports, load_ports
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
@@ -112,7 +107,7 @@ def _exit_code(error: BaseException) -> Exit:
             return Exit.HOME_IN_USE
         case ManifestError() | IdentityError() | QuietHoursError() | DiskError():
             return Exit.BAD_INPUT
-        case TrainerError() | MemoryTooSmallError():
+        case TrainerError():
             return Exit.TRAINER_FAILED
         case _:
             return Exit.CANNOT_JOIN
@@ -289,8 +284,9 @@ async def be_node(daemon: Daemon) -> None:
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
     if target.network_key != stored_network_key:
         await store.put_fact(NETWORK_KEY_FACT, target.network_key)
+    _heed(await _check_trainer(settings), journal)
     if target.manifest is not None:
-        _check_fit(daemon, target.manifest)
+        _heed(_check_fit(settings, target.manifest, is_new=False), journal)
     member: RunMember | None = None
 
     async def checkpoints(params: dict[str, Any]) -> object:
@@ -325,7 +321,7 @@ async def be_node(daemon: Daemon) -> None:
             if raw is None:
                 return
             if target.manifest is None:
-                _check_fit(daemon, raw)
+                _heed(_check_fit(settings, raw, is_new=True), journal)
             if raw != stored:
                 await store.put_fact(MANIFEST_FACT, raw)
             async with (
@@ -367,19 +363,37 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
     return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
 
 
-def _check_fit(daemon: Daemon, raw_manifest: bytes) -> None:
-    """Warn if this machine, or its owner's limits, are too small for the run.
+async def _check_trainer(settings: NodeSettings) -> list[Finding]:
+    """Check what any trainer needs, before a peer is dialled. A loop of the owner's brings it."""
+    if settings.trainer != "own":
+        return []
+    torch = machine.check_torch_is_there()
+    if not torch and settings.device not in ("auto", "cpu"):
+        torch = [await machine.check_torch(settings.device)]
+    return [*torch, *await trio.to_thread.run_sync(machine.check_data, settings.data, settings.stream)]
 
-    Raises `MemoryTooSmallError` if the machine can never be large enough. A loop's memory is its owner's affair.
+
+def _check_fit(settings: NodeSettings, raw_manifest: bytes, *, is_new: bool) -> list[Finding]:
+    """Compare this machine and its settings with the run, before any weights are downloaded. Reads the disk.
+
+    A node that ``is_new`` in its run needs room for them; others train on without it.
     """
-    manifest, settings = decode_manifest(raw_manifest)[0], daemon.settings
-    shortfalls = [line_shortfall(manifest, settings.upload_mbit, settings.download_mbit)]
-    shortfalls += unused_inputs(manifest, settings)
+    manifest = decode_manifest(raw_manifest)[0]
+    findings = []
     if settings.trainer == "own":
-        needed = memory_needed(manifest, settings)
-        shortfalls.append(memory_shortfall(needed, total_bytes(), available_bytes()))
-    for words in filter(None, shortfalls):
-        daemon.journal.warn(words)
+        findings.append(machine.check_memory(manifest, settings, is_running=False))
+    if is_new:
+        findings.append(machine.check_disk(settings.home, needs_of(manifest)))
+    return [*findings, *machine.check_run(manifest, settings)]
+
+
+def _heed(findings: Iterable[Finding], journal: Journal) -> None:
+    """Pass warnings on. Raises `TrainerError`, with the remedy, if the trainer cannot run here."""
+    for finding in findings:
+        if finding.level is Level.FAILED:
+            raise TrainerError(finding.words)
+        if finding.level is Level.WARNING:
+            journal.warn(finding.words)
 
 
 async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:

@@ -60,7 +60,7 @@ def test_settings_and_options() -> None:
     of_a_run = REFERENCE.partition("\n## Settings of a run\n")[2].partition("\n## ")[0]
     assert len(SETTING.findall(of_a_node)) <= BUDGET["settings"]["node"]
     assert len(SETTING.findall(of_a_run)) <= BUDGET["settings"]["run"]
-    assert REFERENCE.count("\n| `--") <= BUDGET["options"]
+    assert REFERENCE.count("\n- `--") <= BUDGET["options"]
     assert REFERENCE.count("\n## farandole ") <= BUDGET["commands"]
 
 

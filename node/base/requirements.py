@@ -1,9 +1,4 @@
-"""Comparison of a run's requirements with a machine and its line, in sentences for people.
-
-`farandole run create` compares with usual homes, `farandole join` and `farandole doctor` with this one. Memory is
-compared before torch is loaded and, where the run is known, before any peer is dialled: a trainer with too little is
-killed by the kernel again and again without a message.
-"""
+"""Comparison of a run's requirements with usual homes, in sentences: for `farandole run create` and `plan`."""
 
 from __future__ import annotations
 
@@ -12,28 +7,18 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Memory, Needs, needs_of, needs_of_stage
+from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Needs, needs_of
 from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, reason_for, remedy
 from farandole.protocol.rounds.pairing import MEETING_SHARE
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.wire.errors import FarandoleError
 
-from .figures import BYTES_PER_MBIT, duration, mbit, size
-from .settings import NodeSettings
-from .system.processes import has_nvidia_driver
+from .figures import duration, mbit, size
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
-# Share of a trainer's computed memory that must be there at least: the computation is not more accurate than this.
-LEAST_SHARE: Final = 0.9
 # With ten steps to a learning rate of 1e-3, activations grew by a third at most from step to step; with two, to 2.5
 # times (8 layers of width 256).
 MIN_WARMUP_OF_STAGES: Final = 20
-CAPS: Final = ("--upload-mbit", "--download-mbit")
-
-
-class MemoryTooSmallError(FarandoleError):
-    """This machine can never hold the run's model."""
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:
@@ -94,75 +79,6 @@ def slow_steps(manifest: Manifest, step_seconds: float) -> str:
         f"it at the end of a round (a quarter of exchange_seconds = {manifest.rounds.exchange_seconds:g}), so some "
         "exchanges fail. Give the node a faster device, or more of this one (--threads, no other programs); the run's "
         "creator can make a run with a smaller inner.batch_size or a longer rounds.exchange_seconds"
-    )
-
-
-def unused_inputs(manifest: Manifest, settings: NodeSettings) -> list[str]:
-    """Return a warning for each input that the user gives and this run does not take."""
-    of_data = {
-        "--data": settings.data,
-        "--data-weight": settings.data_weight,
-        "--stream": settings.stream,
-        "--tokenizer": settings.tokenizer,
-    }
-    found = []
-    if settings.trainer == "external":
-        found += [(flag, "the training loop has its own data") for flag, given in of_data.items() if given]
-    elif manifest.data.source == "stdlib":
-        text = "this run trains on the sources of Python's standard library"
-        found += [(flag, text) for flag, given in of_data.items() if given and flag != "--tokenizer"]
-    if settings.trainer == "own" and settings.tokenizer and not manifest.tokenizer.sha256:
-        found.append(("--tokenizer", "this run's tokens are bytes"))
-    if settings.allow_model and not manifest.model.own:
-        found.append(("--allow-model", "this run's model needs no code of others"))
-    return [f"{flag} has no effect: {reason}" for flag, reason in found]
-
-
-def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
-    """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage."""
-    device, stage = settings.device, settings.stage
-    model = manifest.model
-    stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
-    has_gpu = device.startswith("cuda") or (device == "auto" and has_nvidia_driver())
-    needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
-    memories = (each.memory(has_gpu=has_gpu, is_lean=settings.lean) for each in needs)
-    return min(memories, key=lambda memory: memory.host)
-
-
-def memory_shortfall(needed: Memory, total: int | None, available: int | None) -> str:
-    """Return a remedy if other programs use too much memory now; empty if there is enough or it is unknown.
-
-    ``total``, ``available``: bytes of `farandole.training.base.host_memory`. Raises `MemoryTooSmallError` if all of it
-    is too little.
-    """
-    needs = f"this run's model needs {size(needed.host)} of memory here, for one sequence at a time"
-    if total is not None and total < LEAST_SHARE * needed.host:
-        gpu = "" if needed.device else ", or one with a GPU"
-        raise MemoryTooSmallError(
-            f"{needs}, and this machine (or the control group that it gives this node) has {size(total)}: take a "
-            f"machine with more{gpu}, or a run of a smaller model"
-        )
-    if available is not None and available < needed.host:
-        return f"{needs}, and {size(available)} is free: close other programs, or the system may kill the trainer"
-    return ""
-
-
-def line_shortfall(manifest: Manifest, upload_mbit: float, download_mbit: float) -> str:
-    """Return a remedy if the bandwidth caps are too low for a run; empty if they are not. 0: no cap."""
-    needs = needs_of(manifest)
-    caps = zip(CAPS, (upload_mbit, download_mbit), strict=True)
-    low = {flag: cap for flag, cap in caps if cap and cap * BYTES_PER_MBIT < needs.rate}
-    if not low:
-        return ""
-    rate = min(low.values()) * BYTES_PER_MBIT
-    told = " and ".join(f"{flag} {cap:g}" for flag, cap in low.items())
-    chances = "only exchanges whose partner is ready early are over in time"
-    if rate < needs.least_rate:
-        chances = "no exchange can be over in time"
-    return (
-        f"this run needs {mbit(needs.rate)} up and down, more than {told}: "
-        f"{exchange_line(needs, manifest, rate)}; {chances}. Raise {' and '.join(low)} to "
-        f"{math.ceil(needs.rate / BYTES_PER_MBIT)} or more, or leave out the cap"
     )
 
 

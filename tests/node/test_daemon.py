@@ -217,6 +217,38 @@ async def test_a_machine_that_can_never_hold_the_model_is_told_so_before_any_pee
             assert await alice.process.wait() == Exit.TRAINER_FAILED
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "this run trains on text that each node brings, and none is named; name some with --data PATH"),
+        (("--data", "text", "--device", "gpu"), "no device is called 'gpu'"),
+        (("--data", "empty"), "there is nothing to read in"),
+    ],
+)
+async def test_what_the_trainer_lacks_is_told_before_any_peer_is_dialled(
+    tmp_path: Path, run: SignedManifest, options: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("text")
+    given = [str(tmp_path / option) if option in ("empty", "text") else option for option in options]
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *given) as alice:
+        await alice.says("error:", words)
+        assert not any("listening on" in line for line in alice.said)
+        with trio.fail_after(PATIENCE):
+            assert await alice.process.wait() == Exit.TRAINER_FAILED
+
+
+async def test_a_newcomer_without_the_runs_text_is_told_before_it_fetches_weights(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
+        await alice.says("trainer ready")
+        async with joined(tmp_path / "bob", alice.invite(run.run_id)) as bob:
+            await bob.says("error: this run trains on text that each node brings")
+            assert not any("weights" in line for line in bob.said)
+        assert not any(bob.name in line for line in alice.said)
+
+
 async def test_a_newcomer_whose_cap_the_run_does_not_fit_into_is_told_what_to_raise(
     tmp_path: Path, texts: Path
 ) -> None:
@@ -226,5 +258,5 @@ async def test_a_newcomer_whose_cap_the_run_does_not_fit_into_is_told_what_to_ra
         await alice.says("listening on")
         async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, "--upload-mbit", "0.5") as bob:
             told = await bob.says("warning: this run needs", "--upload-mbit 0.5")
-            assert "Raise --upload-mbit to" in told
+            assert "raise --upload-mbit to" in told
             await bob.says("trainer ready")

@@ -11,12 +11,12 @@ import typer
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from ...base.config.file import CONFIG_NAME, SETTINGS, config_text, read_config
+from ...base.config.file import CONFIG_NAME, SETTINGS, config_text
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, stray_variables, takes_settings
 from .output import print_json
 
-config_app = typer.Typer(help="Write, check and show settings.", no_args_is_help=True)
+config_app = typer.Typer(help="Write the settings file, and show settings.", no_args_is_help=True)
 
 # By click's names for them.
 _SOURCES: Final = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
@@ -51,7 +51,8 @@ def init_config(
 def show_config(settings: NodeSettings, context: typer.Context, config: Path, as_json: AsJson = False) -> None:
     """Print every setting, and where its value comes from: a flag, the environment, the settings file or the default.
 
-    Add flags of `farandole join` to see their effect.
+    Add flags of `farandole join` to see their effect. Exit code 3 if the file is wrong: each fault is named with its
+    line. Whether its devices, paths and addresses exist, farandole doctor finds out.
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """
@@ -76,21 +77,3 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
         Console(markup=False).print(table)
     for fault in stray_variables(os.environ):
         typer.secho(fault, fg=typer.colors.YELLOW, err=True)
-
-
-@config_app.command("check")
-def check_config(
-    home: Home,
-    path: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="Which one.", show_default=f"{CONFIG_NAME} in the node's folder"),
-    ] = None,
-) -> None:
-    """Check the form of a settings file; exit code 3 if anything is wrong; each fault is named with its line.
-
-    Whether its devices, paths and addresses exist, farandole doctor finds out.
-
-    Example: [cyan]farandole config check[/cyan]
-    """
-    path = path or home / CONFIG_NAME
-    typer.echo(f"{path} is well-formed; it sets: {', '.join(read_config(path)) or 'nothing'}")

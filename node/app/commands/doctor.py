@@ -15,7 +15,7 @@ from .output import print_json
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..doctor.causes import Diagnosis, Finding
+    from ...base.causes import Diagnosis, Finding
 
 
 @takes_settings(
@@ -61,7 +61,7 @@ def diagnosis_screen(diagnosis: Diagnosis, *, is_verbose: bool = False) -> Rende
     from rich.table import Column, Table
     from rich.text import Text
 
-    from ..doctor.causes import Level
+    from ...base.causes import Level
 
     styles = {Level.FAILED: "bold red", Level.WARNING: "yellow", Level.OK: "green", Level.SKIPPED: "dim"}
     by_level = {level: [each for each in diagnosis.findings if each.level is level] for level in styles}

@@ -167,7 +167,7 @@ def number_of(setting: Setting) -> Callable[[str], Any]:
         try:
             return setting.kind(text)
         except ValueError:
-            raise typer.BadParameter(f"expected {setting.expected}, got {text!r}{setting.hint(text)}") from None
+            raise typer.BadParameter(f"expected {setting.expected}, got {text!r}") from None
 
     return read
 

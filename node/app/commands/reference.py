@@ -17,10 +17,10 @@ import typer
 from farandole.protocol.run.exclusions import EXCLUSIONS
 from farandole.protocol.run.manifest import Manifest
 
+from ...base.causes import CAUSES, CHECKS, check_of
 from ...base.config.file import SETTINGS, default_of
 from ...base.config.toml_file import expected, members_of
 from ...base.exits import Exit
-from ..doctor.causes import CAUSES, CHECKS, check_of
 from .output import table
 
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
@@ -32,20 +32,19 @@ it by hand.
 
 These mean the same in each command that has them (`COMMAND --help` says which):
 
-| option | meaning | default |
-|---|---|---|
-| `--home <dir>` | The node's data directory. | env var: FARANDOLE_HOME; default: (~/.farandole) |
-| `--config <file>` | Settings file; flags take precedence. | env var: FARANDOLE_CONFIG; default: config.toml |
-| `--json` | Print JSON, for scripts. | |
+- `--home <dir>`: The node's data directory. Default: `FARANDOLE_HOME`, or ~/.farandole
+- `--config <file>`: Settings file; flags take precedence. Default: `FARANDOLE_CONFIG`, or config.toml in it
+- `--json`: Print JSON, for scripts.
 """
 _COMMON: Final = {"home", "config", "as_json", "json"}
 _SETTINGS: Final = """\
 ## Settings
 
-What a volunteer decides about a node. Each is a flag, an environment variable, and a key in the settings file
-(`config.toml` in the node's folder, or what `--config` or `FARANDOLE_CONFIG` names). Order of precedence: flag,
-environment variable, settings file, default. `farandole config init` writes a file with all of them,
-`farandole config check` checks one, and `farandole config show` shows where each value comes from.
+What a volunteer decides about a node. Each is a key in the settings file (`config.toml` in the node's folder, or what
+`--config` or `FARANDOLE_CONFIG` names), a flag, and an environment variable: `upload_mbit`, `--upload-mbit`,
+`FARANDOLE_UPLOAD_MBIT`; a switch has two flags, `--relay` and `--no-relay`. Order of precedence: flag, environment
+variable, settings file, default. `farandole config init` writes a file with all of them, and
+`farandole config show` checks it and shows where each value comes from.
 For a setting with several values, repeat the flag, separate the values by spaces in the variable (paths by `:`), or
 write a list in the file. Relative paths in the file start at its folder.
 """
@@ -62,11 +61,9 @@ them.
 _DOCTOR: Final = """\
 ## What the doctor finds
 
-The report shows failures first, then warnings, each with its remedy, and one line with the checks that passed. Its
-last line lists the checks that were skipped, and why; `--verbose` shows a line for every check. Fix each `failed`
-first: the node does not work until then. With a `warning` it works, but not as well as it could. `farandole doctor
---json` gives all findings with the names of their causes. Here are those that need something done. Words *in italics*
-are filled in.
+Fix each `failed` first: the node does not work until then. With a `warning` it works, but not as well as it could.
+`farandole doctor --json` gives all findings with the names of their causes. Here are those that need something done.
+Words *in italics* are filled in.
 """
 _FIELD: Final = re.compile(r"\{(\w+)[^}]*\}")
 _EXCLUSIONS: Final = """\
@@ -109,42 +106,41 @@ def _commands(command: Any, context: Any) -> Iterator[str]:
 def _about_command(command: Any, context: Any) -> str:
     # Without the name of this process's program.
     path = f"farandole{context.command_path.removeprefix(context.find_root().command_path)}"
-    parts = [f"## {path}", f"    {path} {' '.join(command.collect_usage_pieces(context))}", _markdown(command.help)]
-    taken, rows = [], []
+    parts = [f"## {path}", _markdown(command.help)]
+    taken, options = [], []
     for parameter in command.get_params(context):
         if parameter.envvar in _BY_VARIABLE:
             taken.append(_BY_VARIABLE[parameter.envvar])
         elif parameter.name != "help" and not parameter.hidden and parameter.name not in _COMMON:
-            rows.append(_row(parameter, context))
-    if rows:
-        parts.append(table("| option | meaning | default |", rows))
+            options.append(_option(parameter, context))
+    if options:
+        parts.append("\n".join(options))
     if len(taken) == len(SETTINGS):
         parts.append("And every [setting](#settings).")
     elif taken:
-        flags = ", ".join(f"`{setting.flag or setting.name}`" for setting in taken)
-        parts.append(f"And the [settings](#settings) {flags}.")
+        names = ", ".join(f"`{setting.name}`" for setting in taken)
+        parts.append(f"And the [settings](#settings) {names}.")
     return "\n\n".join(parts) + "\n"
 
 
-def _row(parameter: Any, context: Any) -> tuple[str, ...]:
+def _option(parameter: Any, context: Any) -> str:
+    """Return the line about an option or argument."""
     names, told = parameter.get_help_record(context)
     meaning = parameter.help or ""
     extra = told.removeprefix(meaning).strip().removeprefix("[").removesuffix("]")
-    if parameter.envvar and not parameter.show_envvar:
-        extra = f"env var: {parameter.envvar}; {extra}"
     names = parameter.metavar if parameter.param_type_name == "argument" else names.replace(" range>", ">")
-    return f"`{names}`", _markdown(meaning), extra.removeprefix("default: ")
+    default = f" ({extra})" if extra else ""
+    return f"- `{names}`: {_markdown(meaning)}{default}"
 
 
 def _settings() -> str:
     rows = []
     for setting in SETTINGS:
-        if setting.is_hidden:
-            continue
-        flag = f"`{setting.flag}`" if setting.flag else f"`{setting.placeholder}`, without a flag"
-        default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
-        rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", setting.expected, default, setting.help))
-    return table("| key | flag | variable | value | default | meaning |", rows)
+        if not setting.is_hidden:
+            default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
+            note = "" if setting.flag else " (Without a flag.)"
+            rows.append((f"`{setting.name}`", setting.expected, default, setting.help + note))
+    return table("| key | value | default | meaning |", rows)
 
 
 def _markdown(text: str) -> str:
@@ -155,16 +151,16 @@ def _markdown(text: str) -> str:
 def catalogue() -> str:
     """Return the page about exit codes and what the doctor can find as Markdown."""
     exits = ((str(code.value), code.name, code.meaning, code.remedy) for code in Exit)
-    parts = [_ERRORS, "## Exit codes\n", table("| code | name | meaning | what to do |", exits) + "\n", _DOCTOR]
-    for check, about in CHECKS.items():
-        rows = (
-            # Placeholders are set in italics.
-            (f"`{name}`", cause.level, *(_FIELD.sub(r"*\1*", text) for text in (cause.found, cause.remedy)))
-            for name, cause in CAUSES.items()
-            if check_of(name) == check and cause.remedy
-        )
-        parts += [f"### {check}: {about}\n", table("| cause | | it says | what to do |", rows) + "\n"]
-    return "\n".join(parts)
+    causes = (
+        # Placeholders are set in italics.
+        (f"`{name}`", level, *(_FIELD.sub(r"*\1*", text) for text in (found, remedy)))
+        for check in CHECKS
+        for name, (level, found, remedy) in CAUSES.items()
+        if check_of(name) == check and remedy
+    )
+    of_codes = table("| code | name | meaning | what to do |", exits)
+    of_causes = table("| cause | | it says | what to do |", causes)
+    return "\n".join([_ERRORS, "## Exit codes\n", of_codes, "", _DOCTOR, of_causes, ""])
 
 
 _RUN_HEAD: Final = """\

@@ -53,14 +53,6 @@ def create_run(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where to write the manifest.", show_default="beside RUN.TOML")
     ] = None,
-    invite_address: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--invite-address",
-            metavar="MULTIADDR",
-            help="Print an invite with this multiaddr (ends in /p2p/...); repeatable.",
-        ),
-    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite an existing manifest; this makes a different run.")
     ] = False,
@@ -81,7 +73,6 @@ def create_run(
     [cyan]farandole run create run.toml --measure[/cyan] (of a model that is cut into stages)
     """
     from farandole.protocol.planning.planning import complete, given_by
-    from farandole.protocol.run.invite import Invite, encode_invite, network_key_of
     from farandole.protocol.run.manifest import sign_manifest
 
     from ...base.config.toml_file import read_toml
@@ -101,19 +92,15 @@ def create_run(
         from ...loop.measuring import cut_by_measuring
 
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
-    key = load_or_create_key(settings.key)
-    signed = sign_manifest(manifest, key)
+    signed = sign_manifest(manifest, load_or_create_key(settings.key))
     warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given), *other_run(settings)]
     say_chosen(written, completed, given, warnings)
-    network_key = network_key_of(key, signed.run_id) if manifest.private else b""
-    addresses = tuple(invite_address or ())
-    invite = encode_invite(Invite(signed.run_id, addresses, network_key=network_key)) if addresses else None
     write_manifest(path, signed)
     if as_json:
         import msgspec
 
         figures = {} if measured is None else {"measured": msgspec.to_builtins(measured)}
-        answer = {"run_id": signed.run_id.hex(), "manifest": str(path), "invite": invite, "warnings": warnings}
+        answer = {"run_id": signed.run_id.hex(), "manifest": str(path), "warnings": warnings}
         print_json({**answer, **figures})
         return
     if measured is not None:
@@ -127,11 +114,8 @@ def create_run(
         )
         Console().print(cuts_table(measured))
     typer.echo(f"run {signed.run_id.hex()}")
-    brings = options_of_nodes(manifest)
-    here = home_option(settings.home)
-    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}{here}")
-    if invite:
-        typer.echo(f"others join with: farandole join {invite}{brings}")
+    options = options_of_nodes(manifest) + home_option(settings.home)
+    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{options}")
 
 
 @run_app.command("show")

@@ -19,16 +19,14 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.exits import Exit
 from .options import Home
-from .service import stop_unit, units_of
 
 INSTALL_MARK: Final = "farandole-install"
 """The file by which `make install` marks an environment that it made."""
-_SOCKETS: Final = ("control", "trainer", "programs")
 # What -> patterns below a node's folder. The lock is the last: it is held during the removal.
 PATTERNS: Final[dict[str, Sequence[str]]] = {
     "checkpoints": (
         *("checkpoints/stage-*", "checkpoints/.stage-*", "checkpoints/copy-*", "checkpoints/replays"),
-        *("checkpoints/shared", "fetched*.safetensors*", "start/*.safetensors*", "start/checkpoint.index"),
+        *("fetched*.safetensors*", "start/*.safetensors*", "start/checkpoint.index"),
         *("start/manifest", "start/epochs.json"),
     ),
     "tokenised text (cache)": ("tokens/*.tokens", "tokens/.*.tokens.*.tmp"),
@@ -37,7 +35,7 @@ PATTERNS: Final[dict[str, Sequence[str]]] = {
         *("reports/*.json", "reports/*.lock", "reports/.*.json.*.tmp"),
     ),
     "run state": ("store.sqlite", "store.sqlite-*", "store.sqlite.*", "dashboard.json", "clock", "started-by-loop"),
-    "sockets": tuple(f"{name}.{end}" for name in _SOCKETS for end in ("sock", "path", "port")),
+    "sockets": ("control.sock", "trainer.sock", "programs.sock"),
     "settings": ("config.toml",),
     "identity": ("key", "key.*.new"),
     "lock": ("lock",),
@@ -54,7 +52,7 @@ def uninstall(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove what farandole has left on this machine: the node's data, logs, cached text, and its services.
+    """Remove what farandole has left on this machine: the node's data, logs and cached text.
 
     It lists them and asks first, and refuses while a node runs. Files that no node made stay, also in the node's
     folder. The program itself stays: the last line says how to remove it.
@@ -63,26 +61,24 @@ def uninstall(
     """
     from ...base.identity import IdentityInUseError, locked
 
-    homes, services = homes_in(home), units_of(home)
+    homes = homes_in(home)
     kinds = [what for what in PATTERNS if not (keep_identity and what in IDENTITY)]
-    if not homes and not services:
-        typer.echo(f"{home} has no node's data, and no service of it is installed")
+    if not homes:
+        typer.echo(f"{home} has no node's data")
         typer.echo(_how_to_remove_the_program())
         return
     try:
         with contextlib.ExitStack() as held:
             for each in homes:
                 held.enter_context(locked(each / "lock"))
-            found = [Belongings(each) for each in homes]
-            for belongings in found:
-                typer.echo(f"{belongings.home}:")
-                for what in belongings.files:
-                    size = f"{belongings.num_bytes(what) / 1e6:,.1f} MB"
+            found = {each: made_in(each) for each in homes}
+            for each, made in found.items():
+                typer.echo(f"{each}:")
+                for what, paths in made.items():
+                    size = f"{sum(map(_num_bytes, paths)) / 1e6:,.1f} MB"
                     typer.echo(f"  {what:<24}{size:>12}{'' if what in kinds else '  (stays)'}")
-                for path in belongings.others:
+                for path in foreign_in(each):
                     typer.echo(f"  {path}: not made by a node; stays")
-            for path in services.values():
-                typer.echo(f"service: {path}")
             if not yes:
                 question = "Remove these? The key cannot be made again" if "identity" in kinds else "Remove these?"
                 is_wanted = False
@@ -91,19 +87,18 @@ def uninstall(
                 if not is_wanted:
                     typer.echo("nothing is removed")
                     raise typer.Exit(Exit.INTERRUPTED)
-            for name, path in services.items():
-                stop_unit(name)
-                path.unlink(missing_ok=True)
             try:
-                for belongings in found:
-                    belongings.remove(kinds)
+                for each, made in found.items():
+                    _remove(each, [path for what in kinds for path in made.get(what, ())])
                 with contextlib.suppress(OSError):
                     (home / "runs").rmdir()
                     home.rmdir()
             except OSError as error:
                 raise FarandoleError(f"cannot remove {error.filename}: {error.strerror}") from error
     except IdentityInUseError as error:
-        typer.secho(f"error: {error}; a service's node: farandole service uninstall", fg=typer.colors.RED, err=True)
+        typer.secho(
+            f"error: {error}; a service's: systemctl --user disable --now farandole", fg=typer.colors.RED, err=True
+        )
         raise typer.Exit(Exit.HOME_IN_USE) from error
     typer.echo("removed" if not keep_identity else f"removed; the key and the settings are in {home}")
     typer.echo(_how_to_remove_the_program())
@@ -120,48 +115,47 @@ def _how_to_remove_the_program() -> str:
     return f"to remove the program: {sys.executable} -m pip uninstall farandole"
 
 
-class Belongings:
-    """The files of one node's folder."""
+def made_in(home: Path) -> dict[str, list[Path]]:
+    """Return what (a key of `PATTERNS`) -> files and folders that a node made; without what it does not have."""
+    from ...base.system.sockets import socket_path
 
-    def __init__(self, home: Path) -> None:
-        from ...base.system.sockets import socket_path
+    made = {}
+    for what, patterns in PATTERNS.items():
+        found = {path for each in patterns if not (home / each).parent.is_symlink() for path in home.glob(each)}
+        if what == "sockets":  # they are elsewhere if this folder's path is too long for one
+            found |= {path for name in patterns if (path := socket_path(home / name)).exists()}
+        if paths := sorted(path for path in found if not path.is_symlink()):
+            made[what] = paths
+    return made
 
-        self.home = home
-        self.files: dict[str, list[Path]] = {}
-        """What (a key of `PATTERNS`) -> files and folders that a node made; without what it does not have."""
-        for what, patterns in PATTERNS.items():
-            found = [path for each in patterns if not (home / each).parent.is_symlink() for path in home.glob(each)]
-            if what == "sockets":  # they are elsewhere if this folder's path is too long for one
-                places = (socket_path(home / f"{name}.sock") for name in _SOCKETS)
-                found += [path for path in places if path.parent != home.absolute() and path.exists()]
-            if found := sorted(path for path in found if not path.is_symlink()):
-                self.files[what] = found
-        made = {path for paths in self.files.values() for path in paths}
-        folders = (folder for folder in (home, *(home / name for name in _FOLDERS)) if folder.is_dir())
-        inside = [path for folder in folders for path in sorted(folder.iterdir())]
-        self.others = [path for path in inside if path not in made and path.name not in (*_FOLDERS, "runs")]
-        """Files that no node made; they stay."""
 
-    def num_bytes(self, what: str) -> int:
-        """Return the size of one kind of file in bytes; files that vanish count 0."""
-        total = 0
-        for path in self.files[what]:
-            for each in path.rglob("*") if path.is_dir() else [path]:
-                with contextlib.suppress(OSError):
-                    total += 0 if each.is_dir() else each.lstat().st_size
-        return total
+def foreign_in(home: Path) -> list[Path]:
+    """Return the files that no node made; they stay."""
+    made = {path for paths in made_in(home).values() for path in paths}
+    folders = (folder for folder in (home, *(home / name for name in _FOLDERS)) if folder.is_dir())
+    inside = [path for folder in folders for path in sorted(folder.iterdir())]
+    return [path for path in inside if path not in made and path.name not in (*_FOLDERS, "runs")]
 
-    def remove(self, kinds: Sequence[str]) -> None:
-        """Remove these kinds of files, and folders that are empty then. Raises `OSError` on failure."""
-        for what in kinds:
-            for path in self.files.get(what, ()):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-        for folder in (*(self.home / name for name in _FOLDERS), self.home):
-            with contextlib.suppress(OSError):  # not there, or not empty: then what is in it is not a node's
-                folder.rmdir()
+
+def _num_bytes(path: Path) -> int:
+    """Return the size of a file, or of a folder's files; those that vanish count 0."""
+    total = 0
+    for each in path.rglob("*") if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):
+            total += 0 if each.is_dir() else each.lstat().st_size
+    return total
+
+
+def _remove(home: Path, made: Sequence[Path]) -> None:
+    """Remove what a node made, and folders that are empty then. Raises `OSError` on failure."""
+    for path in made:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for folder in (*(home / name for name in _FOLDERS), home):
+        with contextlib.suppress(OSError):  # not there, or not empty: then what is in it is not a node's
+            folder.rmdir()
 
 
 def homes_in(home: Path) -> list[Path]:

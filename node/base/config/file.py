@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -23,7 +22,7 @@ _WIDTH: Final = 100
 _HEAD: Final = """\
 # Settings of a farandole node. Remove the # before a setting to use it; the node reads this file when it starts.
 # Order of precedence: flag, environment variable, this file, default.
-# Relative paths start at this file's folder. To check this file: farandole config check
+# Relative paths start at this file's folder. To check this file: farandole config show
 """
 
 
@@ -32,39 +31,32 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises `ManifestError`, with a line for each fault, if the file cannot be read, or says what cannot be.
     """
-    # Not needed for ``--help``: it imports msgspec.
-    from .toml_file import read_toml
-
-    known = {setting.name: setting for setting in SETTINGS}
-    file = read_toml(path)
-    with file.naming_lines():
-        if faults := list(_faults(file.values, known)):
-            raise ManifestError(*faults)
-    placed = {}
-    for name, value in file.values.items():
-        kind = known[name].kind
-        if Path in (kind, *get_args(kind)):
-            paths = [str(path.parent / Path(part).expanduser()) for part in (value if kind is not Path else [value])]
-            placed[name] = paths[0] if kind is Path else paths
-        else:
-            placed[name] = value
-    return placed
-
-
-def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
     from farandole.protocol.run.manifest import Manifest
 
-    from .toml_file import did_you_mean, misplaced, shown
+    from .toml_file import did_you_mean, misplaced, read_toml, shown  # not needed for ``--help``: it imports msgspec
 
-    for name, value in values.items():
+    known = {setting.name: setting for setting in SETTINGS}
+    file, faults = read_toml(path), []
+    for name, value in file.values.items():
         if name not in known:
             near = did_you_mean(name, known)
             hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
             if name in misplaced(Manifest):
                 hint = "runs have it: put it into the run file, for `farandole run create`"
-            yield f"{name} is no setting; {hint}"
+            faults.append(f"{name} is no setting; {hint}")
         elif not known[name].is_valid(value):
-            yield f"{name}: expected {known[name].expected}, got {shown(value)}{known[name].hint(value)}"
+            faults.append(f"{name}: expected {known[name].expected}, got {shown(value)}")
+    with file.naming_lines():
+        if faults:
+            raise ManifestError(*faults)
+    return {name: _placed(value, known[name].kind, path.parent) for name, value in file.values.items()}
+
+
+def _placed(value: Any, kind: Any, folder: Path) -> Any:
+    """Return the value of a setting; of a path, or of each of a list, where it is if it starts at ``folder``."""
+    if kind is Path:
+        return str(folder / Path(value).expanduser())
+    return [_placed(part, Path, folder) for part in value] if Path in get_args(kind) else value
 
 
 def config_text() -> str:

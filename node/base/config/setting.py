@@ -7,13 +7,10 @@ value is the field's. So each setting is defined in one place, and nothing can c
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import re
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from farandole.protocol.wire.errors import FarandoleError
@@ -24,14 +21,6 @@ PANELS: Final[Sequence[Panel]] = get_args(Panel)
 
 VARIABLE_PREFIX: Final = "FARANDOLE_"
 _ABOUT: Final = "about"
-NOUNS: Final[dict[object, str]] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text in quotes",
-    Path: "a path in quotes",
-}
-_PLURALS: Final[dict[object, str]] = {str: "texts in quotes", Path: "paths in quotes"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,21 +77,10 @@ class Setting:
     @property
     def expected(self) -> str:
         """Describe the allowed values in words: ``a finite number of GB, at least 0.5, or 0``."""
-        if self.form:
-            return self.form
-        if get_origin(self.kind) is Literal:
-            return "one of " + ", ".join(map(str, get_args(self.kind)))
-        if get_origin(self.kind) is list:
-            return f"a list of {_PLURALS[get_args(self.kind)[0]]}"
-        noun = NOUNS[self.kind] + (f" of {self.unit}" if self.unit else "")
-        return ", ".join(part for part in (noun, self.bounds) if part)
+        from .toml_file import expected  # imports msgspec, which is not needed for ``--help``
 
-    def hint(self, value: object) -> str:
-        """Return what to write instead of a number with a unit: ``; write 20`` for "20 GB"; otherwise nothing."""
-        if self.kind not in (int, float) or not isinstance(value, str):
-            return ""
-        number = re.match(r"\s*(\d+(\.\d+)?)\s*[a-zA-Z]", value)
-        return f"; write {number[1]}" if number and self.is_valid(json.loads(number[1])) else ""
+        noun = expected(self.kind) + (f" of {self.unit}" if self.unit else "")
+        return self.form or ", ".join(part for part in (noun, self.bounds) if part)
 
     @property
     def bounds(self) -> str:
@@ -126,7 +104,7 @@ class Setting:
 
     def is_valid(self, value: object) -> bool:
         """Return whether ``value``, as read from a settings file, has the right type and is allowed."""
-        import msgspec  # not needed for ``--help``
+        import msgspec
 
         try:
             converted = msgspec.convert(value, self.kind, dec_hook=lambda kind, text: kind(text))

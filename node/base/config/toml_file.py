@@ -22,20 +22,19 @@ import msgspec
 from farandole.protocol.wire.errors import ManifestError
 
 from ..system.terminal import without_controls
-from .setting import NOUNS
 
 # Ten times as much as the longest file of settings: a larger one is probably a wrong path.
 MAX_FILE_BYTES: Final = 256 * 1024
-# A value or a line is shown to be recognised; a long one would hide the rest of the sentence.
+# A value is shown to be recognised; a long one would hide the rest of the sentence.
 _SHOWN_WIDTH: Final = 100
-_POSITION: Final = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
-# The remedy for what `tomllib` reports of the usual mistakes.
-_REMEDIES: Final[Mapping[str, str]] = {
-    "Invalid value": "a text needs quotes, and true and false are written small",
-    "Cannot overwrite a value": "this setting is there already, further up (within [model], a preset is written "
-    'preset = "3M")',
-    "Expected newline or end of document after a statement": "a line has one setting, and a text has quotes around it",
+_NOUNS: Final[Mapping[object, str]] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text in quotes",
+    Path: "a path in quotes",
 }
+_LINE: Final = re.compile(r"\(at line (\d+), column \d+\)$")
 _HEADER: Final = re.compile(r"\s*(\[\[?)\s*([\w.-]+)\s*\]")
 _KEY: Final = re.compile(r"\s*([\w.-]+)\s*=")
 # An error of msgspec: what is wrong, and the way to it.
@@ -77,7 +76,9 @@ def read_toml(path: Path) -> TomlFile:
         text = raw.decode("utf-8").replace("\r\n", "\n")
         return TomlFile(path, text, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise ManifestError(_not_toml(path, text, str(error))) from error
+        told = _LINE.search(str(error))
+        last = text.rstrip("\n").count("\n") + 1
+        raise ManifestError(_told(path, int(told[1]) if told else last, f"this is not TOML: {error}")) from error
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ManifestError(_told(path, line, "this is not TOML: a character is not UTF-8")) from error
@@ -88,19 +89,6 @@ def read_toml(path: Path) -> TomlFile:
 def _told(path: Path, line: int, text: str) -> str:
     """Return a line about a file, which may be a stranger's; ``line`` is 0 for the file as a whole."""
     return without_controls(f"{path}:{line}: {text}" if line else f"{path}: {text}")
-
-
-def _not_toml(path: Path, text: str, problem: str) -> str:
-    """Say in which line `tomllib` found ``problem``, what stands there, and what to do."""
-    position = _POSITION.search(problem)
-    lines = text.split("\n")
-    last = len(text.rstrip("\n").split("\n"))
-    number = int(position[1]) if position and position[1] else last
-    cause = _POSITION.sub("", problem)
-    remedy = f" ({_REMEDIES[cause]})" if cause in _REMEDIES else ""
-    column = f", column {position[2]}" if position and position[2] else ""
-    shown_line = _shortened(lines[number - 1].strip())
-    return _told(path, number, f"this is not TOML{column}: {cause}{remedy}; the line is: {shown_line}")
 
 
 def _line_of(problem: str, text: str) -> int:
@@ -202,12 +190,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def shown(value: object) -> str:
-    """Show a value from a file, shortened."""
-    return _shortened(json.dumps(value, default=str, ensure_ascii=False))
-
-
-def _shortened(text: str) -> str:
-    """Cut a text wherever its words end; dots show that there was more."""
+    """Show a value from a file. A long one is cut; dots show that there was more."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN_WIDTH else f"{text[: _SHOWN_WIDTH - 3]}..."
 
 
@@ -222,7 +206,7 @@ def expected(kind: Any) -> str:
     if get_origin(bare) is Literal:
         choices = ", ".join(map(str, get_args(bare)))
         return f"one of {choices}" if len(get_args(bare)) > 1 else choices
-    noun = NOUNS.get(parts[0]) or ("a section" if _item_kind(bare) is None else "a list in brackets")
+    noun = _NOUNS.get(parts[0]) or ("a section" if _item_kind(bare) is None else "a list in brackets")
     return ", ".join([noun, *(words for meta in metas if (words := _bounds(meta)))])
 
 

@@ -15,7 +15,6 @@ import socket
 import stat
 import struct
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -97,13 +96,10 @@ def bound_socket(path: Path) -> Iterator[trio.socket.SocketType]:
             listener.bind(os.fspath(real))
         finally:
             os.umask(previous)
-        if real != path.absolute():
-            _record_of(path).write_text(str(real), encoding="utf-8")
         try:
             yield trio.socket.from_stdlib_socket(listener)
         finally:
             real.unlink(missing_ok=True)
-            _record_of(path).unlink(missing_ok=True)
 
 
 def connect(path: Path, timeout: float) -> socket.socket:
@@ -111,8 +107,7 @@ def connect(path: Path, timeout: float) -> socket.socket:
 
     Raises `OSError`: `FileNotFoundError` and `ConnectionError` if no process listens.
     """
-    record = _record_of(path)
-    real = Path(record.read_text(encoding="utf-8")) if record.exists() else socket_path(path)
+    real = socket_path(path)
     if not stat.S_ISSOCK(real.stat().st_mode):
         raise FileNotFoundError(real)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -126,20 +121,15 @@ def connect(path: Path, timeout: float) -> socket.socket:
 
 
 def socket_path(path: Path) -> Path:
-    """Return the socket's real path: ``path``, or, if that is too long, one in a private temporary folder.
+    """Return the socket's real path: ``path``, or, if that is too long, one in a private folder of /tmp.
 
-    It follows from ``path`` alone, so both ends compute the same.
+    It follows from ``path`` alone, so both ends compute the same, whatever their TMPDIR.
     """
     absolute = path.absolute()
     if len(os.fsencode(absolute)) <= MAX_SOCKET_PATH_BYTES:
         return absolute
     digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}" / f"{digest}.sock"
-
-
-def _record_of(path: Path) -> Path:
-    """Return the file next to ``path`` that names the socket if it is elsewhere (TMPDIR differs between shells)."""
-    return path.with_suffix(".path")
+    return Path(f"/tmp/farandole-{os.getuid()}/{digest}.sock")  # its owner is checked before it is used
 
 
 async def serve_door(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.app.doctor.causes import Diagnosis, Level
+from farandole.node.base.causes import Diagnosis, Level
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
@@ -56,7 +56,7 @@ async def witnessed(home: Home, folder: Path, cause: str, *addresses: str) -> di
         pass
     assert ("nat-symmetric" in causes) == (cause == "nat-symmetric")
     assert ("relay-fine" if cause != "nat-public" else "relay-needless") in causes
-    assert {"egress-fine", "bootstrap-fine", "clock-fine"} <= causes.keys()
+    assert {"bootstrap-fine", "clock-fine"} <= causes.keys()
     return causes
 
 
@@ -79,7 +79,6 @@ async def test_a_symmetric_router_and_a_firewall_that_lets_out_port_443_alone_ar
             assert causes["nat-symmetric"] is Level.WARNING
             home, folder = lab.add_home("https-only"), tmp_path / "https-only"
             causes = await visit(home, folder, *usual)
-            assert causes["egress-only-443"] is Level.WARNING
             assert causes["bootstrap-filtered"] is Level.FAILED
             causes = await visit(home, folder, *(address_of(*public, port=443) for public in publics))
             assert causes["bootstrap-fine"] is Level.OK
@@ -96,4 +95,4 @@ async def test_a_bootstrap_peer_that_is_off(lab: Lab, tmp_path: Path) -> None:
             assert causes["bootstrap-fine"] is Level.OK
             causes = await visit(home, tmp_path, address_of(away, node))
             assert causes["bootstrap-silent"] is Level.FAILED
-            assert "egress-only-443" not in causes
+            assert "bootstrap-filtered" not in causes

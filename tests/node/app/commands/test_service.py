@@ -1,4 +1,4 @@
-"""Units that `farandole service install` would write."""
+"""The unit that `farandole service` prints."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def started(out: str) -> list[str]:
 
 
 def test_a_unit_has_all_that_join_needs_and_is_not_written(run: Run, home: Path) -> None:
-    code, out, err = run("service", "install", INVITE, "--print")
+    code, out, _ = run("service", INVITE)
     assert code == Exit.OK
     assert started(out) == ["join", INVITE, "--home", str(home)]
     assert not home.exists()
-    assert err.endswith("systemd/user/farandole.service\n")
+    assert started(run("service")[1]) == ["join", "--home", str(home)]
 
 
 def test_a_settings_file_elsewhere_is_named(run: Run, home: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("slow = 2\n")
-    out = run("service", "install", "--print", "--config", other)[1]
+    out = run("service", "--config", other)[1]
     assert started(out) == ["join", "--home", str(home), "--config", str(other)]
 
 
@@ -47,78 +47,31 @@ def test_paths_are_absolute_as_a_service_begins_elsewhere(
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text("name = 'demo'\nmodel = 'tiny'\n")
     assert run("run", "create", "run.toml")[0] == Exit.OK
-    out = run("service", "install", "run.manifest", "--home", "here", "--print")[1]
+    out = run("service", "run.manifest", "--home", "here")[1]
     assert started(out) == ["join", str(tmp_path / "run.manifest"), "--home", str(tmp_path / "here")]
 
 
 def test_a_relay_takes_several_runs(run: Run, home: Path) -> None:
-    out = run("service", "install", "--as-relay", INVITE, INVITE, "--name", "relay", "--print")[1]
+    out = run("service", "--as-relay", INVITE, INVITE)[1]
     assert started(out) == ["relay", INVITE, INVITE, "--home", str(home)]
 
 
 def test_macos_is_told_where_to_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    code, _, err = run("service", "install", INVITE, "--print")
+    code, _, err = run("service", INVITE)
     assert (code, "docs/install.md#macos" in err) == (Exit.BAD_INPUT, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["install", "farandole1abcdefgh", "--print"], "damaged"),
-        (["install", INVITE, INVITE, "--print"], "one run"),
-        (["install", INVITE, "--name", "../x", "--print"], "no name for a service"),
-        (["install"], "which run?"),
-        (["install", "--as-relay"], "which run?"),
-        (["uninstall", "--name", "never-installed"], "there is no service never-installed"),
+        (["farandole1abcdefgh"], "damaged"),
+        ([INVITE, INVITE], "one run"),
     ],
 )
 def test_what_cannot_be_is_said(run: Run, arguments: list[str], message: str) -> None:
     code, _, err = run("service", *arguments)
     assert (code, message in err) == (Exit.BAD_INPUT, True)
-
-
-@pytest.fixture
-def no_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of the user's units, on a machine without systemctl."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path / "config/systemd/user"
-
-
-def test_a_service_that_cannot_start_is_not_left_behind(run: Run, no_systemd: Path) -> None:
-    code, _, err = run("service", "install", INVITE)
-    assert (code, "systemctl" in err) == (Exit.BAD_INPUT, True)
-    assert list(no_systemd.iterdir()) == []
-
-
-def test_a_node_is_installed_and_removed(run: Run, home: Path, no_systemd: Path, tmp_path: Path) -> None:
-    (tmp_path / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    (tmp_path / "systemctl").chmod(0o755)
-    code, out, _ = run("service", "install", INVITE)
-    assert (code, "systemctl --user status farandole" in out) == (Exit.OK, True)
-    unit = no_systemd / "farandole.service"
-    assert started(unit.read_text()) == ["join", INVITE, "--home", str(home)]
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked[-2:] == ["--user daemon-reload", "--user enable --now farandole.service"]
-    assert run("service", "uninstall")[0] == Exit.OK
-    assert "--user disable --now farandole.service" in (tmp_path / "asked").read_text().splitlines()[len(asked) :]
-    assert not unit.exists()
-
-
-def test_a_settings_file_may_name_the_run(run: Run, home: Path, no_systemd: Path) -> None:
-    home.mkdir()
-    (home / "config.toml").write_text(f'invite = "{INVITE}"\n')
-    assert "systemctl" in run("service", "install")[2]
-
-
-def test_a_service_of_another_folder_is_not_replaced(run: Run, no_systemd: Path) -> None:
-    unit = no_systemd / "farandole.service"
-    unit.parent.mkdir(parents=True)
-    unit.write_text("the service of another folder")
-    code, _, err = run("service", "install", INVITE)
-    assert (code, "give this one another --name" in err) == (Exit.BAD_INPUT, True)
-    assert unit.read_text() == "the service of another folder"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

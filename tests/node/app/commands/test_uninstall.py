@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.app.commands.uninstall import INSTALL_MARK, PATTERNS, Belongings
+from farandole.node.app.commands.uninstall import INSTALL_MARK, PATTERNS, foreign_in, made_in
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import InHome, NodeSettings
@@ -22,15 +22,6 @@ MADE = (
     *("checkpoints/stage-0-round-3.safetensors", "checkpoints/copy-0-ab.blocks.index", "tokens/ab.tokens"),
 )
 FOREIGN = ("thesis.txt", "checkpoints/mine.safetensors")
-
-
-@pytest.fixture(autouse=True)
-def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of the user's services, on a machine without a service manager."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path / "config" / "systemd" / "user"
 
 
 @pytest.fixture
@@ -66,20 +57,15 @@ def test_files_of_others_stay_and_are_named(run: Run, used: Path, tmp_path: Path
     elsewhere.mkdir()
     (elsewhere / "ab.tokens").write_text("mine")
     (used / "log.2").symlink_to(elsewhere / "ab.tokens")
+    (used / "tokens" / "ab.tokens").unlink()
+    (used / "tokens").rmdir()
+    (used / "tokens").symlink_to(elsewhere)
     code, out, _ = run("uninstall", "--yes")
     assert code == Exit.OK
     assert files(used) == {*FOREIGN, "log.2"}
-    assert (elsewhere / "ab.tokens").exists()
+    assert files(elsewhere) == {"ab.tokens"}, "no link is followed"
     for name in FOREIGN:
         assert str(used / name) in out
-
-
-def test_a_linked_folder_is_not_followed(run: Run, used: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    (used / "tokens").rename(elsewhere)
-    (used / "tokens").symlink_to(elsewhere)
-    assert run("uninstall", "--yes")[0] == Exit.OK
-    assert files(elsewhere) == {"ab.tokens"}
 
 
 def test_a_folder_that_is_no_node_s_is_left_alone(run: Run, home: Path) -> None:
@@ -122,23 +108,6 @@ def test_the_folders_of_own_loops_are_removed_too(run: Run, used: Path) -> None:
     assert not used.exists()
 
 
-def test_only_the_services_of_this_folder_are_removed(run: Run, used: Path, units: Path, tmp_path: Path) -> None:
-    units.mkdir(parents=True)
-    for name, home in (("farandole", used), ("other", tmp_path / "second")):
-        text = run("service", "install", "--home", home, "--print")[1]
-        (units / f"{name}.service").write_text(text)
-    (units / "foreign.service").write_text(f"[Service]\nExecStart=/bin/true\nWorkingDirectory={used}\n")
-    # Without systemd there is nothing to stop, and the files are no reason to go on.
-    code, _, err = run("uninstall", "--yes")
-    assert code == Exit.BAD_INPUT
-    assert "systemctl" in err
-    (tmp_path / "systemctl").write_text("#!/bin/sh\n")
-    (tmp_path / "systemctl").chmod(0o755)
-    assert run("uninstall", "--yes")[0] == Exit.OK
-    assert {path.name for path in units.iterdir()} == {"other.service", "foreign.service"}
-    assert not used.exists()
-
-
 def test_it_says_how_to_remove_the_program(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for receipt, command in (
         ("uv-receipt.toml", "uv tool uninstall farandole"),
@@ -160,7 +129,7 @@ def test_nothing_of_a_real_node_is_foreign(tmp_path: Path) -> None:
     homes = [path.parent for path in tmp_path.rglob("store.sqlite")]
     assert homes
     for home in homes:
-        assert Belongings(home).others == []
+        assert foreign_in(home) == []
 
 
 def test_sockets_are_known_to_be_a_nodes(tmp_path: Path) -> None:
@@ -168,11 +137,9 @@ def test_sockets_are_known_to_be_a_nodes(tmp_path: Path) -> None:
     home.mkdir()
     (home / "key").touch()
     with bound_socket(home / "control.sock"):
-        belongings = Belongings(home)
-        places = belongings.files["sockets"]
-        assert belongings.others == []
-        assert home / "control.path" in places
-        assert len([path for path in places if path.parent != home]) == 1
+        (place,) = made_in(home)["sockets"]
+        assert foreign_in(home) == []
+        assert place.parent != home
 
 
 def test_every_file_that_settings_name_is_known_to_be_a_nodes(tmp_path: Path) -> None:

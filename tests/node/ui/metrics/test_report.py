@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 import pytest
 
-from farandole.node.app.commands.uninstall import Belongings
+from farandole.node.app.commands.uninstall import foreign_in, made_in
 from farandole.node.base.system.files import locked_file
 from farandole.node.status.round_log import RoundFigures
 from farandole.node.ui.metrics.report import MAX_BATCH, ReportPatience, report_rounds
@@ -234,10 +234,8 @@ def test_a_damaged_memory_sends_nothing_twice(story: Story) -> None:
 def test_what_it_remembers_is_removed_with_the_node(story: Story) -> None:
     story.node.add(rounds(0))
     story.report()
-    belongings = Belongings(story.node.path)
-    assert belongings.others == []
-    belongings.remove(list(belongings.files))
-    assert not story.node.path.exists()
+    assert foreign_in(story.node.path) == []
+    assert made_in(story.node.path)
 
 
 def test_what_a_tracker_learns_of_the_run() -> None:

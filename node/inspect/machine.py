@@ -1,9 +1,14 @@
-"""Checks that need no network: the node's folder and key, the disk, ports, PyTorch and its device, a run's inputs."""
+"""Checks that need no network: the node's folder and key, the disk, ports, PyTorch and its device, what a run needs.
+
+`farandole doctor` reports them all. `farandole join` makes those of the trainer before any weights are downloaded: with
+a wrong device or without the run's text, a node would join, and end when its trainer starts.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -18,20 +23,20 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.protocol.planning.needs import Needs
+from farandole.protocol.planning.needs import Memory, Needs, needs_of, needs_of_stage
 from farandole.protocol.run.manifest import Manifest
 from farandole.training.base.errors import how_to_add
 from farandole.training.base.host_memory import available_bytes, total_bytes
 
-from ...base.figures import size
-from ...base.identity import KEY_BYTES, IdentityInUseError, locked
-from ...base.requirements import MemoryTooSmallError, line_shortfall, memory_needed, memory_shortfall
-from ...base.settings import NodeSettings
-from ...base.system.files import others_may
-from ...base.system.processes import has_nvidia_driver
-from ...base.system.sockets import NO_IPV6
-from ...store.disk_space import used_bytes
-from .causes import Finding, found
+from ..base.causes import Finding, found
+from ..base.figures import BYTES_PER_MBIT, mbit, size
+from ..base.identity import KEY_BYTES, IdentityInUseError, locked
+from ..base.requirements import exchange_line
+from ..base.settings import NodeSettings
+from ..base.system.files import others_may
+from ..base.system.processes import has_nvidia_driver
+from ..base.system.sockets import NO_IPV6
+from ..store.disk_space import used_bytes
 
 # Size of the test file: more than a file system reserves for its own small needs.
 PROBE_BYTES: Final = 1 << 20
@@ -41,6 +46,8 @@ MIN_FREE_BYTES: Final = 256 << 20
 GOOD_FREE_BYTES: Final = 10 << 30
 # PyTorch is a gigabyte, which a slow disk takes long to read.
 TORCH_TIMEOUT: Final = 60.0
+# Share of a trainer's computed memory that must be there at least: the computation is not more accurate than this.
+LEAST_SHARE: Final = 0.9
 _STREAMS_NEED: Final = "datasets"
 _LISTEN: Final = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})")
 
@@ -103,8 +110,6 @@ def check_disk(home: Path, needs: Needs | None = None) -> Finding:
         taken = used_bytes(home)
         least, good = (max(PROBE_BYTES, needed - taken) for needed in (needs.least_disk_bytes, needs.disk_bytes))
     cause = "disk-nearly-full" if free < least else "disk-small" if free < good else "disk-fine"
-    if needs is not None and cause != "disk-fine":
-        cause += "-for-run"
     try:
         if folder == home:
             _write_to(home, bytes(PROBE_BYTES))
@@ -115,20 +120,35 @@ def check_disk(home: Path, needs: Needs | None = None) -> Finding:
 
 
 def check_memory(manifest: Manifest | None, settings: NodeSettings, *, is_running: bool) -> Finding:
-    """Check whether the run's model fits in memory; ``is_running``: a node already holds it."""
+    """Check whether the run's model fits in memory; ``is_running``: a node already holds it.
+
+    The kernel kills a trainer with too little again and again, without a message.
+    """
     if manifest is None:
         return found("memory-untold")
     needed = memory_needed(manifest, settings)
+    total, available = total_bytes(), available_bytes()
+    cause = "memory-fine"
     if is_running:
-        return found("memory-in-use", needed=size(needed.host))
-    available = available_bytes()
-    try:
-        words = memory_shortfall(needed, total_bytes(), available)
-    except MemoryTooSmallError as error:
-        return found("memory-too-little", why=error)
-    if words:
-        return found("memory-short", why=words)
-    return found("memory-fine", needed=size(needed.host), free="unknown" if available is None else size(available))
+        cause = "memory-in-use"
+    elif total is not None and total < LEAST_SHARE * needed.host:
+        cause = "memory-too-little"
+    elif available is not None and available < needed.host:
+        cause = "memory-short"
+    has, free = ("unknown" if memory is None else size(memory) for memory in (total, available))
+    gpu = "" if needed.device else " or a GPU"
+    return found(cause, needed=size(needed.host), free=free, total=has, gpu=gpu)
+
+
+def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
+    """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage."""
+    device, stage = settings.device, settings.stage
+    model = manifest.model
+    stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
+    has_gpu = device.startswith("cuda") or (device == "auto" and has_nvidia_driver())
+    needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
+    memories = (each.memory(has_gpu=has_gpu, is_lean=settings.lean) for each in needs)
+    return min(memories, key=lambda memory: memory.host)
 
 
 def _nearest_folder(path: Path) -> Path:
@@ -177,17 +197,14 @@ async def _check_port(address: str, *, is_running: bool) -> Finding:
     return found("port-fine", address=address)
 
 
-class TorchReport(msgspec.Struct, frozen=True):
-    """The output of `farandole.node.app.doctor.torch_probe`."""
-
-    version: str
-    device: str = ""
-    error: str = ""
+def check_torch_is_there() -> list[Finding]:
+    """Return a finding if PyTorch is not installed, without importing it, which takes seconds."""
+    return [] if find_spec("torch") is not None else [found("torch-broken", why="it is not installed")]
 
 
 async def check_torch(device: str) -> Finding:
     """Check PyTorch and the device in a process of its own, like the trainer's, so that this one needs no torch."""
-    command = [sys.executable, "-P", "-m", "farandole.node.app.doctor.torch_probe", device]
+    command = [sys.executable, "-P", "-m", "farandole.node.inspect.torch_probe", device]
     try:
         with trio.fail_after(TORCH_TIMEOUT):
             done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
@@ -199,15 +216,15 @@ async def check_torch(device: str) -> Finding:
 def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -> Finding:
     """Judge PyTorch by the output of the finished probe process."""
     try:
-        report = msgspec.json.decode(done.stdout, type=TorchReport)
+        report = msgspec.json.decode(done.stdout, type=dict[str, str])
     except msgspec.MsgspecError:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         return found("torch-broken", why=lines[-1] if lines else f"exit status {done.returncode}")
-    if report.error:
-        return found("device-missing", version=report.version, why=report.error)
-    if has_nvidia and report.device.startswith("CPU"):
-        return found("gpu-unused", version=report.version, device=report.device)
-    return found("torch-fine", version=report.version, device=report.device)
+    version, device = report["version"], report.get("device", "")
+    if not device:
+        return found("device-missing", version=version, why=report["error"])
+    is_unused = has_nvidia and device.startswith("CPU")
+    return found("gpu-unused" if is_unused else "torch-fine", version=version, device=device)
 
 
 def check_data(paths: Sequence[Path], streams: Sequence[str] = ()) -> list[Finding]:
@@ -222,6 +239,8 @@ def _check_data(path: Path) -> Finding:
         if path.is_dir():
             is_fine = os.access(path, os.R_OK | os.X_OK) and any(names for _, _, names in os.walk(path))
             return found("data-fine" if is_fine else "data-empty", path=path)
+        if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+            return found("data-no-package", name=path, package="pyarrow", command=how_to_add("data"))
         with path.open("rb") as file:
             return found("data-fine" if file.read(1) else "data-empty", path=path)
     except OSError as error:
@@ -239,7 +258,7 @@ def _check_stream(name: str) -> Finding:
 
 
 def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
-    """Return a finding for each input that the run requires of every node and the settings lack.
+    """Return a finding for each thing that the run requires of a node that trains, and this one lacks.
 
     Reads the tokenizer's file.
     """
@@ -250,15 +269,81 @@ def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
         path, sha256 = settings.tokenizer, manifest.tokenizer.sha256
         if path is None:
             needs.append(found("run-needs-tokenizer", sha256=sha256))
-        else:
-            try:
-                if (digest := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
-                    needs.append(found("run-tokenizer-other", path=path, digest=digest, sha256=sha256))
-            except OSError as error:
-                needs.append(found("run-tokenizer-unreadable", path=path, why=error.strerror))
+        elif why := _what_is_wrong_with(path, sha256):
+            needs.append(found("run-tokenizer-other", path=path, why=why, sha256=sha256))
+        needs += _check_package("tokenizer", "tokenizers", "tokenizers")
+    if manifest.model.hf is not None:
+        needs += _check_package("model", "transformers", "hf")
     own = manifest.model.own
     if own is not None and own.function not in settings.allow_model:
         needs.append(found("run-needs-model", function=own.function, package=own.package or "no package that it names"))
-    if words := line_shortfall(manifest, settings.upload_mbit, settings.download_mbit):
-        needs.append(found("run-needs-line", why=words))
     return needs
+
+
+def _what_is_wrong_with(tokenizer: Path, sha256: str) -> str:
+    try:
+        digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if digest == sha256 else f"has SHA-256 {digest}"
+
+
+def _check_package(what: str, package: str, extra: str) -> list[Finding]:
+    if find_spec(package) is not None:
+        return []
+    return [found("run-needs-package", what=what, package=package, command=how_to_add(extra))]
+
+
+def check_line(manifest: Manifest, upload_mbit: float, download_mbit: float) -> list[Finding]:
+    """Return a finding if the bandwidth caps are too low for a run. 0: no cap."""
+    needs = needs_of(manifest)
+    caps = zip(("--upload-mbit", "--download-mbit"), (upload_mbit, download_mbit), strict=True)
+    low = {flag: cap for flag, cap in caps if cap and cap * BYTES_PER_MBIT < needs.rate}
+    if not low:
+        return []
+    rate = min(low.values()) * BYTES_PER_MBIT
+    has_chances = rate >= needs.least_rate
+    return [
+        found(
+            "run-needs-line",
+            rate=mbit(needs.rate),
+            caps=" and ".join(f"{flag} {cap:g}" for flag, cap in low.items()),
+            exchange=exchange_line(needs, manifest, rate),
+            chances="only exchanges whose partner is ready early are over in time"
+            if has_chances
+            else "no exchange can be over in time",
+            flags=" and ".join(low),
+            least=math.ceil(needs.rate / BYTES_PER_MBIT),
+        )
+    ]
+
+
+def unused_inputs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
+    """Return a finding for each input that the user gives and this run does not take."""
+    of_data = {
+        "--data": settings.data,
+        "--data-weight": settings.data_weight,
+        "--stream": settings.stream,
+        "--tokenizer": settings.tokenizer,
+    }
+    unused = {}
+    if settings.trainer == "external":
+        unused = dict.fromkeys(of_data, "the training loop has its own data")
+    else:
+        if manifest.data.source == "stdlib":
+            unused = dict.fromkeys(of_data, "this run trains on the sources of Python's standard library")
+        unused["--tokenizer"] = "" if manifest.tokenizer.sha256 else "this run's tokens are bytes"
+    if not manifest.model.own:
+        unused["--allow-model"] = "this run's model needs no code of others"
+    given = {**of_data, "--allow-model": settings.allow_model}
+    return [found("run-ignores", flag=flag, why=why) for flag, why in unused.items() if why and given[flag]]
+
+
+def check_run(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
+    """Compare a run with the settings of a node: what it lacks, what it gives in vain, and the caps of its line.
+
+    A loop of the user's own brings what it needs.
+    """
+    needs = check_needs(manifest, settings) if settings.trainer == "own" else []
+    line = check_line(manifest, settings.upload_mbit, settings.download_mbit)
+    return [*needs, *line, *unused_inputs(manifest, settings)]

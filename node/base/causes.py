@@ -1,20 +1,18 @@
-"""The doctor's findings, and every cause that it can name, with its severity, its text for people, and a remedy.
+"""What keeps a machine from joining a run: every cause, with its severity, its text for people, and a remedy.
 
-``farandole doctor --json`` prints findings, whose fields are only added to. Names of causes stay, since scripts rely on
-them. Braces are filled with a check's results.
+`farandole doctor` reports all findings, and `farandole join` ends with those that failed. ``farandole doctor --json``
+prints findings, whose fields are only added to. Names of causes stay, since scripts rely on them. Braces are filled
+with a check's results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Final
 
 import msgspec
 
-from ...base.remedies import COMPARE_CLOCKS, SET_CLOCK
+from .remedies import COMPARE_CLOCKS, SET_CLOCK
 
 
 class Level(StrEnum):
@@ -42,6 +40,11 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str = ""
     """What to do about it, in a line; empty where there is nothing to do."""
 
+    @property
+    def words(self) -> str:
+        """Return the finding and its remedy in one line."""
+        return f"{self.found}; {self.remedy}" if self.remedy else self.found
+
 
 class Diagnosis(msgspec.Struct, frozen=True):
     """The findings of all checks, in the order in which a node needs the checked things."""
@@ -52,51 +55,34 @@ class Diagnosis(msgspec.Struct, frozen=True):
     schema: int = 1
 
 
-def conclude(findings: Iterable[Finding]) -> Diagnosis:
-    """Make a diagnosis of all findings."""
-    found = tuple(findings)
-    return Diagnosis(found, all(finding.level is not Level.FAILED for finding in found))
+def _ok(found: str) -> tuple[Level, str, str]:
+    return Level.OK, found, ""
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The texts of one cause."""
-
-    level: Level
-    found: str
-    remedy: str = ""
-    check: str = ""
-    """One of `CHECKS`; empty: the first word of the cause's name."""
+def _warning(found: str, remedy: str) -> tuple[Level, str, str]:
+    return Level.WARNING, found, remedy
 
 
-_ok, _warning, _failed, _skipped = (partial(Cause, level) for level in Level)
+def _failed(found: str, remedy: str) -> tuple[Level, str, str]:
+    return Level.FAILED, found, remedy
+
+
+def _skipped(found: str, remedy: str = "") -> tuple[Level, str, str]:
+    return Level.SKIPPED, found, remedy
+
+
 _MAKE_ROOM: Final = "free some space, or name a folder on another disk with --home"
 _OPEN_PORT: Final = (
     "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP; or forward its TCP port "
     "4001 to this machine, and join with --port 4001 --announce /ip4/PUBLIC-IP/tcp/4001"
 )
-NO_ADDRESS: Final = "no address of a peer is known"
 _NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
 
-CHECKS: Final = {
-    "home": "the node's folder",
-    "node": "the node that runs with it, if one does",
-    "key": "its key, which is its identity",
-    "disk": "room for checkpoints",
-    "memory": "room for the run's model, where the run is known",
-    "torch": "PyTorch and the device",
-    "data": "text of your own, and data sets that are streamed",
-    "port": "the addresses to listen on",
-    "invite": "the invite, or the run that the folder knows",
-    "dns": "names in addresses",
-    "egress": "whether a firewall lets TCP out",
-    "bootstrap": "the peers of the invite, each dialled",
-    "run": "whether a peer is in the run",
-    "clock": "this machine's clock, compared with the peers' clocks",
-    "nat": "how others reach this machine",
-    "relay": "whether somebody relays to this node",
-}
-"""The checks with their descriptions, in the order of the report."""
+CHECKS: Final = (
+    *("home", "node", "key", "disk", "memory", "torch", "data", "port", "invite", "bootstrap"),
+    *("run", "clock", "nat", "relay"),
+)
+"""The checks in the order of the report, in which a node needs the checked things."""
 
 CAUSES: Final = {
     # The folder
@@ -120,23 +106,24 @@ CAUSES: Final = {
     ),
     "key-readable-by-others": _failed("{key} can be read by others (mode {mode})", "chmod 600 {key}"),
     "disk-fine": _ok("{free} free"),
-    "disk-small": _warning("{free} free: little for a model's checkpoints", _MAKE_ROOM),
-    "disk-nearly-full": _failed("only {free} free where {home} is", _MAKE_ROOM),
-    "disk-small-for-run": _warning(
-        "{free} free, and this run's checkpoints may take {good} more",
+    "disk-small": _warning(
+        "{free} free, and all checkpoints may take {good} more",
         _MAKE_ROOM + ". With --disk the node keeps fewer checkpoints",
     ),
-    "disk-nearly-full-for-run": _failed(
-        "only {free} free where {home} is, and this run's checkpoints take {least} more at least", _MAKE_ROOM
-    ),
+    "disk-nearly-full": _failed("only {free} free where {home} is, and {least} more are needed at least", _MAKE_ROOM),
     "disk-full": _failed("the disk of {home} is full ({free} free)", _MAKE_ROOM),
     "memory-fine": _ok("this run's model needs {needed}, {free} is free"),
     "memory-in-use": _ok("this run's model needs {needed}, and the node that runs has it"),
-    "memory-short": _warning("{why}", "close other programs"),
+    "memory-short": _warning(
+        "this run's model needs {needed} of memory here, for one sequence at a time, and {free} is free: the system "
+        "may kill the trainer",
+        "close other programs",
+    ),
     "memory-too-little": _failed(
-        "{why}",
-        "use a machine with more memory or a GPU, join a run with a smaller model, or ask the creator for one whose "
-        "model is cut into stages",
+        "this run's model needs {needed} of memory here, for one sequence at a time, and this machine (or the control "
+        "group that it gives this node) has {total}",
+        "take a machine with more{gpu}, a run of a smaller model, or ask the creator for one whose model is cut into "
+        "stages",
     ),
     "memory-untold": _skipped("no run is known"),
     # The machine
@@ -144,12 +131,11 @@ CAUSES: Final = {
     "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the second start is faster"),
     "torch-broken": _failed("PyTorch cannot be used: {why}", "remove farandole's environment, and install it again"),
     "device-missing": _failed(
-        "PyTorch {version}: {why}", "use --device auto, which takes what is there, or --device cpu", check="torch"
+        "PyTorch {version}: {why}", "use --device auto, which takes what is there, or --device cpu"
     ),
     "gpu-unused": _warning(
         "there is an NVIDIA GPU, but PyTorch {version} computes on {device}",
         "install farandole with PyTorch for CUDA (docs/install.md); if that does not help, update NVIDIA's driver",
-        check="torch",
     ),
     "data-none": _ok("no text of your own is named: a run that asks for it needs --data or --stream"),
     "data-fine": _ok("{path} can be read"),
@@ -198,13 +184,14 @@ CAUSES: Final = {
         "there",
         "in that network, check that its peers run; elsewhere, ask for an invite with public or relayed addresses",
     ),
-    "invite-no": _failed("{why}", "copy the whole line, from the first letter to the last"),
     "invite-manifest": _ok("it is the manifest of run {run}, for its first node, which has no peers to ask"),
     "invite-manifest-damaged": _failed(
         "{path} is no manifest that can be read: {why}",
         "copy the file again; a run file becomes a manifest by farandole run create",
     ),
-    "invite-damaged": _failed("{why}", "copy the whole line again, or " + _NEWER_INVITE),
+    "invite-damaged": _failed(
+        "{why}", "copy the whole line again, from the first letter to the last; or " + _NEWER_INVITE
+    ),
     "invite-other-version": _failed(
         "{why}", "upgrade farandole where it is older, here or where the invite was made: docs/volunteer.md#upgrade"
     ),
@@ -217,43 +204,26 @@ CAUSES: Final = {
         "{store} is damaged: {why}", "remove it: the node gets its content from peers again"
     ),
     # The way to peers
-    "dns-fine": _ok("{name} is {ips}"),
-    "dns-private": _warning(
-        "{name} is {ips} here, which is no public address: DNS answers with the address of a login page, as in hotels "
-        "and trains, or the node is in this network",
-        "open any web page in a browser and log in; or set another DNS server. Nothing needs doing if the node is in "
-        "this network",
-    ),
-    "dns-none": _ok("no address has a name to resolve"),
-    "dns-unresolved": _failed("{name} does not resolve: {why}", "check this machine's DNS server; or " + _NEWER_INVITE),
-    "egress-fine": _ok("outgoing TCP works, to ports {ports}"),
-    "egress-only-443": _warning(
-        "a firewall lets TCP out to port 443 only",
-        "ask for an invite with a member that listens on port 443; or use a network that lets more out",
-    ),
-    "egress-offline": _failed("this machine has no route to the internet", "connect it to a network, then try again"),
-    "egress-silent": _warning(
-        "nothing answers, on any port",
-        "check that this machine is online; if it is, those peers are off: " + _NEWER_INVITE,
-    ),
-    "egress-untold": _skipped(NO_ADDRESS),
     "bootstrap-fine": _ok("{address} answers"),
     "bootstrap-behind-relay": _failed(
         "{address}: the relay's address answers, and the peer cannot be reached through it",
         "the relay or the peer behind it may have gone; " + _NEWER_INVITE,
     ),
-    "bootstrap-none": _skipped(NO_ADDRESS, "give an invite, or --bootstrap"),
+    "bootstrap-none": _skipped("no address of a peer is known", "give an invite, or --bootstrap"),
+    "bootstrap-offline": _failed(
+        "this machine has no route to the internet", "connect it to a network, then try again"
+    ),
     "bootstrap-refused": _failed(
         "{address} refuses: the machine is on, and no node listens there",
         "ask its owner to start the node again; or " + _NEWER_INVITE,
     ),
     "bootstrap-silent": _failed(
-        "{address} is silent for {seconds:g} s: it is off, or a firewall drops what comes there",
-        "ask its owner to start it again, or to open its port; or " + _NEWER_INVITE,
+        "{address} is silent for {seconds:g} s: it is off, this machine is offline, or a firewall drops the packets",
+        "check that this machine is online; ask its owner to start it again, or to open its port; or " + _NEWER_INVITE,
     ),
     "bootstrap-filtered": _failed(
-        "{address}: this network's firewall lets nothing out to port {port}",
-        "ask for an invite with a member that listens on port 443",
+        "{address}: this network's firewall lets TCP out to port 443 only, and not to {port}",
+        "ask for an invite with a member that listens on port 443; or use a network that lets more out",
     ),
     "bootstrap-no-route": _failed(
         "there is no way to {address}", "check that this machine is online (IPv6 may be missing)"
@@ -265,30 +235,38 @@ CAUSES: Final = {
     "bootstrap-unresolved": _failed(
         "{address} has a name that does not resolve", "check this machine's DNS server; or " + _NEWER_INVITE
     ),
+    "bootstrap-login-page": _failed(
+        "the name in {address} is {ips} here, which is no public address: DNS answers with the address of a login "
+        "page, as in hotels and trains, or the node is in this network",
+        "open any web page in a browser and log in; or set another DNS server",
+    ),
     "bootstrap-stranger": _failed("another node than the invite says is at {address}", _NEWER_INVITE),
     "bootstrap-no-handshake": _failed("the program at {address} is not a farandole node: {why}", _NEWER_INVITE),
     "run-fine": _ok("a peer has the manifest of run {run}: {name!r}"),
-    "run-needs-text": _warning(
-        "it trains on text that each node brings, and none is named",
+    "run-needs-text": _failed(
+        "this run trains on text that each node brings, and none is named",
         "name some with --data PATH, or a data set with --stream OWNER/NAME",
     ),
-    "run-needs-tokenizer": _warning(
-        "it takes the tokenizer file with SHA-256 {sha256}, and none is named",
+    "run-needs-tokenizer": _failed(
+        "this run takes the tokenizer file with SHA-256 {sha256}, and none is named",
         "get it from the person who invited you, and name it with --tokenizer FILE",
     ),
-    "run-tokenizer-unreadable": _failed("{path} cannot be read: {why}", "name the run's file with --tokenizer FILE"),
     "run-tokenizer-other": _failed(
-        "{path} has SHA-256 {digest}, and the run's tokenizer {sha256}",
-        "get the file from the person who invited you, and name it with --tokenizer FILE",
+        "{path} {why}, and this run takes the tokenizer file with SHA-256 {sha256}",
+        "get it from the person who invited you, and name it with --tokenizer FILE",
     ),
-    "run-needs-model": _warning(
-        "its model is code of its own, {function} of {package}, which is not allowed",
+    "run-needs-model": _failed(
+        "this run's model is code of its own, {function} of {package}, which is not allowed",
         "get that package from the person who invited you, read it, install it, and use --allow-model {function}",
     ),
-    "run-needs-line": _warning(
-        "{why}",
-        "raise or remove the caps that it names, if the line is that fast",
+    "run-needs-package": _failed(
+        "this run's {what} needs the Python package {package}, which is not installed", "{command}"
     ),
+    "run-needs-line": _warning(
+        "this run needs {rate} up and down, more than {caps}: {exchange}; {chances}",
+        "raise {flags} to {least} or more, or leave out the cap",
+    ),
+    "run-ignores": _warning("{flag} has no effect: {why}", "leave it out"),
     "run-none": _skipped("no run is named"),
     "run-newer": _failed("{why}", "upgrade: docs/volunteer.md#upgrade"),
     "run-unknown": _failed(
@@ -297,7 +275,6 @@ CAUSES: Final = {
     "run-untold": _skipped("{why}"),
     # What peers see
     "clock-fine": _ok("{how} compared with the peers' clocks"),
-    "clock-slightly-off": _warning("this machine's clock is {how} compared with the peers' clocks", SET_CLOCK),
     "clock-off": _failed(
         "this machine's clock is {how}, as the clocks of {num} peers show: others accept its messages only after a "
         "delay, or never",
@@ -308,13 +285,8 @@ CAUSES: Final = {
         COMPARE_CLOCKS,
     ),
     "clock-untold": _skipped("{why}"),
-    "nat-public": _ok("public: others reach this machine at {seen}"),
-    "nat-port-open": _ok("public: the router has a port open, and others reach this node at {seen}"),
-    "nat-firewall": _ok(
-        "no NAT, but a firewall lets in only replies; others reach this node by hole punching ({seen})"
-    ),
-    "nat-punchable": _ok("behind a NAT that can be punched through (seen as {seen})"),
-    "nat-one-witness": _ok("behind NAT (seen as {seen}); it takes two peers to tell whether it is symmetric"),
+    "nat-public": _ok("public: others reach this node at {seen}"),
+    "nat-punchable": _ok("behind a NAT or a firewall that can be punched through (seen as {seen})"),
     "nat-symmetric": _warning(
         "symmetric NAT: each peer sees another port ({seen}), so only relays lead here", _OPEN_PORT
     ),
@@ -326,10 +298,7 @@ CAUSES: Final = {
     "nat-untold": _skipped("{why}"),
     "relay-needless": _ok("this node needs none"),
     "relay-fine": _ok("{names} can relay to this node"),
-    "relay-none": _warning(
-        "none of the peers asked can relay to this node",
-        "nothing needs doing: others reach this node once it has dialled them. A public node in the run would help",
-    ),
+    "relay-none": _ok("none of the peers asked can relay to this node; others reach it once it has dialled them"),
     "relay-none-needed": _failed(
         "none of the peers asked can relay to this node, and no peer reaches it otherwise",
         "start a relay on a public machine and give its address with --bootstrap; or forward a port of the router, as "
@@ -340,14 +309,15 @@ CAUSES: Final = {
 
 
 def check_of(cause: str) -> str:
-    """Return the one of `CHECKS` that finds this cause."""
-    return CAUSES[cause].check or cause.partition("-")[0]
+    """Return the one of `CHECKS` that finds this cause: the first word of its name, with two exceptions."""
+    first = cause.partition("-")[0]
+    return "torch" if first in ("device", "gpu") else first
 
 
 def found(cause: str, **details: object) -> Finding:
     """Make the finding of one of `CAUSES` with its details."""
-    texts = CAUSES[cause]
-    return Finding(check_of(cause), cause, texts.level, texts.found.format(**details), texts.remedy.format(**details))
+    level, text, remedy = CAUSES[cause]
+    return Finding(check_of(cause), cause, level, text.format(**details), remedy.format(**details))
 
 
 def lessen(finding: Finding) -> Finding:

@@ -1,0 +1,342 @@
+"""Checks of the way to peers, and of what they see: addresses, firewalls, the run, the clock, reachability."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeVar
+
+import trio
+
+from farandole.protocol.mesh.dialling import HTTPS_PORT, is_open_to_peers
+from farandole.protocol.mesh.kademlia import run_key
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_global
+from farandole.protocol.run.manifest import Manifest, decode_manifest
+from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
+from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from farandole.protocol.wire.identity import short_name
+
+from ...base.causes import Finding, found, lessen
+from ...base.errors import PeerUnreachableError, StrangerError
+from ...base.remedies import describe_skew
+from ...join.bootstrap import dial, fetch_manifest
+from ...mesh.addresses import PRIVATE, distance_class
+from ...mesh.host import Host
+from ...mesh.reach.dialback import ask_time
+from ...mesh.reach.reachability import Examiner, Reachability
+
+RESOLVE_TIMEOUT: Final = 5.0
+# A lost SYN is sent again after one second and after three.
+KNOCK_TIMEOUT: Final = 4.0
+PROVE_TIMEOUT: Final = 8.0
+# Probed where a peer's own port is silent: a machine that is on answers or refuses. No service uses the last one.
+OTHER_PORTS: Final = (HTTPS_PORT, 80, 33_433)
+# Documentation addresses (RFC 5737, RFC 3849): nothing is sent there, the system is only asked for the route.
+_ELSEWHERE: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+_NAMED: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/.*)?")
+_FAMILIES: Final = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+# Doors probed at once; an invite has eight.
+MAX_DOORS: Final = 16
+
+
+# Time to find members in the DHT, and again to dial them: some of them have gone.
+FIND_TIMEOUT: Final = 4.0
+# Three, since any of them may fail to answer, or be busy.
+NUM_ASKED: Final = 3
+# Enough for the votes that must agree on a wrong clock, with two wrong ones among them.
+NUM_CLOCKS: Final = NUM_AGREEING + 2
+_Answer = TypeVar("_Answer")
+
+
+Knock = Literal["open", "refused", "silent", "no route"]
+"""The answer of a TCP port."""
+
+
+@dataclass
+class Door:
+    """One address of one peer, and the results of its checks."""
+
+    peer: bytes
+    address: str
+    kind: str
+    host: str
+    """An IP address, or a name."""
+    port: int
+    ips: list[str] = field(default_factory=list)
+    knock: Knock | None = None
+    is_proved: bool = False
+    error: Exception | None = None
+    """Why the peer is not behind an open port."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if the address has a name in place of an IP address."""
+        return self.kind.startswith("dns")
+
+    @property
+    def is_relayed(self) -> bool:
+        """True if the address reaches the peer through a relay."""
+        return "/p2p-circuit" in self.address
+
+
+def make_doors(addresses: Iterable[tuple[bytes, str]]) -> list[Door]:
+    """Make doors of the first `MAX_DOORS` TCP addresses among peers' multiaddrs."""
+    doors = [
+        Door(peer, address, match[1], match[2], int(match[3]))
+        for peer, address in addresses
+        if (match := _NAMED.fullmatch(address))
+    ]
+    return doors[:MAX_DOORS]
+
+
+def has_route() -> bool:
+    """Return whether the system has a route to the internet, over IPv4 or IPv6."""
+    for family, elsewhere in _ELSEWHERE.items():
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return True
+    return False
+
+
+async def resolve(doors: Sequence[Door]) -> None:
+    """Fill in the doors' IP addresses; those of a name that does not resolve stay empty."""
+
+    async def look_up(door: Door) -> None:
+        if not door.is_named:
+            door.ips = [door.host]
+            return
+        with trio.move_on_after(RESOLVE_TIMEOUT), contextlib.suppress(OSError, UnicodeError):
+            family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
+            answers = await trio.socket.getaddrinfo(door.host, door.port, family, socket.SOCK_STREAM)
+            door.ips = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+
+    async with trio.open_nursery() as nursery:
+        for door in doors:
+            nursery.start_soon(look_up, door)
+
+
+async def knock(ip: str, port: int) -> Knock:
+    """Try to open a TCP connection, and close it."""
+    family = trio.socket.AF_INET6 if ":" in ip else trio.socket.AF_INET
+    with trio.socket.socket(family, trio.socket.SOCK_STREAM) as probe:
+        try:
+            with trio.fail_after(KNOCK_TIMEOUT):
+                await probe.connect((ip, port))
+        except trio.TooSlowError:
+            return "silent"
+        except ConnectionRefusedError:
+            return "refused"
+        except OSError as error:
+            return "silent" if error.errno == errno.ETIMEDOUT else "no route"
+    return "open"
+
+
+async def knock_at_all(host: Host, doors: Sequence[Door]) -> list[Finding]:
+    """Dial each address; return a finding for each. While one reaches its peer, the others are at most warnings.
+
+    Another finding is of all addresses: that they are private ones, where none of them reaches its peer.
+    """
+    await resolve(doors)
+
+    async def try_door(door: Door) -> None:
+        for ip in door.ips:
+            door.knock = await knock(ip, door.port)
+            if door.knock != "open":
+                continue
+            try:
+                with trio.fail_after(PROVE_TIMEOUT):
+                    if door.is_relayed:
+                        await host.connect(door.peer, [door.address], PROVE_TIMEOUT)
+                    else:
+                        await host.upgrader.prove(door.peer, (ip, door.port))
+                door.is_proved = True
+            except Exception as error:  # whatever the handshake raises, the peer was not reached
+                door.error = error
+            return
+
+    async with trio.open_nursery() as nursery:
+        for door in doors:
+            nursery.start_soon(try_door, door)
+    return judge_doors(doors, lets_out_443_only=await lets_out_443_only(doors))
+
+
+async def lets_out_443_only(doors: Sequence[Door]) -> bool:
+    """Return whether this network lets TCP out to port 443 alone, by the doors and the machines behind silent ones."""
+    said = {(door.ips[0], door.port): door.knock for door in doors if door.knock is not None}
+    silent = {ip for (ip, _), answer in said.items() if answer == "silent"}
+
+    async def try_port(ip: str, port: int) -> None:
+        said[ip, port] = await knock(ip, port)
+
+    async with trio.open_nursery() as nursery:
+        for ip in silent:
+            for port in OTHER_PORTS:
+                if (ip, port) not in said:
+                    nursery.start_soon(try_port, ip, port)
+    # A port that refuses has been reached, too. One machine that answers on one port and drops the others may have a
+    # firewall of its own; not all of them.
+    answered = {place for place, answer in said.items() if answer in ("open", "refused")}
+    is_one_half_silent = any((ip, HTTPS_PORT) in answered for ip in silent)
+    return is_one_half_silent and all(port == HTTPS_PORT for _, port in answered)
+
+
+def judge_doors(doors: Sequence[Door], *, lets_out_443_only: bool = False) -> list[Finding]:
+    """Return the findings about the doors, and what they have in common."""
+    if not doors:
+        return [found("bootstrap-none")]
+    has_answer = any(door.knock in ("open", "refused") for door in doors)
+    if not has_answer and (all(door.knock == "no route" for door in doors) or not has_route()):
+        return [found("bootstrap-offline")]
+    findings = [
+        found(
+            _cause_of(door, lets_out_443_only),
+            address=door.address,
+            ips=", ".join(door.ips),
+            port=door.port,
+            seconds=KNOCK_TIMEOUT,
+            why=str(door.error) or repr(door.error),
+        )
+        for door in doors
+    ]
+    if any(door.is_proved for door in doors):
+        return [lessen(finding) for finding in findings]
+    if all(distance_class(door.address) >= PRIVATE for door in doors):
+        findings.append(found("invite-private", hosts=", ".join(dict.fromkeys(door.host for door in doors))))
+    return findings
+
+
+def _cause_of(door: Door, lets_out_443_only: bool) -> str:
+    if door.is_proved:
+        return "bootstrap-fine"
+    if not door.ips:
+        return "bootstrap-unresolved"
+    is_private = not any(map(is_global, door.ips))
+    if door.is_named and is_private:
+        return "bootstrap-login-page"
+    match door.knock:
+        case "open" if door.is_relayed:
+            return "bootstrap-behind-relay"
+        case "open" if isinstance(door.error, StrangerError):
+            return "bootstrap-stranger"
+        case "open":
+            return "bootstrap-no-handshake"
+        case "refused":
+            return "bootstrap-refused"
+        case "no route":
+            return "bootstrap-private" if is_private else "bootstrap-no-route"
+    return "bootstrap-filtered" if lets_out_443_only and door.port != HTTPS_PORT else "bootstrap-silent"
+
+
+# What peers answer
+
+
+async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) -> list[bytes]:
+    """Dial the peers, and members that the DHT knows if few answer; return the connected ones."""
+    await dial(host, peers)
+    if run_id is not None and host.connected and len(host.connected) < NUM_ASKED:
+        found_peers = dict(await host.dht.find_providers(run_key(run_id), FIND_TIMEOUT))
+        found_peers.pop(host.author, None)
+        with trio.move_on_after(FIND_TIMEOUT):
+            await dial(host, found_peers)
+    return list(host.connected)
+
+
+async def ask_for_manifest(host: Host, peers: Sequence[bytes], run_id: bytes) -> tuple[Finding, Manifest | None]:
+    """Ask whether a peer knows the run; return its manifest, too."""
+
+    async def ask(peer: bytes) -> Manifest | UnknownManifestError:
+        try:
+            return decode_manifest(await fetch_manifest(host, peer, run_id), run_id)[0]
+        except UnknownManifestError as error:
+            return error
+        except ManifestError as error:
+            raise PeerUnreachableError(str(error)) from error
+
+    answers = await _ask_all(ask, peers)
+    run = run_id.hex()[:16]
+    for answer in answers:
+        if isinstance(answer, Manifest):
+            return found("run-fine", run=run, name=answer.name), answer
+    return found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run), None
+
+
+async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:
+    """Check how far this clock is off the peers' clocks."""
+
+    async def ask(peer: bytes) -> tuple[bytes, str, float]:
+        return peer, host.connections.network_of(peer), await ask_time(host, peer, clock)
+
+    answers = await _ask_all(ask, peers[:NUM_CLOCKS])
+    return find_skew(votes_of(answers)) if answers else found("clock-untold", why="no peer reports its time")
+
+
+def find_skew(votes: Sequence[float]) -> Finding:
+    """Judge the clock by at least one vote, in seconds by which it is ahead; see `protocol.state.believing`."""
+    skew = judge_clock(votes)
+    if skew is not None and skew.is_harmful:
+        cause = "clock-off" if skew.is_agreed else "clock-disputed"
+        return found(cause, how=describe_skew(skew.seconds), num=skew.num_members)
+    return found("clock-fine", how=describe_skew(min(votes, key=abs) if skew is None else skew.seconds))
+
+
+async def check_nat(host: Host, peers: Sequence[bytes]) -> list[Finding]:
+    """Check how others reach this node, and whether a peer would relay others to it, where that is needed."""
+    reachability = Reachability()
+    await Examiner(host, reachability).examine()
+    kind = reachability.kind
+    nat = judge_nat(reachability.verdict, host.own.announced)
+    if kind is ReachabilityKind.PUBLIC:
+        return [nat, found("relay-needless")]
+
+    async def ask(peer: bytes) -> str:
+        await host.relays.reserve(peer)
+        return short_name(peer)
+
+    names = await _ask_all(ask, [peer for peer in peers if host.connections.is_direct(peer)])
+    if names:
+        return [nat, found("relay-fine", names=", ".join(names))]
+    return [nat, found("relay-none-needed" if kind is ReachabilityKind.RELAY_ONLY else "relay-none")]
+
+
+def judge_nat(verdict: Verdict, announced: Sequence[str] = ()) -> Finding:
+    """Judge the router by the verdict, and the multiaddrs that the node's owner announces."""
+    closed = []
+    for address in announced:
+        _, _, ip, _, port = address.split("/")
+        # Peers dial only the IP address that they see, and not every port.
+        is_tried = ip in {seen_ip for seen_ip, _ in verdict.addresses} and is_open_to_peers(int(port))
+        if is_tried and (verdict.kind is not ReachabilityKind.PUBLIC or (ip, int(port)) not in verdict.addresses):
+            closed.append(address)
+    if closed:
+        return found("nat-announced-closed", announced=", ".join(closed))
+    seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
+    ips = [ip for ip, _ in verdict.addresses]
+    match verdict.kind:
+        case ReachabilityKind.PUBLIC:
+            return found("nat-public", seen=seen)
+        case ReachabilityKind.PUNCHABLE:
+            return found("nat-punchable", seen=seen)
+        case ReachabilityKind.RELAY_ONLY:
+            return found("nat-symmetric" if len(set(ips)) < len(ips) else "nat-relay-only", seen=seen)
+    return found("nat-untold", why="no peer reports how others reach this node")
+
+
+async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:
+    """Ask all peers at once and return the answers that came; each question has its deadline."""
+    answers: list[_Answer] = []
+
+    async def ask_one(peer: bytes) -> None:
+        try:
+            answers.append(await ask(peer))
+        except (PeerUnreachableError, RemoteProtocolError):
+            return
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(ask_one, peer)
+    return answers
