@@ -1,15 +1,13 @@
 """Models by name, their parameters, and their cut into stages. Imports no torch: the mesh process reads this.
 
 The cut follows from the run's settings alone, so that every node cuts alike. If the settings do not give it, it is
-computed from counted costs. The creator of a run can measure instead (`farandole.training.engine.measure`) and put the
-result in the settings.
+computed from counted costs.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -114,105 +112,35 @@ def num_parameters(model: ModelConfig) -> int:
 
 # The cut into stages
 
-# Most parameters of a stage, as a multiple of an even share, if the model is cut by time. Parts that are computed fast
-# can be large (an embedding), and parameters are what a node must have memory for, fetch, and exchange each round: with
-# half as many again, a card that holds an even share with some room still suffices.
-MAX_PARAMETER_SHARE = 1.5
 
+def cut(layer: int, ends: int, num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Return the layers of each stage, such that the most expensive stage is as cheap as possible.
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """The costs of a model's parts, in any one unit: each layer's, and the one of both ends together."""
-
-    layers: tuple[float, ...]
-    ends: float
-
-    def of(self, stages: Sequence[range]) -> tuple[float, ...]:
-        """Return the cost of each stage of a cut."""
-        return tuple(
-            sum(self.layers[layer] for layer in layers) + (self.ends if stage == 0 else 0.0)
-            for stage, layers in enumerate(stages)
-        )
-
-
-def transformer_costs(model: ModelConfig) -> Costs:
-    """Return costs in parameters, with attention's scores counted as the parameters that would multiply as often.
-
-    A parameter is one multiplication per token. An embedding that is not also the head is only looked up, but it takes
-    memory, and is stepped and exchanged like the others.
+    ``layer``, ``ends``: the cost of each layer, and of both ends together, which the first stage has. If several cuts
+    are equal, earlier stages get less. Every stage but the first has a layer. Raises `ManifestError` if there are too
+    few layers.
     """
-    parts = parts_of(model)
-    layer = parts.layer + model.context * parts.attention_width
-    return Costs((float(layer),) * model.num_layers, float(parts.ends))
-
-
-def parameter_costs(model: ModelConfig) -> Costs:
-    """Return costs in parameters alone."""
-    parts = parts_of(model)
-    return Costs((float(parts.layer),) * model.num_layers, float(parts.ends))
-
-
-def cut(costs: Costs, num_stages: int, limit: tuple[Costs, float] | None = None) -> tuple[range, ...]:
-    """Return the layers of each stage, such that the most expensive stage is as cheap as possible; if several cuts are
-    equal, earlier stages get less. Every stage but the first has a layer.
-
-    ``limit``: another cost, and the most that a stage may have of it. Raises `ManifestError` if there are too few
-    layers, or if no cut is within the limit.
-    """
-    num_layers = len(costs.layers)
-    if not 1 <= num_stages <= num_layers + 1:
-        raise ManifestError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages")
-    sums = [0.0, *accumulate(costs.layers)]
-    bounds = sorted(
-        {sums[end] - sums[first] for end in range(1, num_layers + 1) for first in range(end)}
-        | {costs.ends + so_far for so_far in sums}
-    )
-
-    def begins_within(bound: float) -> list[int] | None:
-        return _begins([(costs, bound), *([limit] if limit else [])], num_stages)
-
-    least = bisect_left(bounds, True, key=lambda bound: begins_within(bound) is not None)
-    begins = begins_within(bounds[least]) if least < len(bounds) else None
-    if begins is None:
-        raise ManifestError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages so small")
-    return tuple(range(first, end) for first, end in pairwise((*begins, num_layers)))
-
-
-def _begins(limits: Sequence[tuple[Costs, float]], num_stages: int) -> list[int] | None:
-    """Return where each stage begins, filled from the last one, or None if that is not possible within the limits."""
-    sums = [[0.0, *accumulate(costs.layers)] for costs, _ in limits]
-    mosts = [most * (1 + 1e-9) for _, most in limits]  # for rounding in the sums of layers
-    begins = [len(limits[0][0].layers)]
-    for stage in range(num_stages - 1, 0, -1):
-        end = begins[-1]
-        first = max(bisect_left(so_far, so_far[end] - most) for so_far, most in zip(sums, mosts, strict=True))
-        first = max(first, stage - 1)
-        if first >= end:
-            return None
-        begins.append(first)
-    for (costs, _), so_far, most in zip(limits, sums, mosts, strict=True):
-        if costs.ends + so_far[begins[-1]] > most:
-            return None
-    return [0, *begins[:0:-1]]
-
-
-def cut_by_time(model: ModelConfig, seconds: Costs) -> tuple[range, ...]:
-    """Return the layers of each stage, such that the slowest stage is as fast as possible.
-
-    No stage has more than `MAX_PARAMETER_SHARE` of an even share of the parameters. If that is not possible, none has
-    more than the largest stage of a cut by parameters alone.
-    """
-    parameters = parameter_costs(model)
-    even = (sum(parameters.layers) + parameters.ends) / model.num_stages
-    least = max(parameters.of(cut(parameters, model.num_stages)))
-    most = max(MAX_PARAMETER_SHARE * even, least)
-    return cut(seconds, model.num_stages, (parameters, most))
+    sizes = range(num_layers + 1)
+    for bound in sorted({n * layer for n in sizes} | {ends + n * layer for n in sizes}):
+        begins = [num_layers]
+        for stage in range(num_stages - 1, 0, -1):  # filled from the last one
+            most = bound // layer if layer else num_layers
+            begins.append(max(begins[-1] - most, stage - 1))
+        is_filled = all(first < end for end, first in pairwise(begins))
+        if num_stages and is_filled and ends + begins[-1] * layer <= bound:
+            return tuple(range(first, end) for first, end in pairwise((0, *begins[:0:-1], num_layers)))
+    raise ManifestError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages")
 
 
 def layers_of(model: ModelConfig) -> tuple[range, ...]:
     """Return the layers of each stage of a run's model: from its settings if they give them, otherwise cut by cost."""
     if not model.stage_layers:
-        return cut(transformer_costs(model), model.num_stages)
+        # A parameter is one multiplication per token, and attention's scores are counted as the parameters that would
+        # multiply as often. An embedding that is not also the head is only looked up, but it takes memory, and is
+        # stepped and exchanged like the others.
+        parts = parts_of(model)
+        layer = parts.layer + model.context * parts.attention_width
+        return cut(layer, parts.ends, model.num_layers, model.num_stages)
     return tuple(range(first, end) for first, end in pairwise(accumulate(model.stage_layers, initial=0)))
 
 

@@ -56,21 +56,13 @@ def create_run(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite an existing manifest; this makes a different run.")
     ] = False,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Cut the model into stages by times that are measured here, on the GPU if any.",
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Sign a run file with this node's key: the manifest, which never changes again.
 
     What the file leaves open is chosen by measurements, for lines of 20 Mbit/s; the choices and reasons are printed.
 
-    Example: [cyan]farandole run create run.toml[/cyan], then [cyan]farandole join run.manifest[/cyan];
-    [cyan]farandole run create run.toml --measure[/cyan] (of a model that is cut into stages)
+    Example: [cyan]farandole run create run.toml[/cyan], then [cyan]farandole join run.manifest[/cyan]
     """
     from farandole.protocol.planning.planning import complete, given_by
     from farandole.protocol.run.manifest import sign_manifest
@@ -83,36 +75,17 @@ def create_run(
     file = read_toml(run_file)
     written = manifest_of_file(file, time.time(), settings.allow_model)
     given = given_by(file.values)
-    manifest = completed = complete(written, given)
+    manifest = complete(written, given)
     path = out or run_file.with_suffix(".manifest")
     if path.exists() and not force:
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
-    measured = None
-    if measure:
-        from ...loop.measuring import cut_by_measuring
-
-        manifest, measured = cut_by_measuring(manifest, settings.allow_model)
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
     warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given), *other_run(settings)]
-    say_chosen(written, completed, given, warnings)
+    say_chosen(written, manifest, given, warnings)
     write_manifest(path, signed)
     if as_json:
-        import msgspec
-
-        figures = {} if measured is None else {"measured": msgspec.to_builtins(measured)}
-        answer = {"run_id": signed.run_id.hex(), "manifest": str(path), "warnings": warnings}
-        print_json({**answer, **figures})
+        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "warnings": warnings})
         return
-    if measured is not None:
-        from rich.console import Console
-
-        from ...loop.measuring import cuts_table
-
-        typer.echo(
-            f"for one microbatch, there and back, a layer takes {measured.layer_seconds:.3g} s and both ends "
-            f"{measured.ends_seconds:.3g} s on {measured.device}"
-        )
-        Console().print(cuts_table(measured))
     typer.echo(f"run {signed.run_id.hex()}")
     options = options_of_nodes(manifest) + home_option(settings.home)
     typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{options}")

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.run.families import hf_config_from_dict
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, TokenizerConfig
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.models import names_of_stage, num_parameters, parts_of, preset, shapes_of, stage_parameters
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
@@ -17,7 +17,6 @@ from farandole.training.base.parameters import layout_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.measure import measure
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import cross_entropy
 from farandole.training.model.stages import as_stage, build_module, build_stage
@@ -239,10 +238,3 @@ def test_names_shapes_and_order_are_the_modules(model: ModelConfig) -> None:
         for stage in range(stages):
             own = {name for name, _ in build_stage(cut, 0, stage).named_parameters()}
             assert names_of_stage(cut, stage) == own
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_its_parts_are_measured(name: str) -> None:
-    seconds = measure(hf_model(name), PipelineConfig(microbatch_size=2), choose_device("cpu"))
-    assert len(seconds.layers) == 3
-    assert min(*seconds.layers, seconds.ends) > 0

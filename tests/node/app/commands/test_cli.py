@@ -139,39 +139,6 @@ def test_a_run_from_file_to_manifest_to_invite(run: Run, run_file: Path) -> None
     assert ADDRESS in run("run", "show", invite)[1]
 
 
-@pytest.fixture
-def cut_run_file(tmp_path: Path) -> Path:
-    path = tmp_path / "run.toml"
-    path.write_text("name = 'demo'\nmodel = {preset = 'tiny', num_layers = 5, num_stages = 3}\n")
-    return path
-
-
-def test_a_model_is_cut_by_what_its_parts_take_here(run: Run, cut_run_file: Path) -> None:
-    code, out, _ = run("run", "create", cut_run_file, "--measure")
-    assert code == Exit.OK
-    manifest, _ = decode_manifest(cut_run_file.with_suffix(".manifest").read_bytes())
-    assert (len(manifest.model.stage_layers), sum(manifest.model.stage_layers)) == (3, 5)
-    assert all(word in out for word in ("both ends", "CPU", "by time", "by count", "parameters", "%"))
-
-    created = json.loads(run("run", "create", cut_run_file, "--measure", "--force", "--json")[1])
-    manifest, _ = decode_manifest(cut_run_file.with_suffix(".manifest").read_bytes())
-    by_time, by_count = created["measured"]["by_time"], created["measured"]["by_count"]
-    assert [stage["num_layers"] for stage in by_time] == list(manifest.model.stage_layers)
-    for stages in (by_time, by_count):
-        assert sum(stage["time_share"] for stage in stages) == pytest.approx(1)
-        assert sum(stage["num_layers"] for stage in stages) == 5
-
-
-def test_where_there_is_nothing_to_cut_nothing_is_measured(run: Run, run_file: Path) -> None:
-    run_file.write_text("name = 'demo'\nmodel = 'tiny'\n")
-    code, _, err = run("run", "create", run_file, "--measure")
-    assert (code, "nothing to cut" in err) == (Exit.BAD_INPUT, True)
-    run_file.write_text("name = 'demo'\nmodel = {preset = 'tiny', num_stages = 2, stage_layers = [1, 1]}\n")
-    code, _, err = run("run", "create", run_file, "--measure")
-    assert (code, "already" in err) == (Exit.BAD_INPUT, True)
-    assert not run_file.with_suffix(".manifest").exists()
-
-
 def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> None:
     assert run("run", "create", run_file)[0] == Exit.OK
     before = run_file.with_suffix(".manifest").read_bytes()
