@@ -14,7 +14,6 @@ FOLDERS: Final = ("/proc", "/sys", "/var")
 ALLOWED: Final = {
     "node/base/system/memory.py": "on Linux; elsewhere shared memory has a name",
     "node/base/system/processes.py": "where there is none, nothing is known",
-    "node/app/commands/service.py": "asked on Linux alone",
     "training/base/determinism.py": "where there is none, other words name the processor",
 }
 

@@ -313,13 +313,7 @@ class NodeSettings:
     # The base period T of the run state's heartbeats; the testnet, with few nodes, takes 2.
     heartbeat_seconds: float = setting(10.0, "Interval between heartbeats.", unit="seconds", least=0.1, is_hidden=True)
     # One is the fastest where several nodes share a machine.
-    threads: int = setting(
-        1,
-        "Number of cores that training uses.",
-        unit="threads",
-        least=1,
-        panel="Limits",
-    )
+    threads: int = setting(1, "Number of cores that training uses.", unit="threads", least=1, panel="Limits")
     gpu_memory: float = setting(
         0.0,
         "Most GPU memory that the trainer uses; 0: what it needs. With little it takes fewer sequences at a time.",
@@ -365,11 +359,7 @@ class NodeSettings:
         "Find other nodes of the run in the local network, by multicast, and be found there.",
         panel="Network",
     )
-    upnp: bool = setting(
-        True,
-        "Ask the router to forward this node's port, by UPnP.",
-        panel="Network",
-    )
+    upnp: bool = setting(True, "Ask the router to forward this node's port, by UPnP.", panel="Network")
     dashboard: bool = setting(
         True,
         "Serve the dashboard to this machine's browser: `farandole dashboard`.",
@@ -383,11 +373,7 @@ class NodeSettings:
         most=65_535,
         panel="Page and log",
     )
-    log_level: LogLevel = setting(
-        "info",
-        "Least severe level that goes into the log file.",
-        panel="Page and log",
-    )
+    log_level: LogLevel = setting("info", "Least severe level that goes into the log file.", panel="Page and log")
 
     @property
     def listening(self) -> list[str]:

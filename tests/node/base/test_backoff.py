@@ -25,25 +25,20 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 600.0]
 
 
-def test_what_has_failed_is_known_until_it_succeeds_or_the_path_changes() -> None:
+def test_what_has_failed_is_known_until_it_succeeds_and_another_path_is_tried_at_once() -> None:
     backoff = Backoff(10.0, 600.0)
+    other = [*PATH, "/ip4/192.0.2.2/tcp/4001"]
     assert not backoff.has_failed(ALICE, PATH)
-    backoff.note_failure(ALICE, PATH, 0.0)
-    assert backoff.has_failed(ALICE, PATH)
-    assert not backoff.has_failed(BOB, PATH)
-    assert not backoff.has_failed(ALICE, [*PATH, "/ip4/192.0.2.2/tcp/4001"])
-    backoff.note_success(ALICE)
-    assert not backoff.has_failed(ALICE, PATH)
-
-
-def test_another_path_is_tried_at_once_and_counted_anew() -> None:
-    backoff = Backoff(10.0, 600.0)
     for now in (0.0, 10.0):
         backoff.note_failure(ALICE, PATH, now)
+    assert backoff.has_failed(ALICE, PATH)
     assert not backoff.is_due(ALICE, PATH, 10.0)
-    other = [*PATH, "/ip4/192.0.2.2/tcp/4001"]
+    assert not backoff.has_failed(BOB, PATH)
+    assert not backoff.has_failed(ALICE, other)
     assert backoff.is_due(ALICE, other, 10.0)
     assert backoff.note_failure(ALICE, other, 10.0) == (1, 10.0)
+    backoff.note_success(ALICE)
+    assert not backoff.has_failed(ALICE, other)
 
 
 def test_only_so_many_peers_are_remembered() -> None:

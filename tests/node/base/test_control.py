@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -116,23 +115,21 @@ async def test_another_programs_answer_is_told_from_a_node(tmp_path: Path, nurse
         nursery.cancel_scope.cancel()
 
 
-async def test_an_unknown_method_names_those_that_there_are(home: Path) -> None:
-    with pytest.raises(ControlError, match="echo, fail, refuse") as caught:
-        await ask(home, "reboot")
-    assert caught.value.code == "unknown_method"
-
-
-async def test_a_refusal_keeps_its_code_and_message(home: Path) -> None:
-    with pytest.raises(ControlError, match="still joins") as caught:
-        await ask(home, "refuse")
-    assert caught.value.code == "not_ready"
-
-
-async def test_a_failing_handler_costs_its_request_only(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ControlError, match="a defect") as caught:
-        await ask(home, "fail")
-    assert caught.value.code == "internal"
-    assert "the control method fail failed" in caplog.text
+@pytest.mark.parametrize(
+    ("method", "code", "words"),
+    [
+        ("reboot", "unknown_method", "echo, fail, refuse"),
+        ("refuse", "not_ready", "still joins"),
+        ("fail", "internal", "a defect"),
+    ],
+)
+async def test_a_refusal_has_a_code_and_costs_its_request_only(
+    home: Path, method: str, code: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ControlError, match=words) as caught:
+        await ask(home, method)
+    assert caught.value.code == code
+    assert ("the control method fail failed" in caplog.text) == (method == "fail")
     assert await ask(home, "echo", still="there") == {"still": "there"}
 
 
@@ -182,21 +179,13 @@ async def test_a_node_that_does_not_answer(tmp_path: Path) -> None:
             await ask(tmp_path, "echo", timeout=0.05)
 
 
-@pytest.fixture
-def short_folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="f") as folder:
-        yield folder
-
-
-async def test_a_path_too_long_for_a_socket(tmp_path: Path, short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
     home = tmp_path / ("long" * 30)
     path = home / "control.sock"
-    monkeypatch.setattr("tempfile.tempdir", short_folder)
     async with trio.open_nursery() as nursery:
         await nursery.start(serve_control, path, HANDLERS)
         real = socket_path(path)
         assert len(os.fsencode(real)) <= MAX_SOCKET_PATH_BYTES
-        monkeypatch.setattr("tempfile.tempdir", "/nowhere")  # as in another shell, with another TMPDIR
         assert await ask(home, "echo") == {}
         nursery.cancel_scope.cancel()
     assert not real.exists()

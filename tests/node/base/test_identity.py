@@ -31,21 +31,18 @@ def test_a_key_is_made_once_and_kept(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
 
 
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "mode", "words"), [(bytes(32), 0o644, "chmod 600"), (b"short", 0o600, "not a farandole key")]
+)
+def test_a_key_that_is_damaged_or_that_others_can_read_is_refused_and_left_alone(
+    tmp_path: Path, content: bytes, mode: int, words: str
+) -> None:
     path = tmp_path / "key"
-    load_or_create_key(path)
-    path.chmod(0o644)
-    with pytest.raises(IdentityError, match="chmod 600"):
+    path.write_bytes(content)
+    path.chmod(mode)
+    with pytest.raises(IdentityError, match=words):
         load_or_create_key(path)
-
-
-def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.touch(mode=0o600)
-    path.write_bytes(b"short")
-    with pytest.raises(IdentityError, match="not a farandole key"):
-        load_or_create_key(path)
-    assert path.read_bytes() == b"short"
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(

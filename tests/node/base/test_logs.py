@@ -43,19 +43,12 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_text_of_a_peer_neither_begins_a_line_nor_controls_a_terminal(tmp_path: Path) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        logging.getLogger("farandole.test").info("it says: %s", "Zoë\n2026-01-01 INFO farandole: left\x1b[2J\u202e")
-    (line,) = settings.log.read_text().splitlines()
-    assert line.endswith(r"it says: Zoë\n2026-01-01 INFO farandole: left\x1b[2J\u202e")
-
-
-def test_text_of_a_peer_in_a_traceback_does_neither(tmp_path: Path) -> None:
-    settings = NodeSettings(home=tmp_path)
-    with logging_to_file(settings):
         try:
             raise ValueError("Zoë\n2026-01-01 INFO farandole: left\x1b[2J\x9b\u202e\x0c")
         except ValueError:
-            logging.getLogger("farandole.test").exception("ended")
-    _, *lines = settings.log.read_text().splitlines()
+            logging.getLogger("farandole.test").exception("it says: %s", "Zoë\n2026-01-01 INFO farandole: left\x1b[2J")
+    line, *lines = settings.log.read_text().splitlines()
+    assert line.endswith(r"it says: Zoë\n2026-01-01 INFO farandole: left\x1b[2J")
     assert all(line.startswith("  ") for line in lines)
     assert lines[-2:] == ["  ValueError: Zoë", r"  2026-01-01 INFO farandole: left\x1b[2J\x9b\u202e\x0c"]
 

@@ -88,10 +88,7 @@ def test_a_line_that_carries_nothing_is_said_to_lack() -> None:
 
     assert planned.lacks_line
     assert not planned.fits
-
-
-def test_a_slower_way_down_counts_as_well() -> None:
-    assert plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4)).needs.rate <= USUAL_RATE / 4
+    assert plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4)).needs.rate <= USUAL_RATE / 4, "the slower way"
 
 
 @pytest.mark.parametrize("inner_steps", [0, 10])
@@ -138,26 +135,6 @@ def test_each_of_several_partners_takes_time() -> None:
     assert two.manifest.outer.fragments == 1
     assert two.manifest.rounds.round_seconds > 2 * one.seconds
     assert two.fits
-
-
-@pytest.mark.parametrize("model", PRESETS)
-def test_a_run_file_is_completed_so_that_homes_can_exchange(model: str) -> None:
-    completed = complete(manifest(model), ())
-
-    assert needs_of(completed).rate <= USUAL_RATE
-    assert completed.model == manifest(model).model
-    assert (completed.outer.kind, completed.inner.optimizer) == ("plain", "muon")
-
-
-def test_what_a_run_file_says_is_not_completed() -> None:
-    rounds = RoundConfig(exchange_seconds=33.0, round_seconds=44.0)
-    run = manifest("1B", outer=NoLoCoConfig(codec="bf16", alpha=0.3), rounds=rounds)
-    given = ["outer.codec", "outer.alpha", "outer.fragments", "rounds.exchange_seconds", "rounds.round_seconds"]
-    given += ["rounds.overlap", "inner.learning_rate", "inner.warmup_steps"]
-    completed = complete(run, given)
-
-    assert completed == run
-    assert needs_of(completed).rate > USUAL_RATE
 
 
 def test_what_a_run_file_says() -> None:

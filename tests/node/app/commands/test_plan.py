@@ -112,18 +112,6 @@ def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Ru
     assert len(warnings) == 1
 
 
-def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "1B"\n')
-
-    _, _, err = run("run", "create", "run.toml")
-    signed = manifest_in(tmp_path / "run.manifest")
-    assert needs_of(signed).rate <= USUAL_RATE
-    assert '[outer] codec = "int8"' in err
-    assert "[outer] fragments = 16" in err
-    assert "each member needs 37.5 GB of memory" in err
-    assert "[model] num_stages" in err
-
-
 def test_a_small_run_gets_the_best_known_settings_each_with_its_reason(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n')
 
@@ -147,6 +135,7 @@ def test_a_run_that_says_everything_is_signed_as_it_is_and_without_a_word(run: R
     signed = manifest_in(tmp_path / "run.manifest")
     assert (code, err) == (0, "")
     assert (signed.outer.kind, signed.inner.optimizer, signed.rounds.partners) == ("noloco", "adamw", 1)
+    assert (signed.outer.codec, signed.rounds.round_seconds, signed.rounds.exchange_seconds) == ("bf16", 60, 30)
 
 
 def test_a_module_of_ones_own_is_planned_once_it_is_allowed(

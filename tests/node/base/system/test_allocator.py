@@ -1,4 +1,4 @@
-"""A process returns the memory of past peaks; a process that computes keeps its temporaries."""
+"""A process returns the memory of past peaks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,6 @@ del other
 print(resident_bytes(os.getpid()) - before)
 """
 
-TEMPORARIES = """
-import resource, sys
-from farandole.node.base.system.tuning import keep_memory
-
-if sys.argv[1] == "keep":
-    keep_memory()
-
-def compute():
-    large = [bytearray(2_000_000) for _ in range(8)]
-
-compute()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    compute()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
 FREED_BETWEEN = """
 import os, sys
 from farandole.node.base.system.tuning import give_free_memory_back, keep_memory
@@ -61,17 +45,6 @@ if sys.argv[1] == "back":
 print(resident_bytes(os.getpid()) - before)
 """
 ONLY_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
-
-
-@ONLY_GLIBC
-def test_temporaries_are_kept_for_the_next_ones() -> None:
-    def num_page_faults(how: str) -> int:
-        told = subprocess.run(
-            [sys.executable, "-c", TEMPORARIES, how], capture_output=True, text=True, check=True, timeout=60
-        )
-        return int(told.stdout)
-
-    assert num_page_faults("keep") < 1_000 < num_page_faults("as ever")
 
 
 @ONLY_GLIBC
