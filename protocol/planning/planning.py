@@ -231,19 +231,13 @@ def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -
         return
     most = MAX_PLANNED_STAGES if num_members is None else num_members // MIN_HOLDERS
     for num_stages in range(2, min(most, MAX_PLANNED_STAGES) + 1):
-        if (cut := _cut(manifest, num_stages)) is not None:
-            yield cut
-
-
-def _cut(manifest: Manifest, num_stages: int) -> Manifest | None:
-    """Return the same model in ``num_stages`` stages; None if it cannot be cut so."""
-    model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
-    try:
-        cut = _in_little_memory(msgspec.structs.replace(manifest, model=model))
-        needs_of(cut)
-    except ManifestError:
-        return None
-    return cut
+        model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
+        try:
+            cut = _in_little_memory(msgspec.structs.replace(manifest, model=model))
+            needs_of(cut)
+        except ManifestError:  # it cannot be cut so
+            continue
+        yield cut
 
 
 def _in_little_memory(manifest: Manifest) -> Manifest:

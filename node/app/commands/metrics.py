@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ def show_metrics(
     [cyan]farandole run metrics --report wandb:my-project[/cyan]
     """
     from ...base.settings import NodeSettings
-    from ...status.round_log import read_rounds, write_csv
+    from ...status.round_log import figures_of, read_rounds, write_csv, write_events
 
     if report is not None:
         if last or as_csv or tensorboard is not None:
@@ -66,25 +66,18 @@ def show_metrics(
     newest = records[-last:] if last else records
     if tensorboard is not None:
         tokens_before = sum(record.tokens for record in records[: -len(newest)])
-        _write_events(newest, tokens_before, tensorboard)
+        try:
+            written = write_events(figures_of(newest, tokens_before), tensorboard)
+        except ImportError as error:
+            command = how_to_add("tensorboard")
+            raise FarandoleError(f"a file for TensorBoard needs the Python package tensorboardX: {command}") from error
+        except OSError as error:
+            raise FarandoleError(f"cannot write into {tensorboard}: {error.strerror}") from error
+        typer.echo(f"{written} is written; look at it with: tensorboard --logdir {tensorboard}")
     elif as_csv:
         write_csv(newest, sys.stdout)
     else:
         _print_table(newest if last else records[-20:], path)
-
-
-def _write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Path) -> None:
-    from ...status.round_log import figures_of, write_events
-
-    try:
-        path = write_events(figures_of(records, tokens_before), folder)
-    except ImportError as error:
-        raise FarandoleError(
-            f"a file for TensorBoard needs the Python package tensorboardX: {how_to_add('tensorboard')}"
-        ) from error
-    except OSError as error:
-        raise FarandoleError(f"cannot write into {folder}: {error.strerror}") from error
-    typer.echo(f"{path} is written; look at it with: tensorboard --logdir {folder}")
 
 
 def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:

@@ -89,7 +89,14 @@ def uninstall(
                     raise typer.Exit(Exit.INTERRUPTED)
             try:
                 for each, made in found.items():
-                    _remove(each, [path for what in kinds for path in made.get(what, ())])
+                    for path in (path for what in kinds for path in made.get(what, ())):
+                        if path.is_dir():
+                            shutil.rmtree(path)
+                        else:
+                            path.unlink(missing_ok=True)
+                    for folder in (*(each / name for name in _FOLDERS), each):
+                        with contextlib.suppress(OSError):  # not there, or not empty: then that is not a node's
+                            folder.rmdir()
                 with contextlib.suppress(OSError):
                     (home / "runs").rmdir()
                     home.rmdir()
@@ -144,18 +151,6 @@ def _num_bytes(path: Path) -> int:
         with contextlib.suppress(OSError):
             total += 0 if each.is_dir() else each.lstat().st_size
     return total
-
-
-def _remove(home: Path, made: Sequence[Path]) -> None:
-    """Remove what a node made, and folders that are empty then. Raises `OSError` on failure."""
-    for path in made:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    for folder in (*(home / name for name in _FOLDERS), home):
-        with contextlib.suppress(OSError):  # not there, or not empty: then what is in it is not a node's
-            folder.rmdir()
 
 
 def homes_in(home: Path) -> list[Path]:

@@ -63,12 +63,23 @@ class Examination:
 
     async def run(self) -> Diagnosis:
         """Make all checks."""
+        settings = self._settings
         await self._read_invitation()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._check, "torch", machine.check_torch, self._settings.device)
-            await self._look_at_folder()  # before the network, where this visit itself listens
+        async with trio.open_nursery() as everything:
+            everything.start_soon(self._check, "torch", machine.check_torch, settings.device)
+            async with trio.open_nursery() as nursery:  # before the network, where this visit itself listens
+                nursery.start_soon(self._check, "home", _in_thread, machine.check_home, settings.home)
+                nursery.start_soon(self._check, "node", self._look_at_node)
+                nursery.start_soon(self._check, "key", _in_thread, machine.check_key, settings.key)
+                nursery.start_soon(self._check, "data", _in_thread, machine.check_data, settings.data, settings.stream)
+                look = partial(machine.check_ports, settings.listening, self._kept_ports, is_running=self._is_running)
+                nursery.start_soon(self._check, "port", look)
             await self._look_at_network()
-            await self._look_at_room()
+            # Last, since a peer may have named the run's model.
+            needs = None if self._manifest is None else needs_of(self._manifest)
+            await self._check("disk", _in_thread, machine.check_disk, settings.home, needs)
+            fits = partial(machine.check_memory, self._manifest, settings, is_running=self._is_running)
+            await self._check("memory", _in_thread, fits)
         return conclude(self._findings)
 
     # The run to join
@@ -77,7 +88,13 @@ class Examination:
         settings = self._settings
         text = settings.invite
         if text is not None and not is_invite(text) and await _in_thread(os.path.isfile, text):
-            await self._read_manifest(trio.Path(text))
+            try:
+                self._manifest, signed = decode_manifest(await trio.Path(text).read_bytes())
+            except (OSError, FarandoleError) as error:
+                self._findings.append(found("invite-manifest-damaged", path=text, why=error))
+            else:
+                self._run_id = signed.run_id
+                self._findings.append(found("invite-manifest", run=signed.run_id.hex()[:16]))
         elif text is not None:
             self._read_invite(text)
         for address in settings.bootstrap:
@@ -114,16 +131,6 @@ class Examination:
         cause = "invite-fine" if invite.addresses else "invite-empty"
         self._findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
 
-    async def _read_manifest(self, path: trio.Path) -> None:
-        """Read the manifest file of a run's first node."""
-        try:
-            self._manifest, signed = decode_manifest(await path.read_bytes())
-        except (OSError, FarandoleError) as error:
-            self._findings.append(found("invite-manifest-damaged", path=path, why=error))
-            return
-        self._run_id = signed.run_id
-        self._findings.append(found("invite-manifest", run=signed.run_id.hex()[:16]))
-
     async def _read_store(self, path: Path) -> bytes | None:
         """Read what the folder knows, and return its run's manifest."""
         if not await trio.Path(path).exists():
@@ -141,17 +148,6 @@ class Examination:
 
     # This machine
 
-    async def _look_at_folder(self) -> None:
-        settings = self._settings
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._check, "home", _in_thread, machine.check_home, settings.home)
-            nursery.start_soon(self._check, "node", self._look_at_node)
-            nursery.start_soon(self._check, "key", _in_thread, machine.check_key, settings.key)
-            nursery.start_soon(self._check, "data", _in_thread, machine.check_data, settings.data, settings.stream)
-            kept = self._kept_ports
-            look = partial(machine.check_ports, settings.listening, kept, is_running=self._is_running)
-            nursery.start_soon(self._check, "port", look)
-
     async def _look_at_node(self) -> Finding:
         """Ask the node that runs here how others reach it."""
         if not self._is_running:
@@ -162,14 +158,6 @@ class Examination:
         except (FarandoleError, msgspec.ValidationError):
             return found("node-silent")
         return found("node-running", kind=status.reachability)
-
-    async def _look_at_room(self) -> None:
-        """Check whether the run's model fits here, or any usual one while no run is known."""
-        manifest = self._manifest
-        needs = None if manifest is None else needs_of(manifest)
-        await self._check("disk", _in_thread, machine.check_disk, self._settings.home, needs)
-        look = partial(machine.check_memory, manifest, self._settings, is_running=self._is_running)
-        await self._check("memory", _in_thread, look)
 
     # The network
 

@@ -78,7 +78,10 @@ def read_toml(path: Path) -> TomlFile:
     except tomllib.TOMLDecodeError as error:
         told = _LINE.search(str(error))
         last = text.rstrip("\n").count("\n") + 1
-        raise ManifestError(_told(path, int(told[1]) if told else last, f"this is not TOML: {error}")) from error
+        words = (
+            f"this is not TOML: {error}. A text needs quotes, true and false are written small, a line has one setting"
+        )
+        raise ManifestError(_told(path, int(told[1]) if told else last, words)) from error
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ManifestError(_told(path, line, "this is not TOML: a character is not UTF-8")) from error

@@ -163,8 +163,8 @@ def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("name = 'a'\nmodel = 3M\n", "2: this is not TOML, column 10: Expected newline"),
-        ("name = my run\n", "1: this is not TOML, column 8: Invalid value (a text needs quotes"),
+        ("name = 'a'\nmodel = 3M\n", "2: this is not TOML: Expected newline"),
+        ("name = my run\n", "1: this is not TOML: Invalid value"),
         ("name = 'a'\n[outer]\nname = 1\nname = 2\n", "4: this is not TOML"),
         ("name = 'a'\n\nmodel = [1,\n", "3: this is not TOML"),
     ],
@@ -172,7 +172,7 @@ def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
 def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path, text: str, line: str) -> None:
     found = fault(tmp_path, text)
     assert found.startswith(line)
-    assert f"the line is: {text.splitlines()[int(line[0]) - 1]}" in found
+    assert "A text needs quotes" in found
 
 
 def test_a_character_that_is_not_utf8_has_a_line(tmp_path: Path) -> None:
