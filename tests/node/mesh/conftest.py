@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import trio
 
+from farandole.node.mesh.reach import connectivity, punching, relay_server
+
 from ...patience import PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nodes look soon for relays, for holes, and whether a target is frozen: tests wait for nothing else."""
+    monkeypatch.setattr(connectivity, "HURRY_INTERVAL", 0.1)
+    monkeypatch.setattr(punching, "CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr(relay_server, "STOP_TIMEOUT", 1.0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

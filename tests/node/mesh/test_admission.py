@@ -82,14 +82,21 @@ def test_at_one_address_who_keeps_us_waiting_for_longest_makes_room(monkeypatch:
     assert len(handshakes) == 4
 
 
-def test_where_all_wait_for_us_newcomers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "MAX_HANDSHAKES_PER_ADDRESS", 2)
+@pytest.mark.parametrize(
+    ("limit", "others"),
+    [("MAX_HANDSHAKES_PER_ADDRESS", ["9.9.9.9"] * 3), ("MAX_HANDSHAKES", ["9.9.9.1", "9.9.9.2", "9.9.9.3"])],
+)
+def test_where_all_wait_for_us_newcomers_to_a_full_address_or_network_are_refused(
+    monkeypatch: pytest.MonkeyPatch, limit: str, others: list[str]
+) -> None:
+    monkeypatch.setattr(host, limit, 3)
     handshakes: set[Any] = set()
-    sockets = [_Socket("1.1.1.1"), _Socket("1.1.1.1"), _Socket("1.1.1.1")]
-    assert begin(handshakes, *sockets) == [True, True, False]
+    sockets = [_Socket("2.2.2.2", 0.5)] if limit == "MAX_HANDSHAKES" else [_Socket(others[0])]
+    sockets += [_Socket(address) for address in others[:2]]
+    assert begin(handshakes, *sockets, newcomer := _Socket(others[2])) == [True, True, True, False]
     assert not any(socket.is_aborted for socket in sockets)
     handshakes.remove(sockets[0])
-    assert begin(handshakes, sockets[2]) == [True]
+    assert begin(handshakes, newcomer) == [True]
 
 
 @pytest.mark.parametrize("waiting_since", [1.0, math.inf])
@@ -103,14 +110,6 @@ def test_the_busiest_network_makes_room_for_the_others(monkeypatch: pytest.Monke
     assert begin(handshakes, *newcomers) == [True, True]
     assert not any(socket.is_aborted for socket in honest)
     assert sum(socket.is_aborted for socket in crowd) == 2
-
-
-def test_the_busiest_network_has_no_room_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "MAX_HANDSHAKES", 3)
-    handshakes: set[Any] = set()
-    sockets = [_Socket("9.9.9.1"), _Socket("9.9.9.2"), _Socket("2.2.2.2", 0.5)]
-    assert begin(handshakes, *sockets, _Socket("9.9.9.3")) == [True, True, True, False]
-    assert not any(socket.is_aborted for socket in sockets)
 
 
 async def test_sites_take_turns(autojump_clock: trio.abc.Clock) -> None:

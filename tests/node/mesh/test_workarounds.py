@@ -61,7 +61,7 @@ def message(text: str) -> bytes:
 # An inbound connection's slot and task were never freed
 
 
-async def test_five_hundred_connections_come_and_go_and_leave_no_task() -> None:
+async def test_connections_come_and_go_and_leave_no_task() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob:
         bob.set_handler(ECHO, echo)
 
@@ -79,7 +79,7 @@ async def test_five_hundred_connections_come_and_go_and_leave_no_task() -> None:
 
         await come_and_go(20)
         before = trio.lowlevel.current_statistics().tasks_living
-        await come_and_go(500)
+        await come_and_go(150)
         with trio.fail_after(PATIENCE):  # for streams that are still ending
             while trio.lowlevel.current_statistics().tasks_living > before:
                 await wait_all_tasks_blocked(0.05)
@@ -260,7 +260,7 @@ async def test_a_frozen_or_killed_peer_is_given_up_even_with_a_full_pipe(end: si
         with trio.fail_after(PATIENCE):
             address = await first_line(process.stdout)
             peer = public_key_of(address.rpartition("/")[2])
-            async with host_at_loopback(ping_interval=0.1, ping_timeout=5.0) as alice:
+            async with host_at_loopback(ping_interval=0.1, ping_timeout=2.0) as alice:
                 await alice.connect(peer, [address])
                 streams = [await alice.open_stream(peer, "/hold/1") for _ in range(40)]
                 with alice.connections.events() as events:

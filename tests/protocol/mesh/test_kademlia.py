@@ -53,15 +53,6 @@ def test_the_newest_provider_of_a_key_takes_the_place_of_the_oldest() -> None:
     assert {peer for peer, _ in records.of(b"key", now=0.0)} == newest
 
 
-def test_what_is_kept_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kademlia, "MAX_RECORDS", 3)
-    records = ProviderRecords()
-    for number in range(6):
-        records.add(bytes([number]), bytes(32), ADDRESSES, now=0.0)
-    assert records.of(b"\5", now=0.0)
-    assert len(records) <= 3
-
-
 # The table
 
 

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farandole.protocol.mesh import yamux
 from farandole.protocol.mesh.yamux import (
     INITIAL_WINDOW,
     MAX_INBOUND_STREAMS,
     MAX_MESSAGE_BYTES,
+    MAX_QUEUED_BYTES,
     MAX_QUEUED_DATA,
     MAX_WAITING_STREAMS,
     MAX_WINDOW,
+    PIECE_BYTES,
+    USELESS_BURST,
     Yamux,
     YamuxStream,
 )
@@ -171,6 +175,118 @@ def test_an_end_resets_what_is_open_and_keeps_what_was_received() -> None:
     assert not pair.bob.data_to_send()
     with pytest.raises(LocalProtocolError):
         pair.bob.open_stream()
+
+
+def inbound(*stream_ids: int) -> tuple[Yamux, list[YamuxStream]]:
+    """Return the end that was dialled, and its streams that the other end has opened."""
+    conn = Yamux(is_initiator=False, now=0.0)
+    for stream_id in stream_ids:
+        conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
+    sent(conn)
+    return conn, list(iter(conn.accept_stream, None))
+
+
+def sent(conn: Yamux) -> bytes:
+    """Return all that is queued, as written."""
+    data = b"".join(iter(conn.data_to_send, b""))
+    conn.note_sent(len(data))
+    return data
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"\1" + bytes(11),
+        encode(7, 0, 0, 0),
+        encode(DATA, SYN, 2, 0),
+        encode(DATA, SYN, 1, 0),
+        encode(DATA, 0, 1, 2**31),
+        encode(DATA, 0, 1, INITIAL_WINDOW + 1, bytes(INITIAL_WINDOW + 1)),
+    ],
+)
+def test_what_no_honest_peer_sends_ends_the_connection(bad: bytes) -> None:
+    conn, _ = inbound(1)
+    with pytest.raises(RemoteProtocolError):
+        conn.receive_data(bad, 0.0)
+    assert conn.has_ended
+
+
+def test_too_many_streams_are_refused_one_by_one_and_those_that_nobody_takes_up_are_fewer() -> None:
+    conn, _ = inbound()
+    for number in range(MAX_INBOUND_STREAMS + 1):
+        stream_id = 2 * number + 1
+        conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
+        flags = ACK if number < MAX_INBOUND_STREAMS else RST
+        assert sent(conn) == encode(WINDOW_UPDATE, flags, stream_id, 0)
+        conn.accept_stream()
+    conn, _ = inbound()
+    for number in range(MAX_WAITING_STREAMS + 1):
+        stream_id = 2 * number + 1
+        conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
+        flags = ACK if number < MAX_WAITING_STREAMS else RST
+        assert sent(conn) == encode(WINDOW_UPDATE, flags, stream_id, 0)
+
+
+def test_the_stream_with_most_unread_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "MAX_UNREAD_BYTES", 1000)
+    conn, (small, large) = inbound(1, 3)
+    conn.receive_data(encode(DATA, 0, 1, 400, bytes(400)) + encode(DATA, 0, 3, 601, bytes(601)), 0.0)
+    assert sent(conn) == encode(WINDOW_UPDATE, RST, 3, 0)
+    assert large.is_reset
+    assert len(small.read(None, 0.0)) == 400
+    assert conn.num_unread == 0
+
+
+def test_a_peer_that_pings_and_reads_nothing_is_cut_off() -> None:
+    conn, _ = inbound()
+    with pytest.raises(RemoteProtocolError, match="reads nothing"):
+        for second in itertools.count():  # slowly enough to be no flood
+            conn.receive_data(encode(PING, SYN, 0, 1) * 8, float(second))
+    assert conn.num_counted_out < MAX_QUEUED_BYTES + 1_000
+
+
+def test_a_stream_that_is_abandoned_or_passes_its_limit_refuses_what_still_comes() -> None:
+    conn, (abandoned, limited) = inbound(1, 3)
+    abandoned.abandon()
+    assert sent(conn) == encode(WINDOW_UPDATE, FIN, 1, 0)
+    conn.receive_data(encode(DATA, 0, 1, 3, b"abc"), 0.0)
+    assert sent(conn) == encode(WINDOW_UPDATE, RST, 1, 0)
+    limited.limit(1000)
+    conn.receive_data(encode(DATA, 0, 3, 1000, bytes(1000)), 0.0)
+    assert len(limited.read(None, 0.0)) == 1000
+    conn.receive_data(encode(DATA, 0, 3, 1, b"x"), 0.0)
+    assert sent(conn) == encode(WINDOW_UPDATE, RST, 3, 0)
+    assert limited.is_reset
+    assert not conn.has_ended
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        encode(PING, SYN, 0, 1),
+        encode(PING, ACK, 0, 1),
+        encode(DATA, 0, 1, 0),
+        encode(WINDOW_UPDATE, 0, 1, 1),
+        encode(WINDOW_UPDATE, 0, 99, 1),
+        encode(DATA, 0, 99, 1000, bytes(1000)),
+    ],
+)
+def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes) -> None:
+    conn, _ = inbound(1)
+    with pytest.raises(RemoteProtocolError, match="of no use"):
+        for _ in range(int(USELESS_BURST) + 1):
+            conn.receive_data(useless, 0.0)
+            sent(conn)
+
+
+def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
+    conn, (stream,) = inbound(1)
+    stream.reset()
+    full = encode(DATA, 0, 1, PIECE_BYTES, bytes(PIECE_BYTES))
+    for _ in range(MAX_WINDOW // PIECE_BYTES):
+        conn.receive_data(full, 0.0)
+        sent(conn)
+    assert not conn.has_ended
 
 
 FRAMES = st.one_of(

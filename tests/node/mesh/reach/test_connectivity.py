@@ -191,26 +191,17 @@ async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> Non
         await relay.relays.reserve(home.author)
 
 
-async def test_a_witness_sees_the_port_that_listens() -> None:
+async def test_several_may_have_the_port_that_listens_seen_at_once_and_again_by_whom_they_dialled() -> None:
     async with open_public() as alice, open_public() as bob:
-        Dialback(bob)
         await alice.connect(bob.author, bob.addresses)
-        async with Dialback(alice).observed_by(bob.author) as witness:
-            assert (witness.answer.ip, witness.answer.port) == alice.own.listening[0]
-        with pytest.raises(PeerUnreachableError):
-            async with Dialback(bob).observed_by(alice.author):
-                pass  # alice was the one that dialled
-
-
-async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> None:
-    async with open_public() as alice, open_public() as bob:
-        Dialback(bob)
-        await alice.connect(bob.author, bob.addresses)
-        dialback = Dialback(alice)
+        asker, witness = Dialback(alice), Dialback(bob)
         for _ in range(2):
-            async with dialback.observed_by(bob.author) as one, dialback.observed_by(bob.author) as two:
+            async with asker.observed_by(bob.author) as one, asker.observed_by(bob.author) as two:
                 assert one == two
-                assert one.answer.port == alice.own.listening[0][1]
+                assert (one.answer.ip, one.answer.port) == alice.own.listening[0]
+        with pytest.raises(PeerUnreachableError):
+            async with witness.observed_by(alice.author):
+                pass  # alice was the one that dialled
 
 
 async def test_who_asks_too_often_is_not_dialled() -> None:
