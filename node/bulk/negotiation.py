@@ -79,9 +79,6 @@ ACCEPT_PAUSE = 0.5
 # Before a dial from the listener's port: most plain dials have answered by then.
 PUNCH_AFTER = 0.3
 
-
-# Connections that wait for the answerer, which chooses one.
-MAX_CANDIDATES = 2 * MAX_OFFERED
 _CHOSEN = b"\x01"
 
 
@@ -91,6 +88,7 @@ class Candidate:
     def __init__(self, connection: trio.socket.SocketType, network_key: bytes) -> None:
         """``network_key``: of a private run; empty: the bytes are sent as they are."""
         self.connection = connection
+        self.is_chosen = False
         self.hiding: CipherContext | None = None
         self.revealing: CipherContext | None = None
         self._network_key = network_key
@@ -125,65 +123,38 @@ class Candidate:
 class Race:
     """The connections of one negotiation, of which the answerer chooses one."""
 
-    def __init__(self, peer: bytes, session: bytes, addresses: list[Address]) -> None:
+    def __init__(self, peer: bytes, session: bytes, addresses: list[Address], *, is_asker: bool) -> None:
         """``addresses``: where this node can be dialled."""
         self.peer = peer
         self.session = session
+        self.is_asker = is_asker
         self.key = X25519PrivateKey.generate()
         public, token = self.key.public_key().public_bytes_raw(), secrets.token_bytes(TOKEN_BYTES)
         self.proposal = Proposal(session=session, token=token, key=public, addresses=addresses)
         self.their_token = b""
         self.is_on = trio.Event()
-        self._connections: set[trio.socket.SocketType] = set()
+        """Set once the other end's proposal is here."""
+        self.is_over = trio.Event()
         self._chosen: Candidate | None = None
-        self._has_ended = False
-        self._offers, self._offered = trio.open_memory_channel[Candidate](MAX_CANDIDATES)
-
-    def begin(self, theirs: Proposal) -> None:
-        """Begin with the other end's proposal."""
-        self.their_token = theirs.token
-        self.is_on.set()
+        self._choosing = trio.Lock()
 
     def is_greeted_by(self, received: bytes) -> bool:
         """Return whether the other end has sent these bytes."""
         return is_greeting(received, self.session, self.proposal.token)
 
-    def adopt(self, connection: trio.socket.SocketType) -> None:
-        """Close this connection at the end, unless it is chosen; at once if the race has ended."""
-        if self._has_ended:
-            connection.close()
-        else:
-            self._connections.add(connection)
+    async def settle(self, candidate: Candidate) -> None:
+        """End the race with this connection, on which both have greeted, unless it is over.
 
-    def offer(self, candidate: Candidate) -> None:
-        """Add a connection on which both have greeted. It is skipped if too many came before, or the race is over."""
-        with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
-            self._offers.send_nowait(candidate)
-
-    async def choose(self) -> None:
-        """Choose as the answerer: the first connection that takes the message."""
-        while True:
-            candidate = await self._offered.receive()
-            with contextlib.suppress(OSError):
+        The answerer chooses the first connection that takes the message, for which the asker waits on each.
+        """
+        async with self._choosing if not self.is_asker else contextlib.nullcontext():
+            if self.is_asker and await candidate.receive(len(_CHOSEN)) != _CHOSEN:
+                return
+            if not self.is_asker and not self.is_over.is_set():
                 await candidate.send_all(_CHOSEN)
-                return self._take(candidate)
-
-    async def await_choice(self) -> None:
-        """Wait as the asker for the connection on which the answerer announces its choice."""
-
-        async def listen_to(candidate: Candidate) -> None:
-            with contextlib.suppress(OSError):
-                if await candidate.receive(len(_CHOSEN)) == _CHOSEN and self._chosen is None:
-                    self._take(candidate)
-                    nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            while True:
-                nursery.start_soon(listen_to, await self._offered.receive())
-
-    def _take(self, candidate: Candidate) -> None:
-        self._connections.remove(candidate.connection)
-        self._chosen = candidate
+            if not self.is_over.is_set():
+                self._chosen, candidate.is_chosen = candidate, True
+                self.is_over.set()
 
     def claim(self) -> Candidate | None:
         """Return the chosen connection, which the caller then owns."""
@@ -191,13 +162,10 @@ class Race:
         return chosen
 
     def end(self) -> None:
-        """Close the connections that were not chosen or not claimed, and late ones."""
-        self._has_ended = True
-        self._offered.close()
-        if self._chosen is not None:
-            self._chosen.connection.close()
-        while self._connections:
-            self._connections.pop().close()
+        """Choose none from now on; close the chosen one if it was not claimed."""
+        self.is_over.set()
+        if (chosen := self.claim()) is not None:
+            chosen.connection.close()
 
 
 class BulkService:
@@ -309,12 +277,12 @@ class BulkService:
             async with self._observed() as observed:
                 stream = await self._host.open_stream(peer, self._protocol, OPEN_TIMEOUT)
                 try:
-                    with self._race(peer, secrets.token_bytes(SESSION_BYTES), observed) as race:
+                    with self._race(peer, secrets.token_bytes(SESSION_BYTES), observed, is_asker=True) as race:
                         await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
                         theirs = await _receive_proposal(stream)
                         if theirs.session != race.session:
                             raise RemoteProtocolError("an answer to another proposal")
-                        channel = await self._run_race(race, stream, theirs, is_asker=True)
+                        channel = await self._run_race(race, stream, theirs)
                 finally:
                     await close_stream(stream)
         except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
@@ -335,9 +303,9 @@ class BulkService:
                     is_taken = theirs.session in self._races or theirs.session in self._idle
                     if is_taken or any(race.peer == peer for race in self._races.values()):
                         return
-                    with self._race(peer, theirs.session, observed) as race:
+                    with self._race(peer, theirs.session, observed, is_asker=False) as race:
                         await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
-                        channel = await self._run_race(race, stream, theirs, is_asker=False)
+                        channel = await self._run_race(race, stream, theirs)
                         self.release(channel)
                         channel.announce()
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
@@ -356,7 +324,7 @@ class BulkService:
             yield observed
 
     @contextlib.contextmanager
-    def _race(self, peer: bytes, session: bytes, observed: list[Address]) -> Iterator[Race]:
+    def _race(self, peer: bytes, session: bytes, observed: list[Address], *, is_asker: bool) -> Iterator[Race]:
         """Let connections in that greet for this session, until the block ends.
 
         This node's proposal has the addresses that the router forwards; the ``observed`` ones, which others see for the
@@ -369,38 +337,41 @@ class BulkService:
         mapped = [own.mapped[port] for port in ports.values() if port in own.mapped]
         known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
         addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
-        race = self._races[session] = Race(peer, session, addresses[:MAX_OFFERED])
+        race = self._races[session] = Race(peer, session, addresses[:MAX_OFFERED], is_asker=is_asker)
         try:
             yield race
         finally:
             del self._races[session]
             race.end()
 
-    async def _run_race(self, race: Race, stream: Stream, theirs: Proposal, is_asker: bool) -> BulkChannel:
+    async def _run_race(self, race: Race, stream: Stream, theirs: Proposal) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
 
-        async def cancel_at_end() -> None:
+        async def end_with_stream() -> None:
             with contextlib.suppress(trio.BrokenResourceError):
                 while await stream.receive_some(READ_BYTES):
                     pass
-            nursery.cancel_scope.cancel()
+            race.is_over.set()
 
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
-        channel_secrets = agree(race.key, us, them, (self._run_id, stream.handshake_hash), is_asker)
-        race.begin(theirs)
+        channel_secrets = agree(race.key, us, them, (self._run_id, stream.handshake_hash), race.is_asker)
+        race.their_token = theirs.token
+        race.is_on.set()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(cancel_at_end)
+            nursery.start_soon(end_with_stream)
             in_use = _direct_ips(self._host.connections.remote_addresses(race.peer))
             for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
                 nursery.start_soon(self._dial, race, address, True)
-            await (race.await_choice() if is_asker else race.choose())
+            await race.is_over.wait()
             nursery.cancel_scope.cancel()
         chosen = race.claim()
         if chosen is None:
             raise ChannelError("the peer gave up")
         plain, ciphers = socket.socket(fileno=chosen.connection.detach()), (chosen.hiding, chosen.revealing)
-        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping, ciphers)
+        channel = await open_channel(
+            race.peer, race.session, plain, channel_secrets, race.is_asker, self._shaping, ciphers
+        )
         self._backoff.note_success(race.peer)
         return channel
 
@@ -409,9 +380,9 @@ class BulkService:
     async def _dial(self, race: Race, address: Address, is_punch: bool) -> None:
         """Dial once; from the listener's port if ``is_punch``."""
         family = _family(address[0])
-        connection = trio.socket.socket(family, socket.SOCK_STREAM)
-        race.adopt(connection)
-        with contextlib.suppress(OSError):
+        candidate = Candidate(trio.socket.socket(family, socket.SOCK_STREAM), self._network_key)
+        connection = candidate.connection
+        try:
             if is_punch:
                 await trio.sleep(PUNCH_AFTER)
                 listener = self._listeners.get(family)
@@ -421,29 +392,39 @@ class BulkService:
                 await connection.bind(listener.getsockname())
                 prefer_congestion_control(connection, "cubic")  # as `links.connect_from`
             await connection.connect(address)
-            candidate = Candidate(connection, self._network_key)
             await candidate.send_all(greeting(race.session, race.their_token))
             if race.is_greeted_by(await candidate.receive(GREETING_BYTES)):
-                race.offer(candidate)
+                await race.settle(candidate)
+        except OSError as error:
+            logger.debug("no bulk connection to %s: %s", address, error)
+        finally:
+            if not candidate.is_chosen:
+                connection.close()
 
     async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
+        candidate = Candidate(connection, self._network_key)
+        try:
+            with contextlib.suppress(OSError):
+                if (race := await self._greeted(candidate, address)) is not None:
+                    with trio.move_on_after(OPEN_TIMEOUT):
+                        await race.settle(candidate)
+        finally:
+            if not candidate.is_chosen:
+                connection.close()
+
+    async def _greeted(self, candidate: Candidate, address: str) -> Race | None:
+        """Return the race for which a connection greets, when both have; None if it does not in time."""
         self._unproven[address] += 1
         try:
-            with trio.move_on_after(GREETING_TIMEOUT), contextlib.suppress(OSError):
-                candidate = Candidate(connection, self._network_key)
+            with trio.move_on_after(GREETING_TIMEOUT):
                 received = await candidate.receive(GREETING_BYTES)
                 race = self._races.get(received[:SESSION_BYTES])
                 if race is not None and race.is_greeted_by(received):
                     await race.is_on.wait()
-                    race.adopt(connection)
                     await candidate.send_all(greeting(race.session, race.their_token))
-                    race.offer(candidate)
-                    return
-            connection.close()
-        except BaseException:  # also when cancelled: nothing else owns the socket yet
-            connection.close()
-            raise
+                    return race
+            return None
         finally:
             self._unproven[address] -= 1
             if not self._unproven[address]:

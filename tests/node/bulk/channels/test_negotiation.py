@@ -184,7 +184,7 @@ async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
     alice: Party, bob: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "OPEN_TIMEOUT", PATIENCE)
-    with bob.service._race(b"m" * 32, b"s" * 16, []) as race:
+    with bob.service._race(b"m" * 32, b"s" * 16, [], is_asker=True) as race:
         rubbish = [await trio.open_tcp_stream("127.0.0.1", bob.port) for _ in range(3)]
         await rubbish[0].send_all(greeting(b"s" * 16, b"u" * 32))
         await rubbish[1].send_all(greeting(b"x" * 16, race.proposal.token))
@@ -245,7 +245,7 @@ async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
-    with bob.service.expecting(ALICE), bob.service._race(ALICE, b"1" * 16, []) as race:
+    with bob.service.expecting(ALICE), bob.service._race(ALICE, b"1" * 16, [], is_asker=True) as race:
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
         await stream.send_all(frame(encode(msgspec.structs.replace(race.proposal, session=b"2" * 16)), 4_096))
         assert await stream.receive_some(1) == b""

@@ -86,7 +86,7 @@ async def test_a_watcher_records_random_bytes_where_the_run_is_private(key: byte
 @pytest.mark.parametrize("known", ["the session and the token", "another key", "nothing"])
 async def test_a_stranger_that_connects_gets_no_answer(known: str) -> None:
     async with two_parties(network_key=KEY) as (_, bob):
-        with bob.service._race(ALICE, b"s" * 16, []) as race:
+        with bob.service._race(ALICE, b"s" * 16, [], is_asker=True) as race:
             race.is_on.set()
             told = greeting(b"s" * 16, race.proposal.token)
             nonce = bytes(NONCE_BYTES)
