@@ -32,8 +32,8 @@ import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.exchange.bulk import Secrets
+from farandole.protocol.exchange.pipe import Incoming
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.wire.incoming import Incoming
 from farandole.protocol.wire.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
 from ..base.bandwidth import Shaping, limit_unsent

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 import trio
@@ -23,6 +22,7 @@ from farandole.protocol.exchange.exchange import (
     ASK_FROM,
     DATA_UNTIL,
     DECIDE_UNTIL,
+    MAX_RESOLVE_BYTES,
     Aborted,
     Accepted,
     Commit,
@@ -32,19 +32,17 @@ from farandole.protocol.exchange.exchange import (
     Offer,
     Outcome,
     Outcomes,
-    Resolution,
-    Resolve,
     Step,
-    decode_resolution,
-    decode_resolve,
-    encode_resolve,
+    decode_answer,
+    decode_question,
     peek_offer,
     reason_of,
-    resolve_parser,
 )
 from farandole.protocol.exchange.pipe import Pipe
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.messagepack import encode
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
@@ -98,6 +96,13 @@ class ExchangeSession:
         """Why it is not committed."""
         self.bulk: BulkPipe | None = None
         """None until there is a stream."""
+        self.arrived = trio.Event()
+        """Set once a responder's stream is here."""
+        self.stream: Stream | None = None
+        self.received = b""
+        """The bytes read from a responder's stream before the session: the offer, and perhaps more."""
+        self.ended = trio.Event()
+        self.peer = start.peer
         self._exchange = exchange
         self._outgoing = outgoing
         self._judge = judge
@@ -289,7 +294,7 @@ class ExchangeService:
         self._outcomes = Outcomes()
         self._running: dict[ExchangeSession, trio.CancelScope] = {}
         self._one_ended = trio.Event()
-        self._expected: dict[bytes, _Expected] = {}
+        self._expected: dict[bytes, ExchangeSession] = {}
         self._expected_more = trio.Event()
         self._unclaimed: Counter[bytes] = Counter()
         host.set_handler(EXCHANGE_PROTOCOL, self._serve_exchange)
@@ -384,46 +389,43 @@ class ExchangeService:
             await close_stream(stream)
 
     async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> None:
-        expected = self._expected[start.session] = _Expected(start.peer)
+        self._expected[start.session] = session
         self._expected_more.set()
         self._expected_more = trio.Event()
         try:
             with trio.move_on_at(session.offer_by):
-                await expected.arrived.wait()
-            if expected.stream is None:
+                await session.arrived.wait()
+            if session.stream is None:
                 session.failure = _FailedError("the partner opened no stream in time")
             else:
-                bulk = BulkPipe(pipe, expected.stream, self.channels, self._shaping)
-                await session.hold(bulk, expected.received)
+                await session.hold(BulkPipe(pipe, session.stream, self.channels, self._shaping), session.received)
         finally:
             del self._expected[start.session]
-            expected.done.set()
+            session.ended.set()
         if session.is_in_doubt:
             session.failure = _FailedError("the initiator's decision could not be learnt in time")
             session.is_committed = await self._resolve(start) == "committed"
             session.failure = _FailedError("the partner had aborted")  # unless it is committed
 
     async def _serve_exchange(self, stream: Stream) -> None:
-        """Handle an incoming stream: find the session that expects it, and keep it open until the session is over."""
-        peer, expected = stream.peer, None
-        try:
-            if self._unclaimed.total() < MAX_UNCLAIMED and self._unclaimed[peer] < MAX_UNCLAIMED_PER_PEER:
-                self._unclaimed[peer] += 1
-                try:
-                    with (
-                        trio.move_on_after(CLAIM_TIMEOUT),
-                        contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError),
-                    ):
-                        expected = await self._claim(stream)
-                finally:
-                    self._unclaimed[peer] -= 1
-                    self._unclaimed += Counter()  # forgets the zeros
-            if expected is not None:
-                await expected.done.wait()
-        finally:
-            await close_stream(stream)
+        """Find the session that expects an incoming stream; return, which closes the stream, when the session is over.
 
-    async def _claim(self, stream: Stream) -> _Expected | None:
+        Raises `RemoteProtocolError` for a stream that does not begin with an offer.
+        """
+        peer, session = stream.peer, None
+        if self._unclaimed.total() >= MAX_UNCLAIMED or self._unclaimed[peer] >= MAX_UNCLAIMED_PER_PEER:
+            return
+        self._unclaimed[peer] += 1
+        try:
+            with trio.move_on_after(CLAIM_TIMEOUT):
+                session = await self._claim(stream)
+        finally:
+            self._unclaimed[peer] -= 1
+            self._unclaimed += Counter()  # forgets the zeros
+        if session is not None:
+            await session.ended.wait()
+
+    async def _claim(self, stream: Stream) -> ExchangeSession | None:
         """Read a stream's offer and give the stream to its session; None if that is another peer's, or has one."""
         received = b""
         while (offer := peek_offer(received)) is None:
@@ -433,12 +435,12 @@ class ExchangeService:
             received += more
         while offer.session not in self._expected:
             await self._expected_more.wait()
-        expected = self._expected[offer.session]
-        if expected.peer != stream.peer or expected.stream is not None:
+        session = self._expected[offer.session]
+        if session.peer != stream.peer or session.stream is not None:
             return None
-        expected.stream, expected.received = stream, received
-        expected.arrived.set()
-        return expected
+        session.stream, session.received = stream, received
+        session.arrived.set()
+        return session
 
     async def _resolve(self, start: StartExchange) -> Outcome:
         """Ask for the decision until the deadline; this node has promised to commit and does not know it."""
@@ -449,8 +451,8 @@ class ExchangeService:
             ):
                 stream = await self._host.open_stream(start.peer, RESOLVE_PROTOCOL, RESOLVE_TIMEOUT)
                 try:
-                    await stream.send_all(encode_resolve(Resolve(start.session)))
-                    outcome = decode_resolution(await receive_frame(stream, resolve_parser())).outcome
+                    await stream.send_all(frame(encode((start.session,)), MAX_RESOLVE_BYTES))
+                    (outcome,) = decode_answer(await receive_frame(stream, FrameParser(MAX_RESOLVE_BYTES)))
                 finally:
                     await close_stream(stream)
                 if outcome != "undecided":
@@ -458,26 +460,8 @@ class ExchangeService:
             await trio.sleep(RESOLVE_INTERVAL)
 
     async def _serve_resolve(self, stream: Stream) -> None:
-        """Answer a responder in doubt; one question per stream."""
-        try:
-            with (
-                trio.move_on_after(RESOLVE_TIMEOUT),
-                contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError),
-            ):
-                question = decode_resolve(await receive_frame(stream, resolve_parser()))
-                answer = self._outcomes.answer(question.session, stream.peer)
-                await stream.send_all(encode_resolve(Resolution(answer)))
-        finally:
-            await close_stream(stream)
-
-
-@dataclass(slots=True, eq=False)
-class _Expected:
-    """A session that this node expects as responder, and the stream that has come for it."""
-
-    peer: bytes
-    arrived: trio.Event = field(default_factory=trio.Event)
-    done: trio.Event = field(default_factory=trio.Event)
-    stream: Stream | None = None
-    received: bytes = b""
-    """The bytes read from the stream up to now: the offer, and perhaps more."""
+        """Answer a responder in doubt; one question per stream. Raises `RemoteProtocolError` for any other."""
+        with trio.move_on_after(RESOLVE_TIMEOUT):
+            (session,) = decode_question(await receive_frame(stream, FrameParser(MAX_RESOLVE_BYTES)))
+            answer = self._outcomes.answer(session, stream.peer)
+            await stream.send_all(frame(encode((answer,)), MAX_RESOLVE_BYTES))

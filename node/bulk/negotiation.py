@@ -292,26 +292,25 @@ class BulkService:
         return channel
 
     async def _answer(self, stream: Stream) -> None:
-        """Answer a peer's proposal of a channel; the stream closes at the end."""
+        """Answer a peer's proposal of a channel. Raises `RemoteProtocolError` for any other bytes."""
         peer = stream.peer
-        try:
-            if not self._expected[peer]:
-                return
-            with trio.move_on_after(OPEN_TIMEOUT):
-                theirs = await _receive_proposal(stream)
-                async with self._observed() as observed:
-                    is_taken = theirs.session in self._races or theirs.session in self._idle
-                    if is_taken or any(race.peer == peer for race in self._races.values()):
-                        return
-                    with self._race(peer, theirs.session, observed, is_asker=False) as race:
-                        await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
+        if not self._expected[peer]:
+            return
+        with trio.move_on_after(OPEN_TIMEOUT):
+            theirs = await _receive_proposal(stream)
+            async with self._observed() as observed:
+                is_taken = theirs.session in self._races or theirs.session in self._idle
+                if is_taken or any(race.peer == peer for race in self._races.values()):
+                    return
+                with self._race(peer, theirs.session, observed, is_asker=False) as race:
+                    await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
+                    try:
                         channel = await self._run_race(race, stream, theirs)
+                    except ChannelError as error:
+                        logger.debug("no bulk channel: %s", error)
+                    else:
                         self.release(channel)
                         channel.announce()
-        except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
-            logger.debug("no bulk channel: %s", error)
-        finally:
-            await close_stream(stream)
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:

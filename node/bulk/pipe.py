@@ -24,6 +24,7 @@ from farandole.protocol.exchange.pipe import (
     CHUNK_OVERHEAD_BYTES,
     MAX_ROUTES,
     Control,
+    Incoming,
     Pipe,
     Received,
     Reroute,
@@ -33,7 +34,6 @@ from farandole.protocol.exchange.pipe import (
     TransferReceived,
 )
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.protocol.wire.incoming import Incoming
 
 from ..base.bandwidth import Shaping
 from ..base.nurseries import open_service_nursery
@@ -203,7 +203,6 @@ class BulkPipe:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(until_failed, self._write)
             nursery.start_soon(until_failed, self._move)
-            nursery.start_soon(until_failed, self._seal_all)
             nursery.start_soon(until_failed, self._watch_writes)
             await until_failed(partial(self._read, received, on_message), True)
         self.is_over = True
@@ -470,10 +469,7 @@ class BulkPipe:
             self.bytes_received += incoming.position - before
 
     def _settle_whole(self) -> None:
-        """Compare the hash of a transfer, and report it, if all of it has come over the channel.
-
-        Call it only when no thread receives any more, since the thread would hash at the same time.
-        """
+        """Compare the hash of a transfer, and report it, if all of it has come over the channel."""
         if (arriving := self.pipe.arriving) is not None and not arriving.rest:
             name = self.pipe.check_whole()
             self._send(Received())
@@ -482,24 +478,14 @@ class BulkPipe:
 
     # Sending
 
-    async def _seal_all(self) -> None:
-        """Send the hash of each source of a hashed pipe when it is ready."""
-        if not self.pipe.is_hashed:
-            return
-        while True:
-            await self._until(lambda: self.pipe.outgoing.awaits_hash and bool(self._sources))
-            unsealed = next(transfer.end for transfer in self.pipe.outgoing.open if transfer.digest is None)
-            source = next(source for end, source in self._sources if end == unsealed)
-            self._send(Sealed(await source.wait_whole()))
-
     async def _next_piece(self, most: Callable[[], int]) -> memoryview:
         """Return the next bytes to send, at most ``most()``; the hash is sent before the last piece of a transfer."""
         flow = self.pipe.outgoing
         await self._until(lambda: self.pipe.num_sent < flow.end)
         source, position = self._next_source()
         num_ready = await source.wait_beyond(position)
-        if num_ready == source.memory.nbytes and self.pipe.is_hashed:
-            await self._until(lambda: flow.is_head_sealed)
+        if num_ready == source.memory.nbytes and not flow.is_head_sealed:
+            self._send(Sealed(await source.wait_whole()))
         return source.memory[position : min(num_ready, position + most())]
 
     def _next_source(self) -> tuple[Outgoing, int]:

@@ -307,7 +307,6 @@ class GossipService:
         """Serve a session that a peer has begun. Raises `RemoteProtocolError` if it does what no honest peer does."""
         peer, now = stream.peer, trio.current_time()
         if peer in self._served or len(self._served) >= MAX_SERVED or not self._serving_meters.of(peer, now).take(now):
-            await stream.aclose()
             return
         self._served.add(peer)
         try:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 
@@ -181,9 +180,9 @@ class Messenger:
             self._on_failed[protocol](peer, protocol)
 
     async def _receive_stream(self, stream: Libp2pStream, max_bytes: int, receive: Receive) -> None:
+        """Receive frames until the stream ends. Raises `RemoteProtocolError` or `trio.TooSlowError` for a fault."""
         key = (stream.peer, stream.protocol)
         if self._incoming[key] >= MAX_INCOMING_PER_PEER:
-            stream.reset()
             return
         self._incoming[key] += 1
         parser = FrameParser(max_bytes)
@@ -203,10 +202,6 @@ class Messenger:
                     num_received += 1
                 if was_between_frames or num_received:
                     frame_ends_by = trio.current_time() + FRAME_TIMEOUT
-        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-            if isinstance(error, RemoteProtocolError):
-                logger.info("%s broke %s: %s", short_name(stream.peer), stream.protocol, error)
-            stream.reset()
         finally:
             self._incoming[key] -= 1
             if not self._incoming[key]:

@@ -45,7 +45,7 @@ import msgspec
 
 from ..run.rules import Codec
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
-from ..wire.framing import LENGTH_BYTES, FrameParser, frame
+from ..wire.framing import LENGTH_BYTES
 from ..wire.messagepack import PRINTABLE, MessageDecoder, Session, encode
 from .pipe import BULK_FROM, HEADER_BYTES, KIND_BYTES, MESSAGE_KIND, Pipe, TransferReceived
 
@@ -323,30 +323,10 @@ class Outcomes:
         return outcome
 
 
-class Resolve(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The question of a responder in doubt to its initiator, on a separate stream."""
-
-    session: Session
-
-
-class Resolution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The answer; after ``undecided`` the responder asks again."""
-
-    outcome: Outcome
-
-
+# The question of a responder in doubt to its initiator, a session, and the answer, its outcome, on a separate stream:
+# frames of an array of one. After ``undecided`` the responder asks again.
+Question = tuple[Session]
+Answer = tuple[Outcome]
 MAX_RESOLVE_BYTES = 64
-
-
-def encode_resolve(message: Resolve | Resolution) -> bytes:
-    """Encode the frame of a question or its answer."""
-    return frame(encode(message), MAX_RESOLVE_BYTES)
-
-
-def resolve_parser() -> FrameParser:
-    """Make a parser that cuts a stream of questions and answers into frames."""
-    return FrameParser(MAX_RESOLVE_BYTES)
-
-
-decode_resolve = MessageDecoder[Resolve](Resolve, "a question about a session")
-decode_resolution = MessageDecoder[Resolution](Resolution, "an answer about a session")
+decode_question = MessageDecoder[Question](Question, "a question about a session")
+decode_answer = MessageDecoder[Answer](Answer, "an answer about a session")

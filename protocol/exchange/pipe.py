@@ -37,10 +37,10 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
+from blake3 import blake3
 
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.framing import LENGTH_BYTES
-from ..wire.incoming import Incoming
 from ..wire.messagepack import MessageDecoder, Session, encode
 
 # Routes of one pipe: three channels, each of which may break, and the stream.
@@ -150,6 +150,43 @@ class TransferReceived:
 
 Event = bytes | Control | TransferReceived
 """What comes from the other end: a message of the pipe's user, or of the pipe, or all of a transfer."""
+
+
+class Incoming:
+    """Memory of a known size that is filled from the front, over any route, and hashed as it fills if ``is_hashed``."""
+
+    def __init__(
+        self, memory: memoryview, on_advance: Callable[[int], None] | None = None, *, is_hashed: bool = True
+    ) -> None:
+        """``on_advance`` is called with the number of bytes received, in the thread that fills the memory."""
+        self.memory = memory
+        self._on_advance = on_advance
+        self.position = 0
+        """Bytes received, all of them hashed."""
+        self._hash = blake3() if is_hashed else None
+
+    @property
+    def rest(self) -> memoryview:
+        """The unfilled memory, where the next bytes go."""
+        return self.memory[self.position :]
+
+    def write(self, data: memoryview) -> None:
+        """Copy in the next bytes, and hash them."""
+        self.memory[self.position : self.position + len(data)] = data
+        self.advance(len(data))
+
+    def advance(self, num_bytes: int) -> None:
+        """Note that the next ``num_bytes`` are in the memory; hash them first, while the processor's cache has them."""
+        if self._hash is not None:
+            self._hash.update(self.rest[:num_bytes])
+        self.position += num_bytes
+        if self._on_advance is not None:
+            self._on_advance(self.position)
+
+    def digest(self) -> bytes:
+        """Return the BLAKE3 hash of the bytes received. Requires ``is_hashed``."""
+        assert self._hash is not None, "it was to be hashed"
+        return self._hash.digest()
 
 
 class Transfer:

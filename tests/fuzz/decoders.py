@@ -359,8 +359,8 @@ DECODERS: dict[str, Decoder] = {
     ),
     "manifest-body": Decoder(read_manifest, [_MANIFEST], ManifestError),
     "multistream": Decoder(negotiate, [b"\x13" + MULTISTREAM.encode() + b"\n\x03/x\n\x03/b\n"]),
-    "outcome-question": of(exchange.decode_resolve, exchange.Resolve),
-    "outcome-answer": of(exchange.decode_resolution, exchange.Resolution),
+    "outcome-question": of(exchange.decode_question, exchange.Question),
+    "outcome-answer": of(exchange.decode_answer, exchange.Answer),
     "pairing": of(pairing_messages.decode_message, pairing_messages.Message),
     "peer-id": Decoder(public_key_of_bytes, [_PEER]),
     "peer-id-text": Decoder(

@@ -20,9 +20,9 @@ from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeServ
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.protocol.exchange.exchange import Offer
-from farandole.protocol.exchange.pipe import CHUNK_BYTES
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, Incoming
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
-from farandole.protocol.wire.incoming import Incoming
+from farandole.protocol.wire.errors import RemoteProtocolError
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one with the smaller key initiates
 SESSION = b"s" * 16
@@ -126,8 +126,18 @@ class MemoryHost:
         is_exchange = protocol == EXCHANGE_PROTOCOL
         near, far = trio.testing.memory_stream_pair()
         theirs = MemoryStream(far, self.author, remote.faults if is_exchange else Faults())
-        self.nursery.start_soon(remote.handlers[protocol], theirs)
+        self.nursery.start_soon(serve, remote.handlers[protocol], theirs)
         return MemoryStream(near, peer, self.faults if is_exchange else Faults())
+
+
+async def serve(handler: Handler, stream: MemoryStream) -> None:
+    """Run a handler as a host does: the stream closes when it returns, and a fault of the peer ends it alone."""
+    try:
+        await handler(stream)
+    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
+        pass
+    finally:
+        await stream.aclose()
 
 
 class MemoryChannel:

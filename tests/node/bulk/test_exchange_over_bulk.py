@@ -10,8 +10,7 @@ from trio.testing import MockClock
 from farandole.node.base.figures import size
 from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
-from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES
-from farandole.protocol.wire.incoming import Incoming
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES, Incoming
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
 from .bulk_pair import BulkPair
@@ -112,23 +111,6 @@ async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, clock: 
             await pair.alice.exchange(BOB)
         assert pair.way(ALICE).discarded
     assert not pair.bob.result.committed
-
-
-async def test_nobody_hashes_a_contribution_while_a_thread_receives_it(
-    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
-) -> None:
-    async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
-        while incoming.rest:
-            piece = await channel._stream.receive_some(len(incoming.rest))
-            incoming.rest[: len(piece)] = piece
-            incoming.position += len(piece)
-        if channel._faults is pair.way(BOB).faults:
-            await trio.testing.wait_all_tasks_blocked()  # until Alice has reported that she has everything
-            assert incoming._num_hashed == 0
-
-    monkeypatch.setattr(MemoryChannel, "receive", receive)
-    await pair.meet()
-    pair.assert_committed("bulk", num_channels=1)
 
 
 async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(

@@ -19,6 +19,7 @@ from farandole.protocol.exchange.exchange import (
 from farandole.protocol.exchange.pipe import (
     BULK_FROM,
     CHUNK_BYTES,
+    Incoming,
     Received,
     Reroute,
     Route,
@@ -26,7 +27,6 @@ from farandole.protocol.exchange.pipe import (
     TransferReceived,
 )
 from farandole.protocol.exchange.pipe import Control as PipeControl
-from farandole.protocol.wire.incoming import Incoming
 
 Said = Control | PipeControl | memoryview
 Heard = Control | PipeControl | TransferReceived

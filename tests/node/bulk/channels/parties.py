@@ -21,7 +21,7 @@ from farandole.protocol.exchange.bulk import Proposal, decode_proposal
 from farandole.protocol.wire.framing import frame
 
 from ....patience import PATIENCE
-from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream
+from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream, serve
 
 
 class BulkStream(MemoryStream):
@@ -79,7 +79,7 @@ class BulkHost(MemoryHost):
             raise PeerUnreachableError("nobody there")
         assert isinstance(remote, BulkHost)
         near, far = trio.testing.memory_stream_pair()
-        self.nursery.start_soon(remote.handlers[protocol], BulkStream(far, self.author, remote))
+        self.nursery.start_soon(serve, remote.handlers[protocol], BulkStream(far, self.author, remote))
         return BulkStream(near, peer, self)
 
 

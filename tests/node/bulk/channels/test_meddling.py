@@ -16,7 +16,7 @@ from blake3 import blake3
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.protocol.exchange.bulk import Secrets
-from farandole.protocol.wire.incoming import Incoming
+from farandole.protocol.exchange.pipe import Incoming
 from farandole.protocol.wire.record_layer import HEADER_BYTES, RECORD_BYTES, Opener, Sealer
 
 from ....patience import PATIENCE
