@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -30,8 +30,6 @@ MAX_LEFT_OVER: Final = 3
 SETTLE_SECONDS: Final = 8.0
 # Seconds of honest dials between two readings of the node, and the pause after each dial.
 DIAL_SECONDS, DIAL_PAUSE = 2.0, 0.2
-# Cycles before the first reading, for one-time allocations of the process.
-WARM_UP_CYCLES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +55,8 @@ class FloodResult:
     seconds: float
     over_mb: float
     """Peak memory above that before."""
-    descriptors: tuple[int, int, int]
-    """Before, peak, after."""
-    tasks: tuple[int, int, int]
+    left_over: dict[str, int]
+    """Descriptors and tasks at the end, above those before."""
     lines_per_minute: float
     dials: int = 0
     dial_max: float | None = None
@@ -74,14 +71,14 @@ class FloodResult:
             found.append(f"an honest dial took {self.dial_max:.1f} s")
         if self.over_mb > MAX_OVER_MB:
             found.append(f"memory rose by {self.over_mb:.0f} MB")
-        for what, (before, _, after) in (("descriptors", self.descriptors), ("tasks", self.tasks)):
-            if after > before + MAX_LEFT_OVER:
-                found.append(f"{after - before} {what} are left over")
+        for what, number in self.left_over.items():
+            if number > MAX_LEFT_OVER:
+                found.append(f"{number} {what} are left over")
         return [f"{self.name}: {miss}" for miss in found]
 
 
 def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
-    """Return the parts of the benchmark, without the cycles."""
+    """Return the parts of the benchmark."""
     return [
         Flood("silent sockets, one address", ["silence"], silent, 10 * per_second, 1),
         Flood("garbage of all kinds, one address", list(ATTACKS), garbage, per_second, 1, 2.0),
@@ -100,26 +97,29 @@ def publish(bench: Bench, rows: Sequence[FloodResult]) -> None:
         Claim(f"honest dials that failed, of {num_dials:,} (limit 0)", f"{failed}"),
         Claim(f"memory above that before, MB (limit {MAX_OVER_MB:g})", f"{max(row.over_mb for row in rows):.0f}"),
     ]
+    left = max(number for row in rows for number in row.left_over.values())
+    claims.append(Claim(f"tasks and descriptors left over (limit {MAX_LEFT_OVER})", f"{max(0, left)}"))
     misses = [miss for row in rows for miss in row.misses()]
     bench.publish(claims, {"rows": [asdict(row) for row in rows]}, misses=misses)
 
 
-def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[FloodResult]:
+def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
     """Measure each part against a fresh node, since the remains of one part would hide the cost of the next."""
     rows = []
-    for plan in (*plans, None):
+    for plan in plans:
         with contextlib.ExitStack() as stack:
             parts = ("attacked node", "attackers", "honest dialler")
             workers = [stack.enter_context(open_worker(part, worker_command(part), log)) for part in parts]
-            address = workers[0].ask("address")["address"]
-            workers[2].ask("dial", address=address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
-            rows.append(_cycle(workers, address, cycles, say) if plan is None else _flood(workers, address, plan, say))
+            rows.append(_flood(workers, plan, say))
     return rows
 
 
-def _flood(workers: Sequence[BenchWorker], address: str, flood: Flood, say: Say) -> FloodResult:
+def _flood(workers: Sequence[BenchWorker], flood: Flood, say: Say) -> FloodResult:
     """Play one flood, and dial meanwhile."""
     node, attackers, dialler = workers
+    address = node.ask("address")["address"]
+    dialling = {"address": address, "seconds": DIAL_SECONDS, "interval": DIAL_PAUSE}
+    dialler.ask("dial", **dialling)
     looks = [node.ask("figures")]
     dials: list[float] = []
     failures: list[str] = []
@@ -128,48 +128,25 @@ def _flood(workers: Sequence[BenchWorker], address: str, flood: Flood, say: Say)
     del flooding["name"]
     attackers.put("flood", port=int(port), peer=peer, **flooding)
     while not attackers.has_answered(0.0):
-        answer = dialler.ask("dial", address=address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
+        answer = dialler.ask("dial", **dialling)
         dials += answer["times"]
         failures += answer["failures"]
         looks.append(node.ask("figures"))
         say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
     flooded = attackers.get()
-    row = _row(node, flood.name, flooded["number"], flooded["seconds"], looks)
-    row.dials, row.failures = len(dials), failures
-    row.dial_max = max(dials, default=None)
-    return row
-
-
-def _cycle(workers: Sequence[BenchWorker], address: str, number: int, say: Say) -> FloodResult:
-    """Open and close connections of one peer, from one address."""
-    node, _, dialler = workers
-    dialler.ask("cycle", address=address, number=WARM_UP_CYCLES)
-    time.sleep(SETTLE_SECONDS)
-    looks = [node.ask("figures")]
-    seconds = 0.0
-    for num_done in range(0, number, WARM_UP_CYCLES):
-        say(f"{num_done} of {number} connections have come and gone")
-        batch = min(WARM_UP_CYCLES, number - num_done)
-        seconds += dialler.ask("cycle", address=address, number=batch)["seconds"]
-        looks.append(node.ask("figures"))
-    return _row(node, "one peer comes and goes", number, seconds, looks)
-
-
-def _row(node: BenchWorker, name: str, number: int, seconds: float, looks: list[dict[str, Any]]) -> FloodResult:
     time.sleep(SETTLE_SECONDS)
     looks.append(node.ask("figures"))
     first, last = looks[0], looks[-1]
-    descriptors, tasks = (
-        (first[what], max(look[what] for look in looks), last[what]) for what in ("descriptors", "tasks")
-    )
     return FloodResult(
-        name=name,
-        number=number,
-        seconds=seconds,
+        name=flood.name,
+        number=flooded["number"],
+        seconds=flooded["seconds"],
         over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
-        descriptors=descriptors,
-        tasks=tasks,
+        left_over={what: last[what] - first[what] for what in ("descriptors", "tasks")},
         lines_per_minute=60 * (last["log_lines"] - first["log_lines"]) / (last["at"] - first["at"]),
+        dials=len(dials),
+        dial_max=max(dials, default=None),
+        failures=failures,
     )
 
 
@@ -177,15 +154,14 @@ def run(
     silent: Annotated[int, typer.Option(min=1, help="Sockets that send nothing.")] = 1_000,
     garbage: Annotated[int, typer.Option(min=1, help="Connections that send garbage, in each part.")] = 20_000,
     rate: Annotated[float, typer.Option(min=1, help="Connections that send garbage, a second.")] = 100.0,
-    cycles: Annotated[int, typer.Option(min=1, help="Connections of one peer that come and go.")] = 5_000,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
     """Measure what strangers can do to a node on loopback, and how honest newcomers fare meanwhile.
 
     Examples: [cyan]farandole testnet bench hostile[/cyan];
-    [cyan]farandole testnet bench hostile --silent 200 --garbage 1000 --cycles 500[/cyan]
+    [cyan]farandole testnet bench hostile --silent 200 --garbage 1000[/cyan]
     """
     with open_bench("hostile", out, write) as bench:
-        rows = measure(floods(silent, garbage, rate), cycles, bench.log, bench.say)
+        rows = measure(floods(silent, garbage, rate), bench.log, bench.say)
         publish(bench, rows)

@@ -48,8 +48,6 @@ from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_b
 from .worker.join import RUN_ID
 
 SIZE_MB: Final = 100
-# Cap of the newcomer whose donor is killed: slow enough to catch the moment of half the transfer.
-KILL_CAP_MBIT: Final = 400.0
 # A home's line, with its delay.
 LINK: Final = LinkSettings(up_mbit=20, down_mbit=100, delay_ms=15)
 # The others' rounds: the pause for inner steps, and the size of an exchange each way, over a second on that line.
@@ -69,7 +67,6 @@ def claims_of(figures: Mapping[str, Any]) -> list[Claim]:
     return [
         Claim(words, known("one_donor_s", "{:.2f}"), known("hivemind_s", "{:.2f}")),
         Claim("the same from two donors", known("two_donors_s", "{:.2f}")),
-        Claim("megabytes fetched twice where a donor is killed at half", known("killed_extra_mb", "{:.1f}")),
         Claim(f"seconds on lines of {LINK.up_mbit:g} Mbit/s up, over size / rate", known("link_over_ideal", "{:.2f}")),
         Claim("by how much the donors' own rounds are longer meanwhile", known("rounds_slower", "{:+.1%}")),
     ]
@@ -123,7 +120,7 @@ def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[
         addresses = [answer["address"] for answer in opened]
         ask_all(workers, "meet", addresses=addresses)
         ask_all(workers[1:], "hold", path=str(source))
-        yield Nodes(workers[0], workers[1:], addresses[1:], [answer["pid"] for answer in opened[1:]], source)
+        yield Nodes(workers[0], workers[1:], addresses[1:], source)
 
 
 @dataclass(frozen=True)
@@ -134,15 +131,14 @@ class Nodes:
     donors: list[BenchWorker]
     addresses: list[str]
     """The donors' addresses."""
-    pids: list[int]
     source: Path
 
-    def fetch(self, num_donors: int, **options: Any) -> dict[str, Any]:
+    def fetch(self, num_donors: int) -> dict[str, Any]:
         """Fetch from the first ``num_donors`` donors."""
         target = self.source.with_name("fetched.safetensors")
         target.unlink(missing_ok=True)
         donors = self.addresses[:num_donors]
-        answer = self.newcomer.ask("fetch", path=str(self.source), target=str(target), donors=donors, **options)
+        answer = self.newcomer.ask("fetch", path=str(self.source), target=str(target), donors=donors)
         check_fetched(target, self.source)
         return answer
 
@@ -169,7 +165,7 @@ def run(
 def measure(
     bench: Bench, size_mb: int, repeats: int, cache: Path | None = None, *, with_link: bool = True
 ) -> dict[str, Any]:
-    """Measure on loopback, with a killed donor, and on a shaped line; hivemind only with a ``cache`` folder.
+    """Measure on loopback, and on a shaped line; hivemind only with a ``cache`` folder.
 
     Raises `BenchError`.
     """
@@ -178,12 +174,6 @@ def measure(
     try:
         make_checkpoint(source, size_mb)
         _measure_loopback(figures, source, bench.log, repeats, cache, bench.say)
-        bench.say("a donor is killed at half")
-        with open_nodes(source, bench.log, [Location()] * 3) as nodes:
-            answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
-        if not answer["killed"]:
-            raise BenchError("the donor was not killed: it was all over before")
-        figures |= {"killed_s": elapsed([answer]), "killed_extra_mb": answer["extra_bytes"] / MB}
         if with_link:
             _measure_link(figures, source, bench.log, bench.say)
     finally:

@@ -35,7 +35,7 @@ SMALL: Final = {
     "testnet bench join": "--size 32 --repeats 1 --no-peers --no-link",
     "testnet bench stages": "--stages 2 --steps 1 --preset tiny --repeats 1",
     "testnet bench save": "--turns 2 --round-seconds 1",
-    "testnet bench hostile": "--silent 20 --garbage 50 --rate 50 --cycles 50",
+    "testnet bench hostile": "--silent 20 --garbage 50 --rate 50",
     "testnet bench faults": "starved",
     "testnet bench nat": "--pairs open/open",
     "testnet bench race": "--scenario tests/testnet/bench/small_race.toml",

@@ -146,13 +146,3 @@ class HonestDialler(HostileProcess):
                     failures.append(f"{trio.current_time() - started_at:.2f} s: {error!r}")
             await trio.sleep(interval)
         return {"times": times, "failures": failures}
-
-    async def cycle(self, address: str, number: int) -> dict[str, Any]:
-        """Connect and disconnect ``number`` times."""
-        peer = public_key_of(address.rpartition("/")[2])
-        started_at = trio.current_time()
-        async with open_host(Ed25519PrivateKey.generate(), []) as host:
-            for _ in range(number):
-                await host.connect(peer, [address])
-                await host.connections.disconnect(peer)
-        return {"seconds": trio.current_time() - started_at}

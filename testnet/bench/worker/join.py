@@ -5,8 +5,6 @@ There is no trainer: its inner steps are a pause, and the checkpoint is on the d
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from contextlib import AsyncExitStack
 from functools import partial
@@ -24,7 +22,7 @@ from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
 from farandole.node.store.folder import index_of
 from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import FetchProgress, fetch_checkpoint
+from farandole.node.transfers.fetch import fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
@@ -55,7 +53,7 @@ class JoiningNode:
         self._exchanges = ExchangeService(self._host, self._channels, self._shaping)
         conditions = Conditions(self._host, RUN_ID, self._shaping, self._channels)
         BlockService(conditions, self._find, self._exchanges).register()
-        return {"address": self._host.addresses[0], "pid": os.getpid()}
+        return {"address": self._host.addresses[0]}
 
     async def _find(self, question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
@@ -72,42 +70,24 @@ class JoiningNode:
         self._holding = Holding.open(Path(path), *_read_index(Path(path)))
         return {}
 
-    async def fetch(
-        self, path: str, target: str, donors: list[str], cap_mbit: float = 0.0, kill: int = 0
-    ) -> dict[str, Any]:
+    async def fetch(self, path: str, target: str, donors: list[str]) -> dict[str, Any]:
         """Fetch slow weights and momentum from donors with which there is no connection yet.
 
-        ``path``: only its index is read. ``kill``: id of a process to kill when half has arrived; 0: none.
+        ``path``: only its index is read.
         """
         names = [public_key_of(address.rpartition("/")[2]) for address in donors]
         for name in names:
             await self._host.connections.disconnect(name)
         self._channels.close_kept()
-        shaping = Shaping.of_mbit(0, cap_mbit) if cap_mbit else self._shaping
-        channels = None if cap_mbit else self._channels
-        killed = False
-
-        def show(progress: FetchProgress) -> None:
-            nonlocal killed
-            if kill and not killed and progress.num_bytes > progress.total / 2 > 2**20:
-                killed = True
-                os.kill(kill, signal.SIGKILL)
-
         started_at = time.monotonic()
-        fetched = await fetch_checkpoint(
-            Conditions(self._host, RUN_ID, shaping, channels),
+        await fetch_checkpoint(
+            Conditions(self._host, RUN_ID, self._shaping, self._channels),
             *_read_index(Path(path)),
             lambda: names,
             partial(is_required, NoLoCoConfig()),
             Path(target),
-            show,
         )
-        return {
-            "started_at": started_at,
-            "ended_at": time.monotonic(),
-            "extra_bytes": fetched.num_bytes - fetched.total,
-            "killed": killed,
-        }
+        return {"started_at": started_at, "ended_at": time.monotonic()}
 
     async def take_rounds(self, partner: str, first: int, count: int, size: int, pause: float) -> dict[str, Any]:
         """Run ``count`` rounds, each a pause and an exchange with the partner, which runs the same ones."""

@@ -72,7 +72,7 @@ class DiLoCoMember:
         self._momentum = {name: torch.zeros_like(weight) for name, weight in self._theta.items()}
         self._phi = {name: weight.detach().clone() for name, weight in self._theta.items()}
         self._num_steps = 0
-        return {"parameters": sum(weight.numel() for weight in self._phi.values())}
+        return {}
 
     def load(self, path: str) -> dict[str, Any]:
         """Take over what another member has saved; the inner optimizer's means begin anew."""
@@ -109,16 +109,14 @@ class DiLoCoMember:
             )
             self._group = group
         delta = torch.cat([(self._phi[name] - weight).flatten() for name, weight in self._theta.items()])
-        began_at = time.monotonic()
         dist.all_reduce(delta)
-        seconds = time.monotonic() - began_at
         parts = delta.div_(world).split([weight.numel() for weight in self._theta.values()])
         for part, (name, weight) in zip(parts, self._theta.items(), strict=True):
             momentum, phi, mean = self._momentum[name], self._phi[name], part.view_as(weight)
             momentum.mul_(OUTER_MOMENTUM).add_(mean)
             phi.sub_(OUTER_RATE * (mean + OUTER_MOMENTUM * momentum))
             weight.data.copy_(phi)
-        return {"seconds": seconds}
+        return {}
 
     def save(self, path: str) -> dict[str, Any]:
         """Save the weights, the momentum and the number of inner steps."""
