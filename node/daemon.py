@@ -58,6 +58,7 @@ from .state.messenger import open_messenger
 from .state.store import MANIFEST_FACT, open_store
 from .status.journal import Journal
 from .store.disk_space import DiskError
+from .store.run_file import require_trainable_model
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
 from .ui.console import Console
@@ -376,9 +377,11 @@ async def _check_trainer(settings: NodeSettings) -> list[Finding]:
 def _check_fit(settings: NodeSettings, raw_manifest: bytes, *, is_new: bool) -> list[Finding]:
     """Compare this machine and its settings with the run, before any weights are downloaded. Reads the disk.
 
-    A node that ``is_new`` in its run needs room for them; others train on without it.
+    A node that ``is_new`` in its run needs room for them; others train on without it. Raises `JoinError` if it cannot
+    train the run's model, or its owner has not allowed that model's code.
     """
     manifest = decode_manifest(raw_manifest)[0]
+    require_trainable_model(manifest, settings.allow_model, by_loop=settings.trainer == "external")
     findings = []
     if settings.trainer == "own":
         findings.append(machine.check_memory(manifest, settings, is_running=False))

@@ -54,29 +54,6 @@ METER_SECONDS = 10
 MIN_UNSENT_BYTES = 16_384
 
 
-class Meter:
-    """Counts over the last `METER_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._slots: deque[tuple[int, int]] = deque(maxlen=METER_SECONDS)
-        """(second, count in it), oldest first."""
-
-    def add(self, count: int, now: float) -> None:
-        """Count."""
-        second = math.floor(now)
-        if self._slots and self._slots[-1][0] >= second:
-            last, so_far = self._slots.pop()
-            self._slots.append((last, so_far + count))
-        else:
-            self._slots.append((second, count))
-
-    def per_second(self, now: float) -> float:
-        """Return the mean over the last full seconds and the present one."""
-        second = math.floor(now)
-        total = sum(count for at, count in self._slots if at > second - METER_SECONDS)
-        return total / (METER_SECONDS - 1 + now - second)
-
-
 class Shaper:
     """Shapes one direction of a node's traffic: a token bucket for bulk, with the debt of control traffic.
 
@@ -89,7 +66,7 @@ class Shaper:
         """Bytes so far."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._meter = Meter()
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=METER_SECONDS)  # (second, bytes in it), oldest first
         self.set_rate(rate)
 
     def set_rate(self, rate: float) -> None:
@@ -141,7 +118,10 @@ class Shaper:
     def _add(self, count: int) -> None:
         now = self._clock()
         self.total += count
-        self._meter.add(count, now)
+        if not self._seconds or self._seconds[-1][0] < math.floor(now):
+            self._seconds.append((math.floor(now), 0))
+        second, so_far = self._seconds[-1]
+        self._seconds[-1] = second, so_far + count
         self._refill(now)
 
     def _refill(self, now: float) -> None:
@@ -162,9 +142,11 @@ class Shaper:
         return seconds
 
     def per_second(self) -> float:
-        """Return the recent rate in bytes a second, bulk and control."""
+        """Return the rate in bytes a second, bulk and control, of the last full seconds and the present one."""
         with self._lock:
-            return self._meter.per_second(self._clock())
+            now = self._clock()
+            total = sum(count for at, count in self._seconds if at > math.floor(now) - METER_SECONDS)
+            return total / (METER_SECONDS - 1 + now - math.floor(now))
 
 
 class Leftover:

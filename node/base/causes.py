@@ -76,7 +76,7 @@ _OPEN_PORT: Final = (
     "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP; or forward its TCP port "
     "4001 to this machine, and join with --port 4001 --announce /ip4/PUBLIC-IP/tcp/4001"
 )
-_NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
+_NEWER_INVITE: Final = "ask any member for a newer invite (`farandole run invite`)"
 
 CHECKS: Final = (
     *("home", "node", "key", "disk", "memory", "torch", "data", "port", "invite", "bootstrap"),
@@ -129,7 +129,9 @@ CAUSES: Final = {
     # The machine
     "torch-fine": _ok("PyTorch {version} computes on {device}"),
     "torch-slow": _warning("PyTorch has not started within {seconds:g} s", "try again: the second start is faster"),
-    "torch-broken": _failed("PyTorch cannot be used: {why}", "remove farandole's environment, and install it again"),
+    "torch-broken": _failed(
+        "PyTorch cannot be used: {why}", "install it again: {python} -m pip install --force-reinstall torch"
+    ),
     "device-missing": _failed(
         "PyTorch {version}: {why}", "use --device auto, which takes what is there, or --device cpu"
     ),
@@ -165,9 +167,9 @@ CAUSES: Final = {
         "lead to this node",
         "stop that program; or make new invites once the node runs, on another port",
     ),
-    "port-forbidden": _failed("this user may not listen on {address}", "choose a port above 1023, as in --port 4001"),
     "port-unusable": _failed(
-        "cannot listen on {address}: {why}", "name an address of this machine with --listen, or 0.0.0.0 for all"
+        "cannot listen on {address}: {why}",
+        "name an address of this machine with --listen, or 0.0.0.0 for all, and a port above 1023, as in --port 4001",
     ),
     "port-no-ipv6": _ok("{address} is left out: this system has no IPv6"),
     "port-no-address": _failed(

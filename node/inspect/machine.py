@@ -189,8 +189,6 @@ async def _check_port(address: str, *, is_running: bool) -> Finding:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return found("port-ours" if is_running else "port-taken", address=address)
-        if error.errno == errno.EACCES:
-            return found("port-forbidden", address=address)
         if match[1] == "::" and error.errno in NO_IPV6:
             return found("port-no-ipv6", address=address)
         return found("port-unusable", address=address, why=error.strerror or error)
@@ -199,7 +197,11 @@ async def _check_port(address: str, *, is_running: bool) -> Finding:
 
 def check_torch_is_there() -> list[Finding]:
     """Return a finding if PyTorch is not installed, without importing it, which takes seconds."""
-    return [] if find_spec("torch") is not None else [found("torch-broken", why="it is not installed")]
+    return (
+        []
+        if find_spec("torch") is not None
+        else [found("torch-broken", why="it is not installed", python=sys.executable)]
+    )
 
 
 async def check_torch(device: str) -> Finding:
@@ -219,7 +221,9 @@ def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -
         report = msgspec.json.decode(done.stdout, type=dict[str, str])
     except msgspec.MsgspecError:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        return found("torch-broken", why=lines[-1] if lines else f"exit status {done.returncode}")
+        return found(
+            "torch-broken", why=lines[-1] if lines else f"exit status {done.returncode}", python=sys.executable
+        )
     version, device = report["version"], report.get("device", "")
     if not device:
         return found("device-missing", version=version, why=report["error"])

@@ -42,7 +42,6 @@ from ..state.gossip import GossipService
 from ..state.membership import Announcer, Membership
 from ..state.messenger import Messenger
 from ..store.disk_space import Room, WeightFiles
-from ..store.run_file import require_trainable_model
 from ..transfers.donor import Conditions
 from ..transfers.fetch import Downloads
 from ..transfers.holdings import Holding, Starts
@@ -59,10 +58,7 @@ from .run_member import RunMember
 async def open_member(
     daemon: Daemon, mesh: Mesh, messenger: Messenger, raw_manifest: bytes
 ) -> AsyncIterator[RunMember]:
-    """Keep the run state, and serve newcomers, for as long as the block runs; `RunMember.take_part` does the rest.
-
-    Raises `JoinError` unless the owner allows the run's model.
-    """
+    """Keep the run state, and serve newcomers, for as long as the block runs; `RunMember.take_part` does the rest."""
     run_id = decode_manifest(raw_manifest)[1].run_id
     async with (
         open_bulk(mesh.host, run_id, mesh.shaping, mesh.connectivity) as channels,
@@ -89,7 +85,6 @@ def make_member(
     """Assemble a member. Its services to peers are registered with the host; nothing runs yet."""
     manifest, signed = decode_manifest(raw_manifest)
     settings, host, journal, run_id = daemon.settings, mesh.host, daemon.journal, signed.run_id
-    require_trainable_model(manifest, settings.allow_model, by_loop=daemon.door is not None)
     if settings.start is not None and manifest.start is None:
         raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
     is_cut, rng = manifest.model.num_stages > 1, random.Random()

@@ -524,6 +524,7 @@ def run(*arguments: str | Path) -> int:
 def test_the_command_says_it_as_json_and_by_its_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.undo()  # with the process that imports PyTorch
     home = tmp_path / "home"
     options = ("--home", home, "--listen", LOOPBACK, "--device", "cpu")
     (tmp_path / "torch.py").write_text("raise SystemExit('another program')")  # it is not taken for PyTorch
