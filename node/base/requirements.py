@@ -32,10 +32,14 @@ def settings_line(settings: Mapping[str, Any]) -> str:
 
 
 def settings_with_reasons(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting that was chosen, with the reason."""
-    lines = {settings_line({name: value}): reason_for(name, value) for name, value in settings.items()}
-    width = max(map(len, lines), default=0)
-    return [f"{line:<{width}}  {reason}".rstrip() for line, reason in lines.items()]
+    """Return the lines of a run file's sections, each setting with the reason for its choice."""
+    sections: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        reason = reason_for(name, value)
+        line = f"{field} = {json.dumps(value)}" + f"  # {reason}" * bool(reason)
+        sections.setdefault(section, [f"[{section}]"]).append(line)
+    return [line for lines in sections.values() for line in lines]
 
 
 def exchange_line(needs: Needs, manifest: Manifest, rate: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,6 +79,7 @@ def plan_run(
     from farandole.protocol.planning.planning import Machine, best_known, choices, given_by, plan
 
     from ...base.config.toml_file import read_toml
+    from ...base.requirements import settings_with_reasons
     from ...store.run_file import manifest_of, manifest_of_file
 
     table: dict[str, Any] = {}  # the section [model] of a new run file
@@ -113,7 +113,7 @@ def plan_run(
             whole = {"outer.kind": outer.kind, "outer.codec": outer.codec, "outer.fragments": outer.fragments}
             lines.append(f"name = {json.dumps(manifest.name)}")
             chosen = {**{f"model.{key}": value for key, value in table.items()}, **chosen, **whole}
-        typer.echo("\n".join([*lines, *_sections(chosen)]))
+        typer.echo("\n".join([*lines, *settings_with_reasons(chosen)]))
     if not best.fits:
         raise typer.Exit(Exit.NOT_WELL)
 
@@ -166,17 +166,3 @@ def _needs(best: Plan, machine: Machine) -> list[str]:
             f"(uncut, the model takes {size(uncut.device if has_gpu else uncut.host)})"
         )
     return lines
-
-
-def _sections(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a run file's sections, each setting with the reason for its choice."""
-    from farandole.protocol.planning.planning import reason_for
-
-    sections: dict[str, list[str]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        reason = reason_for(name, value)
-        line = f"{field} = {json.dumps(value)}" + f"  # {reason}" * bool(reason)
-        sections.setdefault(section, []).append(line)
-    for section, lines in sections.items():
-        yield from ("", f"[{section}]", *lines)

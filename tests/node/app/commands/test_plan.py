@@ -32,7 +32,7 @@ def test_a_useful_model_is_planned_written_signed_and_fits_homes(
     code, out, _ = run("run", "plan", model, "--gpu", f"{gpu}GB", "--upload", "20Mbit")
     assert code == 0
     assert ": fits\n" in out
-    assert all("#" in line for line in out.split("\n[inner]\n")[1].splitlines() if "=" in line)
+    assert all("#" in line for line in out.split("[inner]\n")[1].splitlines() if "=" in line)
     Path("run.toml").write_text(out)
 
     code, _, err = run("run", "create", "run.toml")
@@ -118,8 +118,8 @@ def test_a_small_run_gets_the_best_known_settings_each_with_its_reason(run: Run,
     code, _, err = run("run", "create", "run.toml")
     signed = manifest_in(tmp_path / "run.manifest")
     assert code == 0
-    assert 'optimizer = "muon"      learned more than AdamW' in err
-    assert "[inner] learning_rate = 0.006   tuned with" in err
+    assert '  optimizer = "muon"  # learned more than AdamW' in err
+    assert "  [inner]\n  learning_rate = 0.006  # tuned with" in err
     assert (signed.outer.kind, signed.outer.codec, signed.inner.optimizer) == ("plain", "int8", "muon")
     assert (signed.rounds.overlap, signed.rounds.round_seconds, signed.rounds.exchange_seconds) == (True, 10.0, 10.0)
     assert unusual_needs(signed) == []
