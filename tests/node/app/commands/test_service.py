@@ -26,19 +26,16 @@ def started(out: str) -> list[str]:
     return line.split()[3:]
 
 
-def test_a_unit_has_all_that_join_needs_and_is_not_written(run: Run, home: Path) -> None:
+def test_a_unit_has_all_that_join_or_relay_need(run: Run, home: Path, tmp_path: Path) -> None:
     code, out, _ = run("service", INVITE)
     assert code == Exit.OK
     assert started(out) == ["join", INVITE, "--home", str(home)]
     assert not home.exists()
-    assert started(run("service")[1]) == ["join", "--home", str(home)]
-
-
-def test_a_settings_file_elsewhere_is_named(run: Run, home: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("slow = 2\n")
-    out = run("service", "--config", other)[1]
-    assert started(out) == ["join", "--home", str(home), "--config", str(other)]
+    assert started(run("service", "--config", other)[1]) == ["join", "--home", str(home), "--config", str(other)]
+    out = run("service", "--as-relay", INVITE, INVITE)[1]
+    assert started(out) == ["relay", INVITE, INVITE, "--home", str(home)]
 
 
 def test_paths_are_absolute_as_a_service_begins_elsewhere(
@@ -49,11 +46,6 @@ def test_paths_are_absolute_as_a_service_begins_elsewhere(
     assert run("run", "create", "run.toml")[0] == Exit.OK
     out = run("service", "run.manifest", "--home", "here")[1]
     assert started(out) == ["join", str(tmp_path / "run.manifest"), "--home", str(tmp_path / "here")]
-
-
-def test_a_relay_takes_several_runs(run: Run, home: Path) -> None:
-    out = run("service", "--as-relay", INVITE, INVITE)[1]
-    assert started(out) == ["relay", INVITE, INVITE, "--home", str(home)]
 
 
 def test_macos_is_told_where_to_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
