@@ -22,6 +22,7 @@ from farandole.protocol.exchange.exchange import (
     ASK_FROM,
     DATA_UNTIL,
     DECIDE_UNTIL,
+    MAX_FIRST_BYTES,
     MAX_RESOLVE_BYTES,
     Aborted,
     Accepted,
@@ -34,8 +35,8 @@ from farandole.protocol.exchange.exchange import (
     Outcomes,
     Step,
     decode_answer,
+    decode_first,
     decode_question,
-    peek_offer,
     reason_of,
 )
 from farandole.protocol.exchange.pipe import Pipe
@@ -47,7 +48,7 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
-from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
 from ..status.status import SCREENED_LATE
 from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing, Patience
@@ -427,18 +428,15 @@ class ExchangeService:
 
     async def _claim(self, stream: Stream) -> ExchangeSession | None:
         """Read a stream's offer and give the stream to its session; None if that is another peer's, or has one."""
-        received = b""
-        while (offer := peek_offer(received)) is None:
-            more = await stream.receive_some(READ_BYTES)
-            if not more:
-                raise RemoteProtocolError("the stream ended before its offer")
-            received += more
+        parser = FrameParser(MAX_FIRST_BYTES)
+        first = await receive_frame(stream, parser)
+        offer = decode_first(first)
         while offer.session not in self._expected:
             await self._expected_more.wait()
         session = self._expected[offer.session]
         if session.peer != stream.peer or session.stream is not None:
             return None
-        session.stream, session.received = stream, received
+        session.stream, session.received = stream, frame(first, MAX_FIRST_BYTES) + parser.take_rest()
         session.arrived.set()
         return session
 

@@ -107,9 +107,9 @@ class ConnectionKeeper:
 
 
 LOOK_INTERVAL: Final = 2.0
-# A peer that connects while it starts serves few protocols yet. It is asked again, ever more rarely: a relay or a
-# visitor never serves them.
-FIRST_ASK_PAUSE, MAX_ASK_PAUSE = 4.0, 300.0
+# A peer that connects while it starts serves few protocols yet. It is asked again; a relay or a visitor never serves
+# them.
+FIRST_ASK_AFTER, ASK_INTERVAL = 4.0, 20.0
 # Peers named in the log.
 MAX_NAMED: Final = 8
 
@@ -127,22 +127,20 @@ class ReleaseWatch:
         self._host = host
         self._journal = journal
         self._needed = needed
-        self._asks: dict[bytes, tuple[float, float]] = {}  # peer -> when to ask it again, and the pause after that
+        self._asks: dict[bytes, float] = {}  # peer -> when to ask it again
         self._warned: set[Standing] = set()
 
     async def run(self) -> None:
         """Look at the connected peers until cancelled, and ask the ones again that serve few protocols yet."""
         while True:
             now, connected = trio.current_time(), self._host.connected
-            self._asks = {peer: ask for peer, ask in self._asks.items() if peer in connected}
+            self._asks = {peer: at for peer, at in self._asks.items() if peer in connected}
             async with trio.open_nursery() as nursery:
                 for peer in connected:
-                    if is_incomplete(self._host.software_of(peer), self._needed):
-                        ask_at, pause = self._asks.setdefault(peer, (now + FIRST_ASK_PAUSE, FIRST_ASK_PAUSE))
-                        if now >= ask_at:
-                            longer = min(2 * pause, MAX_ASK_PAUSE)
-                            self._asks[peer] = now + longer, longer
-                            nursery.start_soon(self._host.identify, peer)
+                    is_due = is_incomplete(self._host.software_of(peer), self._needed)
+                    if is_due and now >= self._asks.setdefault(peer, now + FIRST_ASK_AFTER):
+                        self._asks[peer] = now + ASK_INTERVAL
+                        nursery.start_soon(self._host.identify, peer)
             self.look()
             await trio.sleep(LOOK_INTERVAL)
 

@@ -45,13 +45,13 @@ import msgspec
 
 from ..run.rules import Codec
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
-from ..wire.framing import LENGTH_BYTES
 from ..wire.messagepack import PRINTABLE, MessageDecoder, Session, encode
-from .pipe import BULK_FROM, HEADER_BYTES, KIND_BYTES, MESSAGE_KIND, Pipe, TransferReceived
+from .pipe import BULK_FROM, KIND_BYTES, MESSAGE_KIND, Pipe, TransferReceived
 
 EXCHANGE_VERSION = 5
 # An offer has about 160 bytes; an abort's reason at most 256 characters.
 MAX_CONTROL_BYTES = 1_280
+MAX_FIRST_BYTES = KIND_BYTES + MAX_CONTROL_BYTES
 # 512 layers of the widest model in fp32 take less; compared with the node's own size before anything else.
 MAX_CONTRIBUTION_BYTES = 2**44
 
@@ -119,19 +119,12 @@ def decode_control(payload: bytes) -> Control:
     return message
 
 
-def peek_offer(data: bytes | bytearray) -> Offer | None:
-    """Return the offer with which a stream begins, or None until more bytes arrive.
+def decode_first(payload: bytes) -> Offer:
+    """Return the offer in a stream's first frame, of at most `MAX_FIRST_BYTES`.
 
     A responder learns from it which session the stream belongs to; the same bytes then go into its `Exchange`.
     """
-    if len(data) < HEADER_BYTES:
-        return None
-    length = int.from_bytes(data[:LENGTH_BYTES], "big")
-    if data[LENGTH_BYTES] != MESSAGE_KIND or not KIND_BYTES < length <= KIND_BYTES + MAX_CONTROL_BYTES:
-        raise RemoteProtocolError("an exchange begins with an offer")
-    if len(data) < LENGTH_BYTES + length:
-        return None
-    offer = decode_control(bytes(data[HEADER_BYTES : LENGTH_BYTES + length]))
+    offer = decode_control(payload[KIND_BYTES:]) if payload[:KIND_BYTES] == bytes((MESSAGE_KIND,)) else None
     if not isinstance(offer, Offer):
         raise RemoteProtocolError("an exchange begins with an offer")
     return offer

@@ -98,12 +98,8 @@ class DeltaFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     delta: Delta
 
 
-class WantedSlots(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The entries that the responder lacks of one author."""
-
-    author: Key
-    slots: Annotated[tuple[_Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]
-    """Empty: the responder lacks the proof that the author has forked."""
+WantedSlots = tuple[Key, Annotated[tuple[_Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]]
+"""An author, and its slots that the responder lacks; none: it lacks the proof that the author has forked."""
 
 
 class Wants(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
@@ -218,7 +214,7 @@ class Session:
                         if entry.kind is Kind.BEAT:
                             self._beats_seen[entry.author] = entry.tick
             case Wants(authors, is_last):
-                self._lacking.update((wanted.author, frozenset(wanted.slots)) for wanted in authors)
+                self._lacking.update((author, frozenset(slots)) for author, slots in authors)
                 if is_last:
                     self._send_lacking()
                     self.is_done = True
@@ -301,7 +297,7 @@ class Session:
             if proof is not None:
                 proofs += [] if theirs.is_forked else [proof]
             elif theirs.is_forked:
-                wanted.append(WantedSlots(author, ()))
+                wanted.append((author, ()))
             else:
                 entries += [
                     entry.signed
@@ -309,14 +305,14 @@ class Session:
                     if entry.kind is not Kind.BEAT and _is_news((entry.tick, entry.id), their_slots.get(entry.slot))
                 ]
                 if slots := tuple(slot for slot, ref in their_slots.items() if _is_news(ref, own_slots.get(slot))):
-                    wanted.append(WantedSlots(author, slots))
-        known = [item for item in wanted if item.author in self._state]
-        new = [item for item in wanted if item.author not in self._state]
+                    wanted.append((author, slots))
+        known = [item for item in wanted if item[0] in self._state]
+        new = [item for item in wanted if item[0] not in self._state]
         wanted = known + new[: self._state.num_free]
-        parts = packed(wanted, lambda item: _AUTHOR_BYTES + 3 * len(item.slots), MAX_DELTA_BYTES - NUM_BUCKETS)
+        parts = packed(wanted, lambda item: _AUTHOR_BYTES + 3 * len(item[1]), MAX_DELTA_BYTES - NUM_BUCKETS)
         packs = [*parts] or [()]
         wants = [Wants(pack, pack is packs[-1]) for pack in packs]
-        self._send_deltas(deltas_of(entries, proofs), reserve=sum(len(encode_frame(part)) for part in wants))
+        self._send_deltas(deltas_of([*proofs, *entries]), reserve=sum(len(encode_frame(part)) for part in wants))
         for part in wants:
             self._send(part)
         self._refs.clear()
@@ -341,7 +337,7 @@ class Session:
         if self._with_beats:
             beats = self._state.entries(Kind.BEAT)
             entries += [beat.signed for beat in beats if beat.tick > self._beats_seen.get(beat.author, -1)]
-        self._send_deltas(deltas_of(entries, proofs), reserve=64)
+        self._send_deltas(deltas_of([*proofs, *entries]), reserve=64)
         self._send(Done())
 
 

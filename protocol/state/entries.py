@@ -541,9 +541,8 @@ def packed(items: Iterable[_Item], cost_of: Callable[[_Item], int], max_bytes: i
         yield tuple(pack)
 
 
-def deltas_of(entries: Iterable[Signed], proofs: Iterable[Proof] = (), max_bytes: int = MAX_DELTA_BYTES) -> list[Delta]:
-    """Pack entries and proofs into as few deltas as possible, each of at most ``max_bytes``; proofs come first."""
-    items: list[Signed | Proof] = [*proofs, *entries]
+def deltas_of(items: Iterable[Signed | Proof], max_bytes: int = MAX_DELTA_BYTES) -> list[Delta]:
+    """Pack entries and proofs, in their order, into as few deltas as possible, each of at most ``max_bytes``."""
     return [
         Delta(tuple(i for i in pack if isinstance(i, Signed)), tuple(i for i in pack if isinstance(i, Proof)))
         for pack in packed(items, _wire_bytes, max_bytes - _DELTA_OVERHEAD)

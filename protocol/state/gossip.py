@@ -112,7 +112,7 @@ class Gossip:
     def publish(self, entry: Entry, unix: float) -> None:
         """Merge an entry that this node has written, and queue it for the push."""
         report = self.state.merge(Delta((entry.signed,)), unix)
-        self.push.queue([entry.signed for entry in report.new], report.proofs, None)
+        self.push.queue([*report.proofs, *(entry.signed for entry in report.new)], None)
 
     def receive_push(self, peer: bytes, payload: bytes, unix: float, now: float) -> MergeReport:
         """Take in a batch. Raises `RemoteProtocolError` if it is malformed, `FloodError` if the peer sends too much."""
@@ -146,7 +146,7 @@ class Gossip:
         if forward:
             kept_back = {author for author in report.displacing if not self._displacing.of(peer, now).take(now)}
             news = [entry.signed for entry in report.new if entry.author not in kept_back]
-            self.push.queue(news, report.proofs, peer)
+            self.push.queue([*report.proofs, *news], peer)
         if invalid := len(report.faults):
             meter.take(now, min(invalid, meter.available(now)))
             if meter.available(now) < 1.0:

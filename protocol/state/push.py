@@ -81,10 +81,9 @@ class Push:
         """Return the peers to which the next batch goes, as far as is known now."""
         return self._chosen.keys() | self._choosers.keys()
 
-    def queue(self, entries: Iterable[Signed], proofs: Iterable[Proof], source: bytes | None) -> None:
+    def queue(self, items: Iterable[Signed | Proof], source: bytes | None) -> None:
         """Queue items that are new to this node; ``source`` has them already (None: written here)."""
-        both: list[Signed | Proof] = [*proofs, *entries]
-        for item in both:
+        for item in items:
             waiting = self._pending.setdefault(source, {})
             self._num_pending += item not in waiting
             waiting.setdefault(item, set() if source is None else {source})
@@ -146,10 +145,8 @@ class Push:
         messages = []
         for peer in neighbours:
             items = [item for item, known_to in batch.items() if peer not in known_to]
-            entries = [item for item in items if isinstance(item, Signed)]
-            proofs = [item for item in items if isinstance(item, Proof)]
-            deltas = deltas_of(entries, proofs, MAX_BATCH_BYTES)
-            messages += [(peer, encode(Batch(peer in self._chosen, delta))) for delta in deltas]
+            is_choice = peer in self._chosen
+            messages += [(peer, encode(Batch(is_choice, delta))) for delta in deltas_of(items, MAX_BATCH_BYTES)]
         return messages
 
     def _choose(

@@ -125,7 +125,7 @@ def let_lie(world: World, liar: SimulatedNode, sybils: Delta) -> None:
     def tell() -> bool:
         now, unix = world.simulation.now, liar.clock.unix()
         liar.gossip.merge(sybils, liar.author, unix, now, forward=False, is_asked=True)
-        liar.gossip.push.queue(sybils.entries, (), None)
+        liar.gossip.push.queue(sybils.entries, None)
         return True
 
     world.simulation.call_every(_TELL_SECONDS, tell)

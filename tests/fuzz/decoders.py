@@ -345,7 +345,9 @@ DECODERS: dict[str, Decoder] = {
     "delta": Decoder(merge_delta, [authors.everything(_state()).encode()]),
     "entry": Decoder(merge_signed, _bodies()),
     "exchange-control": of(exchange.decode_control, exchange.Control),
-    "exchange-offer": Decoder(exchange.peek_offer, [exchanges.TRANSCRIPT[:200]]),
+    "exchange-offer": Decoder(
+        exchange.decode_first, [exchanges.TRANSCRIPT[4 : 4 + int.from_bytes(exchanges.TRANSCRIPT[:4], "big")]]
+    ),
     "exchange-session": Decoder(hear_exchange, [exchanges.TRANSCRIPT]),
     "framing": Decoder(cut_frames, [frame(b"x" * 10, 100) + frame(b"", 100)]),
     "introduction": of(decode_introduction, Introduction),

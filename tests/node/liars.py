@@ -38,7 +38,7 @@ def pushes(run_id: bytes, said: Sequence[tuple[int, Kind, Payload]]) -> list[byt
     """Return push messages with what these authors, given by number, publish now."""
     now = time.time()
     entries = [signed(number, kind, 0, tick_at(kind, now), payload, run_id) for number, kind, payload in said]
-    return [encode(Batch(False, delta)) for delta in deltas_of(entries, [], MAX_BATCH_BYTES)]
+    return [encode(Batch(False, delta)) for delta in deltas_of(entries, MAX_BATCH_BYTES)]
 
 
 def noise_like(honest: Path) -> dict[str, Floats]:

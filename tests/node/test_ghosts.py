@@ -39,7 +39,7 @@ def heartbeats(run_id: bytes) -> list[bytes]:
         ),
         *(signed(number, Kind.BEAT, 0, tick_at(Kind.BEAT, now), beat, run_id) for number in GHOSTS),
     ]
-    return [encode(Batch(False, delta)) for delta in deltas_of(entries, [], MAX_BATCH_BYTES)]
+    return [encode(Batch(False, delta)) for delta in deltas_of(entries, MAX_BATCH_BYTES)]
 
 
 async def haunt(messenger: Messenger, victims: list[bytes], run_id: bytes) -> None:

@@ -18,11 +18,12 @@ from farandole.protocol.exchange.exchange import (
     Control,
     Outcomes,
     Step,
-    peek_offer,
+    decode_first,
     reason_of,
 )
 from farandole.protocol.exchange.pipe import CHUNK_BYTES, CHUNK_FRAME_BYTES, DIGEST_BYTES, Received, Sealed
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.wire.framing import LENGTH_BYTES
 
 from .sides import SIZE, Side, move_over, open_way, share, share_offers, tell
 
@@ -77,9 +78,11 @@ def test_every_state_of_the_table_can_be_reached_and_every_end_is_an_end() -> No
 
 
 def test_the_offer_can_be_read_before_the_session_is_known(alice: Side) -> None:
-    data = alice.exchange.send(alice.offer)
-    assert all(peek_offer(data[:end]) is None for end in range(len(data)))
-    assert peek_offer(data + b"more") == alice.offer
+    first = alice.exchange.send(alice.offer)[LENGTH_BYTES:]
+    assert decode_first(first) == alice.offer
+    for other in (b"", b"\1" + first[1:], b"\0" + msgspec.msgpack.encode(Commit())):
+        with pytest.raises(RemoteProtocolError):
+            decode_first(other)
 
 
 # A received contribution counts only with its sender's hash, which comes once and in time.

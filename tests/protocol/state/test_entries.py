@@ -160,7 +160,7 @@ def test_a_proof_is_two_stories_of_one_author() -> None:
 def test_deltas_hold_everything_within_their_bound(num_entries: int, num_proofs: int, max_bytes: int) -> None:
     entries = [notice(1 + index % 5, index % 4) for index in range(num_entries)]
     proofs = [Proof(member(1, device="a"), member(1, device="b"))] * num_proofs
-    deltas = deltas_of(entries, proofs, max_bytes)
+    deltas = deltas_of([*proofs, *entries], max_bytes)
     assert all(len(delta.encode()) <= max_bytes for delta in deltas)
     assert [item for delta in deltas for item in delta.entries] == entries
     assert [item for delta in deltas for item in delta.proofs] == proofs

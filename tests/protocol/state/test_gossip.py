@@ -74,7 +74,7 @@ def test_in_a_run_of_few_nobody_falls_silent_towards_another() -> None:
     gossip = gossip_with(member(2), beat(2))
     gossip.unreachable(ALICE, 0.5)
     gossip.liveness.suspect(ALICE, 0.5)
-    gossip.push.queue([notice(1)], [], None)
+    gossip.push.queue([notice(1)], None)
     assert pushed(gossip, 1.0) == {notice(1)}
     assert gossip.choose_partner(1.0) == ALICE
 

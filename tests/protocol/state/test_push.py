@@ -36,7 +36,7 @@ def sent_to(outputs: list[tuple[bytes, bytes]]) -> dict[bytes, list[Signed]]:
 
 def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
     push = Push(random.Random(1))
-    push.queue([member(1), notice(2)], [], source=None)
+    push.queue([member(1), notice(2)], source=None)
     outputs = tick(push)
     assert len(outputs) == NUM_CHOSEN
     assert all(entries == [member(1), notice(2)] for entries in sent_to(outputs).values())
@@ -48,14 +48,14 @@ def test_nothing_goes_back_to_who_has_it() -> None:
     push = Push(random.Random(1))
     tick(push)
     first, second = sorted(push.neighbours)
-    push.queue([member(1), notice(2)], [], source=first)
+    push.queue([member(1), notice(2)], source=first)
     push.heard(second, Batch(False, Delta((notice(2),))), 0.0)
     assert sent_to(tick(push)) == {second: [member(1)]}
 
 
 def test_alone_nothing_is_lost_before_somebody_comes() -> None:
     push = Push(random.Random(1))
-    push.queue([member(1)], [], source=None)
+    push.queue([member(1)], source=None)
     assert tick(push, candidates=[]) == []
     assert sent_to(tick(push, candidates=PEERS[:1])) == {PEERS[0]: [member(1)]}
 
@@ -64,13 +64,13 @@ def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
     push = Push(random.Random(1))
     stranger = author_of(99)
     push.heard(stranger, Batch(True, Delta()), now=0.0)
-    push.queue([member(1)], [], source=None)
+    push.queue([member(1)], source=None)
     outputs = {peer: decode_batch(message).is_choice for peer, message in tick(push, 1.0)}
     assert outputs[stranger] is False
     assert len(outputs) == NUM_CHOSEN + 1
     push.heard(author_of(98), Batch(False, Delta()), now=1.0)
     assert author_of(98) not in push.neighbours, "it answers, it has not chosen"
-    push.queue([notice(1)], [], source=None)
+    push.queue([notice(1)], source=None)
     assert stranger not in sent_to(tick(push, CHOOSER_SECONDS + 1.0))
 
 
@@ -115,7 +115,7 @@ def _neighbours_at(push: Push, now: float, heard: bytes) -> set[bytes]:
 def test_bounds_hold_whatever_floods_in() -> None:
     push = Push(random.Random(1))
     flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
-    push.queue(flood, [], source=None)
+    push.queue(flood, source=None)
     outputs = tick(push)
     assert all(len(message) <= MAX_PUSH_BYTES for _, message in outputs)
     first = outputs[0][0]
@@ -128,9 +128,9 @@ def test_who_floods_delays_its_own_alone() -> None:
     push = Push(random.Random(1))
     flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
     quiet = [member(number) for number in range(1, 20)]
-    push.queue(flood[:-100], [], source=author_of(98))
-    push.queue(quiet, [], source=author_of(97))
-    push.queue(flood[-100:], [], source=author_of(98))
+    push.queue(flood[:-100], source=author_of(98))
+    push.queue(quiet, source=author_of(97))
+    push.queue(flood[-100:], source=author_of(98))
     [first, *_] = sent_to(tick(push)).values()
     assert set(quiet) < set(first)
     assert len(first) == MAX_ITEMS_A_TICK

@@ -55,8 +55,8 @@ def withhold(liar: SimulatedNode, victims: set[bytes]) -> None:
     """Let a node pass on everything except what the victims write."""
     honest = liar.gossip.push.queue
 
-    def queue(entries: Iterable[Signed], proofs: Iterable[Proof], source: bytes | None) -> None:
-        honest([entry for entry in entries if entry.author not in victims], proofs, source)
+    def queue(items: Iterable[Signed | Proof], source: bytes | None) -> None:
+        honest([item for item in items if not isinstance(item, Signed) or item.author not in victims], source)
 
     # A liar is an honest node with one method replaced.
     liar.gossip.push.queue = queue  # type: ignore[method-assign]
