@@ -11,18 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import ssl
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 from cryptography.hazmat.backends.openssl import backend
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.base.control import ControlError, NoNodeError, call
+from farandole.node.status.status import NodeStatus
+from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, sign_manifest
 from farandole.training.outer.codec import encoded_size
 
-from .mesh import LATTICA, OURS, REQUEST_BYTES, measure_mesh, wait_until_connected
+from ..natlab.groups import Leash, open_leash
+from ..natlab.namespace import held
 from .process import (
     MB,
     REQUIREMENTS,
@@ -41,6 +52,7 @@ from .process import (
 )
 from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_bench
 
+OURS, LATTICA = "farandole", "Lattica"
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)
 VECTOR_MB: Final = 100
 LOOP_MB: Final = 1_024
@@ -236,7 +248,7 @@ def open_farandole(num_elements: int, log: Path) -> Iterator[dict[str, Callable[
         nodes, payloads = stack.enter_context(open_ends(CHANNEL, encoded_size("fp32", num_elements), log))
         command = worker_command("averaging trainer")
         trainers = [stack.enter_context(open_worker("averaging trainer", command, log, own)) for own in payloads]
-        ask_all(trainers, "begin", [{"index": index} for index in range(2)], num_elements=num_elements)
+        ask_all(trainers, "begin", vectors(num_elements))
         rounds = itertools.count(1)
 
         def average(codec: str) -> Figures:
@@ -261,7 +273,7 @@ def open_farandole(num_elements: int, log: Path) -> Iterator[dict[str, Callable[
 @contextlib.contextmanager
 def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Callable[[], Figures]]]:
     """Open two `DecentralizedAverager`; the measured part is the all-reduce, once both have found each other."""
-    with open_peers("hivemind", python, num_elements, log) as pair:
+    with open_peers("hivemind", peer_command(python, "hivemind"), vectors(num_elements), log) as pair:
 
         def average(codec: str) -> Figures:
             ask_all(pair, "find", codec=codec)
@@ -275,7 +287,7 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
 @contextlib.contextmanager
 def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Callable[[], Figures]]]:
     """Open two peers that call each other with their vectors, and average with numpy."""
-    with open_peers("lattica", python, num_elements, log) as pair:
+    with open_peers("lattica", peer_command(python, "lattica"), vectors(num_elements), log) as pair:
         wait_until_connected(LATTICA, pair)
 
         def average() -> Figures:
@@ -289,16 +301,19 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 
 
 @contextlib.contextmanager
-def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[BenchWorker]]:
-    """Open two peers of another project, of which the second knows the first."""
-    command = peer_command(python, name)
-    with (
-        open_worker(f"{name} 0", command, log) as first,
-        open_worker(f"{name} 1", command, log) as second,
-    ):
-        addresses = first.ask("open", index=0, num_elements=num_elements, peers=[])["addresses"]
-        second.ask("open", index=1, num_elements=num_elements, peers=addresses)
+def open_peers(
+    name: str, command: Sequence[str], each: Sequence[Mapping[str, Any]], log: Path
+) -> Iterator[list[BenchWorker]]:
+    """Open two peers, of which the second knows the first; ``each``: what the two begin with."""
+    with open_worker(f"{name} 0", command, log) as first, open_worker(f"{name} 1", command, log) as second:
+        addresses = first.ask("open", peers=[], **each[0])["addresses"]
+        second.ask("open", peers=addresses, **each[1])
         yield [first, second]
+
+
+def vectors(num_elements: int) -> list[dict[str, int]]:
+    """Return what two peers begin with that hold a vector each."""
+    return [{"index": index, "num_elements": num_elements} for index in range(2)]
 
 
 def _error(answers: Sequence[dict[str, Any]]) -> float:
@@ -321,3 +336,106 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> Figure
             most_mb = max(each["most_mb"] for each in swapped)
             turns.append({**lag_ms, "moved_mb": piece_mb * times, "seconds": elapsed(swapped), "most_mb": most_mb})
     return median_of(turns[1:])
+
+
+# What a mesh costs the programs that use it: farandole's `Mesh`, and Lattica's SDK
+#
+# Two programs on loopback, each a process. Those of farandole use a daemon each, as on a volunteer's machine: bytes go
+# from the program over a local socket to its node, encrypted to the other node, and to the other program. Lattica is in
+# the programs' own processes. Nothing is measured before both are connected.
+
+REQUEST_BYTES: Final = 1_000
+# A busy machine takes this long to start a daemon.
+START_TIMEOUT: Final = 180.0
+LOOK_INTERVAL: Final = 0.1
+_RUN: Final = {
+    "name": "bench-mesh",
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+    "data": {"source": "text"},
+}
+
+
+def measure_mesh(
+    folder: Path, size_mb: int, requests: int, repeats: int, cache: Path | None, say: Say
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Measure both in turns, and return what could not be measured; without a cache folder, not Lattica.
+
+    Of each, in seconds: ``call``, a request of `REQUEST_BYTES`, whose answer is as long; ``push``, until as many bytes
+    as asked for are at the other program, on a stream; ``fetch``, of a file of as many bytes, with its hashes.
+    """
+    problems: dict[str, str] = {}
+    log = folder / "mesh.log"
+    with contextlib.ExitStack() as stack:
+        say("mesh: starting two daemons")
+        homes = [{"place": str(home)} for home in stack.enter_context(_open_nodes(folder))]
+        ours = stack.enter_context(open_peers(OURS, worker_command("program"), homes, log))
+        wait_until_connected(OURS, ours)
+        ways: dict[str, Callable[[], dict[str, float]]] = {OURS: partial(_measure, ours, requests, size_mb * MB)}
+        if cache is not None:
+            try:
+                command = peer_command(obtain_python("lattica", cache, say), "lattica")
+                pair = stack.enter_context(open_peers(LATTICA, command, [{}, {}], log))
+                wait_until_connected(LATTICA, pair)
+                ways[LATTICA] = partial(_measure, pair, requests, size_mb * MB)
+            except BenchError as error:
+                problems[LATTICA] = str(error)
+        done, dropped = take_turns("mesh", ways, [LATTICA], repeats, WARM_UPS, say)
+    return {who: median_of(turns) for who, turns in done.items() if turns}, problems | dropped
+
+
+@contextlib.contextmanager
+def _open_nodes(folder: Path) -> Iterator[list[Path]]:
+    """Run two connected nodes, paused, and return their homes."""
+    signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
+    homes = [(folder / f"mesh-{name}").absolute() for name in ("first", "second")]
+    with open_leash() as leash, _running_node(leash, homes[0], signed, []):
+        address = _wait_for(homes[0], lambda status: bool(status.addresses)).addresses[0]
+        with _running_node(leash, homes[1], signed, ["--bootstrap", address]):
+            for home in homes:
+                _wait_for(home, lambda status: status.run.members_live >= 2)
+                call(home, "pause")
+            yield homes
+
+
+@contextlib.contextmanager
+def _running_node(
+    leash: Leash, home: Path, signed: SignedManifest, options: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    shutil.rmtree(home, ignore_errors=True)
+    manifest, text = (home.with_suffix(suffix) for suffix in (".manifest", ".txt"))
+    manifest.write_bytes(signed.encode())
+    text.write_text("Nobody trains on this text. " * 1_000)
+    command = [sys.executable, "-m", "farandole.node", "join", str(manifest), "--home", str(home), "--data", str(text)]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns", "--no-upnp", *options]
+    with home.with_suffix(".log").open("wb") as output, held(command, leash, stdout=output, stderr=output) as process:
+        yield process
+
+
+def _wait_for(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
+    """Return the daemon's status as soon as it is so."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        with contextlib.suppress(NoNodeError, ControlError):
+            status = msgspec.convert(call(home, "status", max_members=0), NodeStatus)
+            if is_so(status):
+                return status
+        time.sleep(LOOK_INTERVAL)  # the daemon sends no event for this, so poll it
+    raise BenchError(f"the daemon of {home} does not come so far; see {home.with_suffix('.log')}")
+
+
+def wait_until_connected(who: str, pair: Sequence[BenchWorker]) -> None:
+    """Wait until both of a pair know each other."""
+    give_up_at = time.monotonic() + START_TIMEOUT
+    while not all(answer["is_connected"] for answer in ask_all(pair, "is_connected")):
+        if time.monotonic() > give_up_at:
+            raise BenchError(f"{who}: the two did not find each other in {START_TIMEOUT:g} s")
+        time.sleep(LOOK_INTERVAL)  # there is no event for it, so poll
+
+
+def _measure(pair: Sequence[BenchWorker], requests: int, size: int) -> dict[str, float]:
+    giver, asker = pair
+    seconds = asker.ask("call", number=requests, size=REQUEST_BYTES)["seconds"]
+    push = elapsed([asker.ask("push", size=size)])
+    file = giver.ask("share", size=size)["file"]
+    fetch = elapsed([asker.ask("fetch", file=file, size=size)])
+    return {"call": statistics.median(seconds), "push": push, "fetch": fetch}

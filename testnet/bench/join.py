@@ -30,7 +30,7 @@ from ..natlab.namespace import Location, NamespaceError
 from ..play.places import open_links
 from ..play.scenario import LinkSettings
 from ..report.section import cell
-from .exchange import open_peers
+from .exchange import open_peers, vectors
 from .process import (
     MB,
     BenchError,
@@ -41,6 +41,7 @@ from .process import (
     get_all,
     obtain_python,
     open_worker,
+    peer_command,
     take_turns,
     worker_command,
 )
@@ -195,7 +196,8 @@ def _measure_loopback(
             try:
                 say("starting hivemind")
                 python = obtain_python("hivemind", cache, say)
-                pair = stack.enter_context(open_peers("hivemind", python, figures["size_mb"] * MB // 4, log))
+                command, each = peer_command(python, "hivemind"), vectors(figures["size_mb"] * MB // 4)
+                pair = stack.enter_context(open_peers("hivemind", command, each, log))
                 contenders["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
             except BenchError as error:
                 figures["missing"].append(f"hivemind is missing: {error}")

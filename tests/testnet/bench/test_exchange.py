@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from farandole.testnet.bench.exchange import claims_of, measure
-from farandole.testnet.bench.mesh import OURS
+from farandole.testnet.bench.exchange import OURS, claims_of, measure
 from farandole.testnet.bench.process import (
     BenchError,
     obtain_python,
