@@ -149,10 +149,10 @@ def kind_named(name: str) -> HomeKind:
 
 
 # Ports above this one stand for any port but HTTPS's.
-_ANY_PORT: Final = 50_000
+ANY_PORT: Final = 50_000
 
 
-def can_connect(near: HomeKind, far: HomeKind, port: int = _ANY_PORT) -> bool:
+def can_connect(near: HomeKind, far: HomeKind, port: int = ANY_PORT) -> bool:
     """Return whether a TCP connection from near reaches a far host at the far host's observed address and port."""
     return near.lets_out(port) and far.filtering <= Filtering.ENDPOINT_INDEPENDENT
 
@@ -167,12 +167,12 @@ def _gets_in(near: HomeKind, far: HomeKind) -> bool:
 
     Answers to it pass any filter.
     """
-    if not near.lets_out(_ANY_PORT) or far.mapping is Mapping.ADDRESS_AND_PORT_DEPENDENT:
+    if not near.lets_out(ANY_PORT) or far.mapping is Mapping.ADDRESS_AND_PORT_DEPENDENT:
         return False  # it does not leave; or it goes to a port at which far receives packets from the third alone
     match far.filtering:
         case Filtering.NONE | Filtering.ENDPOINT_INDEPENDENT:
             return True
         case Filtering.ADDRESS_DEPENDENT:
-            return far.lets_out(_ANY_PORT)
+            return far.lets_out(ANY_PORT)
         case Filtering.ADDRESS_AND_PORT_DEPENDENT:
-            return far.lets_out(_ANY_PORT) and near.mapping is not Mapping.ADDRESS_AND_PORT_DEPENDENT
+            return far.lets_out(ANY_PORT) and near.mapping is not Mapping.ADDRESS_AND_PORT_DEPENDENT

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..natlab.groups import Leash
 from ..natlab.home import Home
-from ..natlab.kinds import HTTPS_PORT, Filtering
+from ..natlab.kinds import ANY_PORT, HTTPS_PORT, Filtering, kind_named
 from ..natlab.lab import open_lab
 from ..natlab.namespace import Location, held, open_namespace, open_tun, require
 from .scenario import LinkSettings, Scenario
@@ -37,6 +37,10 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
     elif played.home:
         with open_lab(leash) as lab:
             lodgings: list[Lodging] = []
+            # Nodes that can dial nothing but HTTPS must be able to dial the public nodes. Other nodes dial such a port
+            # only if an invite has it, and not on another peer's word.
+            are_confined = [not kind_named(settings.kind).lets_out(ANY_PORT) for settings in played.home]
+            public_port = HTTPS_PORT if any(are_confined) else None
             for settings in itertools.cycle(played.home):
                 if len(lodgings) >= played.nodes:
                     break
@@ -44,8 +48,7 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
                 home.set_rate(settings.up_mbit, settings.down_mbit)
                 home.set_delay(settings.delay_ms)
                 home.set_loss(settings.loss)
-                # Nodes that can dial nothing but HTTPS must be able to dial the public nodes.
-                port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
+                port = public_port if home.kind.filtering is Filtering.NONE else None
                 lodgings += [Lodging(Location(_ANY_IP, port, host.namespace), home) for host in home.hosts]
             yield lodgings[: played.nodes]
     else:
