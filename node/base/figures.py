@@ -68,6 +68,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[min(int((point - low) / span * len(_BARS)), len(_BARS) - 1)] for point in points)
 
 
+def plural(number: int, noun: str) -> str:
+    """Format a count with its noun: ``1 peer``, ``1,200 peers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def mbit(rate: float) -> str:
     """Format a rate in bytes a second as ``20 Mbit/s``, ``0.5 Mbit/s``."""
     value = rate / BYTES_PER_MBIT

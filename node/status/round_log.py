@@ -10,11 +10,12 @@ import contextlib
 import csv
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
 import msgspec
+
+from ..base.figures import plural
 
 
 class RoundRecord(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
     @property
     def line(self) -> str:
         """The round as a line for people."""
-        line = f"round {self.round}: {self.inner_steps} inner steps"
+        line = f"round {self.round}: {plural(self.inner_steps, 'inner step')}"
         if self.skipped_steps:
             line += f" ({self.skipped_steps} without effect: gradients not finite)"
         if self.loss is not None:
@@ -83,7 +84,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
 
 def more_steps(number: int) -> str:
     """Return when an outer step came: ``after 1 more inner step``."""
-    return f"after {number:,} more inner step{'' if number == 1 else 's'}"
+    return f"after {plural(number, 'more inner step')}"
 
 
 def read_rounds(path: Path) -> Iterator[RoundRecord]:
@@ -108,30 +109,12 @@ def write_csv(records: Iterable[RoundRecord], file: TextIO) -> None:
 
 # The figures of a round that other programs plot: the one list of their names, and a file of them for TensorBoard.
 #
-# Trackers show them too (`farandole.node.ui.metrics.report`). Names have only characters that all of these take:
-# letters, spaces, slashes.
+# Experiment trackers import that file, too. Names have only characters that all of these take: letters, spaces,
+# slashes.
 
 # TensorBoard looks for files with "tfevents" in their names. The name is fixed, so a later file replaces this one.
 FILE_NAME: Final = "events.out.tfevents.0.farandole"
 _VERSION: Final = "brain.Event:2"
-
-
-@dataclass(frozen=True)
-class RoundFigures:
-    """A round that is over, as a plot shows it."""
-
-    record: RoundRecord
-    tokens_in_all: int
-    """Tokens of this round and the earlier ones that are known."""
-    values: dict[str, float]
-    """The known figures by their names."""
-
-
-def figures_of(records: Iterable[RoundRecord], tokens_before: int = 0) -> Iterator[RoundFigures]:
-    """Yield the figures of each round; the rounds before the first one had ``tokens_before`` tokens in all."""
-    for record in records:
-        tokens_before += record.tokens
-        yield RoundFigures(record, tokens_before, dict(_values(record, tokens_before)))
 
 
 def _values(record: RoundRecord, tokens_in_all: int) -> Iterator[tuple[str, float]]:
@@ -156,11 +139,12 @@ def _values(record: RoundRecord, tokens_in_all: int) -> Iterator[tuple[str, floa
         yield "exchange/inner steps late", float(record.late_steps)
 
 
-def write_events(rounds: Iterable[RoundFigures], folder: Path) -> Path:
+def write_events(records: Iterable[RoundRecord], tokens_before: int, folder: Path) -> Path:
     """Write a file of TensorBoard events into ``folder``, which is made if it is missing; return the file's path.
 
-    Each figure is a scalar at the round's index and the time when it ended. Raises `OSError`, and `ImportError` without
-    the extra ``tensorboard``; TensorBoard itself is needed only to look at the file.
+    Before the first round there were ``tokens_before`` tokens in all. Each figure is a scalar at the round's index and
+    the time when it ended. Raises `OSError`, and `ImportError` without the extra ``tensorboard``; TensorBoard itself is
+    needed only to look at the file.
     """
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
@@ -169,11 +153,11 @@ def write_events(rounds: Iterable[RoundFigures], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     with closing(RecordWriter(str(path))) as writer:
-        for number, figures in enumerate(rounds):
-            record = figures.record
+        for number, record in enumerate(records):
             if not number:
                 writer.write(Event(wall_time=record.at, file_version=_VERSION).SerializeToString())
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.values.items()]
+            tokens_before += record.tokens
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _values(record, tokens_before)]
             event = Event(wall_time=record.at, step=record.round, summary=Summary(value=values))
             writer.write(event.SerializeToString())
     return path

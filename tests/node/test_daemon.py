@@ -155,7 +155,7 @@ async def test_a_node_that_slept_comes_back_with_newer_weights(
         await alice.says(bob.name, "is gone")
         # One round more is behind; one ends when it wakes; and its news of the other is up to two rounds old.
         for _ in range(MAX_ROUNDS_BEHIND + 4):
-            await alice.says("inner steps")
+            await alice.says("inner step")
         bob.process.send_signal(signal.SIGCONT)
         await bob.says("rounds behind the others")
         await bob.says("weights of round", alice.name, "hashes verified")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from ...base.figures import count, duration, size
 from .options import Home
 
 if TYPE_CHECKING:
-    from ...base.settings import NodeSettings
     from ...status.round_log import RoundRecord
 
 
@@ -33,32 +31,15 @@ def show_metrics(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard)."),
     ] = None,
-    report: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TRACKER:PROJECT",
-            help="Send each round to an experiment tracker when it is over, until Ctrl-C: trackio:PROJECT, "
-            "wandb:PROJECT (extras trackio, wandb).",
-        ),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="With --report: send what is there, and end.")] = False,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. Works while the node is stopped, too.
 
     Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
-    [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan];
-    [cyan]farandole run metrics --report wandb:my-project[/cyan]
+    [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan]
     """
     from ...base.settings import NodeSettings
-    from ...status.round_log import figures_of, read_rounds, write_csv, write_events
+    from ...status.round_log import read_rounds, write_csv, write_events
 
-    if report is not None:
-        if last or as_csv or tensorboard is not None:
-            raise typer.BadParameter("it sends all rounds, and does nothing else", param_hint="--report")
-        _report(NodeSettings(home=home), report, is_once=once)
-        return
-    if once:
-        raise typer.BadParameter("of what? Name a tracker with --report", param_hint="--once")
     path = NodeSettings(home=home).rounds
     records = list(read_rounds(path))
     if not records:
@@ -67,7 +48,7 @@ def show_metrics(
     if tensorboard is not None:
         tokens_before = sum(record.tokens for record in records[: -len(newest)])
         try:
-            written = write_events(figures_of(newest, tokens_before), tensorboard)
+            written = write_events(newest, tokens_before, tensorboard)
         except ImportError as error:
             command = how_to_add("tensorboard")
             raise FarandoleError(f"a file for TensorBoard needs the Python package tensorboardX: {command}") from error
@@ -78,36 +59,6 @@ def show_metrics(
         write_csv(newest, sys.stdout)
     else:
         _print_table(newest if last else records[-20:], path)
-
-
-def _report(settings: NodeSettings, target: str, *, is_once: bool) -> None:
-    """Send the rounds to a tracker. Raises `FarandoleError`."""
-    from random import Random
-
-    from farandole.protocol.run.manifest import decode_manifest
-    from farandole.protocol.wire.identity import peer_id_of, public_bytes
-
-    from ...base.identity import load_or_create_key
-    from ...base.interrupts import interruptible
-    from ...state.store import MANIFEST_FACT, read_fact
-    from ...ui.metrics.report import ReportPatience, report_rounds
-    from ...ui.metrics.trackers import open_tracker, reported_run
-
-    raw = read_fact(settings.store, MANIFEST_FACT)
-    if raw is None or not settings.key.exists():
-        raise FarandoleError(f"{settings.home} knows no run: join one first, or name another folder with --home")
-    manifest, signed = decode_manifest(raw)
-    author = public_bytes(load_or_create_key(settings.key))
-    run = reported_run(manifest, signed.run_id.hex(), peer_id_of(author))
-    tracker = open_tracker(target)
-    try:
-        with interruptible(is_gentle=True) as interruption:
-            patience = ReportPatience(interruption.wait, partial(typer.echo, err=True), Random(), is_once)
-            num_sent = report_rounds(settings.rounds, tracker, run, patience)
-    except OSError as error:
-        raise FarandoleError(f"cannot report: {error}") from error
-    again = "" if is_once else "; the same command goes on from there"
-    typer.echo(f"{num_sent} round{'' if num_sent == 1 else 's'} sent{again}")
 
 
 def _print_table(records: Sequence[RoundRecord], path: Path) -> None:

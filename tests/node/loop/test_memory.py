@@ -81,7 +81,7 @@ async def test_a_node_without_memory_for_a_batch_takes_it_in_parts_and_remembers
             if life == 0:
                 await alice.says("out of memory", "starting it again", f"of a batch's {BATCH} sequences at a time")
                 await alice.says("trainer ready")
-            await alice.says("1 inner steps")
+            await alice.says("1 inner step")
             status = await alice.ask("status")
             assert status["microbatch"] in (BATCH // 2, BATCH // 4)
             assert (status["trainer_restarts"] > 0) == (life == 0)

@@ -84,7 +84,7 @@ async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[
     """Play some rounds, then kill the node, its trainer with it or later; return the times of outer steps and death."""
     said: dict[int, float] = {}
     for _ in range(num_rounds):
-        line = await daemon.says("round", "inner steps")
+        line = await daemon.says("round", "inner step")
         said[round_of(line)] = time.monotonic()
     trainers = [os.pidfd_open(pid) for pid in trainers_of(daemon)]
     assert trainers

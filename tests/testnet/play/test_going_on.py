@@ -51,7 +51,7 @@ async def play(folder: Path, manifest: Path, num_nodes: int, rounds: int, to: Pa
                 nursery.start_soon(drain, other)
             taken = 0
             while taken < rounds:
-                line = await first.says(" inner steps")
+                line = await first.says(" inner step")
                 taken += int(line.partition(": ")[2].split()[0]) > 0
             nursery.start_soon(drain, first)
             home = ("--home", folder / "puller", "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns")

@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
-from farandole.node.status.round_log import RoundRecord, figures_of, write_events
+from farandole.node.status.round_log import RoundRecord, write_events
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 FIRST = msgspec.structs.replace(FIRST, bits_per_byte=1.25)
@@ -30,7 +30,7 @@ def events_of(path: Path) -> Iterator[Event]:
 
 
 def test_each_round_is_an_event_with_what_is_known_of_it(tmp_path: Path) -> None:
-    version, *events = events_of(write_events(figures_of([FIRST, LAST]), tmp_path / "runs" / "mine"))
+    version, *events = events_of(write_events([FIRST, LAST], 0, tmp_path / "runs" / "mine"))
     assert (version.wall_time, version.file_version) == (1_000.5, "brain.Event:2")
     assert [(event.wall_time, event.step) for event in events] == [(1_000.5, 0), (1_002.5, 300)]
     first, last = ({value.tag: value.simple_value for value in event.summary.value} for event in events)
