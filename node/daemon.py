@@ -63,7 +63,7 @@ from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
 from .ui.console import Console
 from .ui.dashboard.server import open_dashboard
-from .ui.headline import keep_reminding, note_changes
+from .ui.headline import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
 NETWORK_KEY_FACT: Final = "network key"
@@ -178,9 +178,10 @@ async def _keep_offline(daemon: Daemon, mesh: Mesh) -> None:
     """Take the node offline whenever a month's traffic is spent, and warn about it."""
     while True:
         await mesh.traffic.wait_offline()
-        daemon.journal.warn(daemon.rest.words)
+        daemon.journal.warn(daemon.rest.words, "traffic")
         await mesh.host.connections.go_offline()
         await mesh.traffic.wait_online()
+        daemon.journal.over("traffic")
         mesh.host.connections.go_online()
 
 
@@ -245,7 +246,6 @@ async def open_control(
             journal.say(f"{'announcing' if is_announced else 'listening on'} {address}")
         nursery.start_soon(mesh.traffic.run)
         nursery.start_soon(_keep_offline, daemon, mesh)
-        nursery.start_soon(note_changes, reporter.connections, journal.note)
         nursery.start_soon(keep_reminding, lambda: reporter.status(0), journal.remind)
         if settings.dashboard:
             place = await stack.enter_async_context(

@@ -28,6 +28,7 @@ from farandole.protocol.wire.identity import public_bytes, short_name
 
 from .base.backoff import pauses
 from .base.control import ControlError
+from .base.figures import plural
 from .base.nurseries import open_service_nursery
 from .base.settings import NodeSettings
 from .daemon import NETWORK_KEY_FACT, open_control, open_mesh, run_daemon
@@ -36,7 +37,7 @@ from .member.parts import Daemon, Mesh
 from .mesh.host import Host
 from .relay_page import PublicPage, publish
 from .state.store import Store, StoreError
-from .status.journal import Journal
+from .status.journal import DISK, Journal
 
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16
@@ -81,7 +82,7 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
             seeker = MemberSeeker(daemon, mesh, runs, named)
             nursery.start_soon(seeker.run)
             daemon.journal.say("a node that others cannot dial connects to this relay, on its machine, with:")
-            daemon.journal.say(f"  farandole dial {_address_for_others(mesh.host, daemon.settings.announce)}")
+            daemon.journal.say(f"  farandole dial {address_for_others(mesh.host, daemon.settings.announce)}")
             if not (daemon.settings.announce or any(is_global(known.split("/")[2]) for known in mesh.host.addresses)):
                 daemon.journal.say(ONLY_PRIVATE)
             nursery.start_soon(_tell_reachability, mesh, daemon.journal, runs)
@@ -98,7 +99,7 @@ async def _send_to_a_member(params: dict[str, Any]) -> object:
     raise ControlError("no_member", "a relay runs here, which is no member: type this where a member's node runs")
 
 
-def _address_for_others(host: Host, announced: Sequence[str]) -> str:
+def address_for_others(host: Host, announced: Sequence[str]) -> str:
     """Return the address that other homes most likely reach."""
 
     def rank(address: str) -> tuple[bool, bool]:
@@ -146,7 +147,9 @@ class MemberSeeker:
         """Look for members until cancelled."""
         journal, host, traffic = self._daemon.journal, self._mesh.host, self._mesh.traffic
         waits = pauses(FIRST_REDIAL_PAUSE, MAX_LOOK_INTERVAL, random.Random())
-        journal.announce("relaying", f"for {'1 run' if len(self._runs) == 1 else f'{len(self._runs)} runs'}")
+        here = address_for_others(host, self._daemon.settings.announce)
+        waits_for = "" if self._daemon.book.peers() else f"a member: on its machine, `farandole dial {here}`"
+        journal.announce("relaying", f"for {plural(len(self._runs), 'run')}", waits_for)
         while True:
             if traffic.is_spent:
                 journal.update(isolation=self._daemon.rest.words)
@@ -157,8 +160,8 @@ class MemberSeeker:
             if host.connected:
                 for run in self._runs:
                     await self._look_for(run)
-                journal.update(isolation="")
-            elif known:
+                journal.update(isolation="", waits_for="")
+            elif known and not journal.state.waits_for:
                 journal.update(isolation=f"{NO_ANSWER}: {how_many(known)} tried; still trying")
             await self.remember()
             await trio.sleep(next(waits))
@@ -181,7 +184,9 @@ class MemberSeeker:
         try:
             await self._daemon.book.save(is_last=is_last)
         except StoreError as error:
-            self._daemon.journal.warn(f"{error}; trying again")
+            self._daemon.journal.warn(f"{error}; trying again", f"{DISK}store")
+        else:
+            self._daemon.journal.over(f"{DISK}store")
 
 
 async def _tell_reachability(mesh: Mesh, journal: Journal, runs: Sequence[bytes]) -> None:
@@ -194,11 +199,12 @@ async def _tell_reachability(mesh: Mesh, journal: Journal, runs: Sequence[bytes]
         told = reachability.kind
         if told is ReachabilityKind.PUBLIC:
             journal.say("peers can dial this node: it relays; its addresses, for invites:")
+            journal.over("reachability")
             for address in host.addresses:
                 journal.say(f"  {address}")
             for run in runs[1:]:  # the first is announced with the relay itself
                 await host.dht.provide(relay_key(run))
         else:
-            journal.warn(f"this node is {told}: peers cannot dial it, so it relays for nobody")
+            journal.warn(f"this node is {told}: peers cannot dial it, so it relays for nobody", "reachability")
             for run in runs[1:]:
                 host.dht.withdraw(relay_key(run))

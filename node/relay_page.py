@@ -44,6 +44,7 @@ FIRST_PAUSE, MAX_PAUSE = 10.0, 600.0
 # A visitor's pass is good for `VISIT_SECONDS`.
 REVISIT_AFTER: Final = VISIT_SECONDS / 2
 _COMMANDS: Final = {"pause": "paused by its creator", "stop": "stopped by its creator"}
+PAGE_CAUSE: Final = "page"
 # The web server may be another user.
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 
@@ -123,28 +124,16 @@ async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: 
     addresses = list(dict.fromkeys([*own, *invite.addresses]))[:MAX_ADDRESSES]
     named = encode_invite(Invite(invite.run_id, tuple(addresses), invite.admission, invite.network_key))
     visitor = replace(settings, invite=named, listen=DEFAULT_LISTEN, port=0, bootstrap=[], mdns=False)
-    waits, told = pauses(FIRST_PAUSE, MAX_PAUSE, random.Random()), ""
+    waits = pauses(FIRST_PAUSE, MAX_PAUSE, random.Random())
     while True:
         try:
             with trio.move_on_after(REVISIT_AFTER):
                 async with open_visit(visitor, Shaping(), logger.info) as visit:
-                    waits, told = pauses(FIRST_PAUSE, MAX_PAUSE, random.Random()), ""
-                    await _write_often(visit, page, journal)
-        except FarandoleError as error:
-            if str(error) != told:
-                told = str(error)
-                journal.warn(f"the page could not be written, still trying: {told}")
+                    while True:
+                        await page.show(visit)
+                        waits = pauses(FIRST_PAUSE, MAX_PAUSE, random.Random())
+                        journal.over(PAGE_CAUSE)
+                        await trio.sleep(WRITE_INTERVAL)
+        except (FarandoleError, OSError) as error:
+            journal.warn(f"the page could not be written, still trying: {error}", PAGE_CAUSE)
             await trio.sleep(next(waits))
-
-
-async def _write_often(visit: Visit, page: PublicPage, journal: Journal) -> None:
-    has_failed = False
-    while True:
-        try:
-            await page.show(visit)
-            has_failed = False
-        except OSError as error:
-            if not has_failed:
-                journal.warn(f"the page could not be written, still trying: {error}")
-            has_failed = True
-        await trio.sleep(WRITE_INTERVAL)

@@ -49,7 +49,7 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
 from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
-from ..status.status import SCREENED_LATE
+from ..status.status import NO_STREAM, NOT_BEGUN, SCREENED_LATE
 from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing, Patience
 
@@ -190,7 +190,7 @@ class ExchangeSession:
 
     async def _read_offer(self) -> None:
         """Read the partner's offer; the earlier deadline of the two holds for both."""
-        with _until(self.offer_by, "the partner did not begin in time"):
+        with _until(self.offer_by, NOT_BEGUN):
             theirs = await self._next()
         if isinstance(theirs, Offer):
             self._deadline = min(self._deadline, trio.current_time() + theirs.seconds_left)
@@ -397,7 +397,7 @@ class ExchangeService:
             with trio.move_on_at(session.offer_by):
                 await session.arrived.wait()
             if session.stream is None:
-                session.failure = _FailedError("the partner opened no stream in time")
+                session.failure = _FailedError(NO_STREAM)
             else:
                 await session.hold(BulkPipe(pipe, session.stream, self.channels, self._shaping), session.received)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -18,6 +19,9 @@ from ..base.figures import count, size
 from ..base.settings import NodeSettings
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from .peek import open_visit
+
+_NUMBERS: Final = ("stage", "round", "inner steps", "tokens", "size")
+_OF_OFFERS: Final = (Column("id"), Column("held by", overflow="fold"))
 
 
 class LocalCheckpoint(msgspec.Struct, frozen=True):
@@ -108,35 +112,25 @@ def checkpoints_screen(
     folder: Path, local: Sequence[LocalCheckpoint], offers: Sequence[CheckpointOffer] | None
 ) -> Group:
     """Show the checkpoints here, and the run's (None: unknown, because no node runs here)."""
-    parts: list[RenderableType] = [_local_table(folder, local) if local else f"no checkpoint in {folder}"]
+    here, elsewhere = _table(f"in {folder}", Column("file", overflow="fold")), _table("in the run", *_OF_OFFERS)
+    for each in local:
+        numbers = ["", "damaged", "", "", size(each.size)] if each.problem else _numbers(each)
+        here.add_row(*numbers, each.path)
+    for offer in offers or ():
+        elsewhere.add_row(*_numbers(offer), offer.id[:16], ", ".join(holder[-8:] for holder in offer.holders))
+    parts: list[RenderableType] = [here if local else f"no checkpoint in {folder}"]
     if offers is None:
         parts.append("no node runs here; what a run's members hold, an invite shows: farandole checkpoint list INVITE")
     else:
-        parts.append(_offers_table(offers) if offers else "no member of the run has told of a checkpoint yet")
+        parts.append(elsewhere if offers else "no member of the run has told of a checkpoint yet")
     return Group(*parts)
 
 
-def _local_table(folder: Path, local: Sequence[LocalCheckpoint]) -> Table:
-    names = ("stage", "round", "inner steps", "tokens", "size")
-    numbers = [Column(name, justify="right", overflow="fold") for name in names]
-    table = Table(Column("file", overflow="fold"), *numbers, title=f"in {folder}", title_justify="left")
-    for each in local:
-        if each.problem:
-            table.add_row(each.path, "damaged", "", "", "", size(each.size))
-        else:
-            table.add_row(each.path, *_numbers(each.stage, each.round, each.inner_steps, each.tokens), size(each.size))
-    return table
+def _table(title: str, *others: Column) -> Table:
+    """Make a table with the columns that checkpoints here and elsewhere share, and these."""
+    numbers = [Column(name, justify="right", overflow="fold") for name in _NUMBERS]
+    return Table(*numbers, *others, title=title, title_justify="left")
 
 
-def _offers_table(offers: Sequence[CheckpointOffer]) -> Table:
-    numbers = [Column(name, justify="right") for name in ("stage", "round", "inner steps", "tokens", "size")]
-    table = Table(*numbers, "id", Column("held by", overflow="fold"), title="in the run", title_justify="left")
-    for offer in offers:
-        holders = ", ".join(holder[-8:] for holder in offer.holders)
-        row = _numbers(offer.stage, offer.round, offer.inner_steps, offer.tokens)
-        table.add_row(*row, size(offer.size), offer.id[:16], holders)
-    return table
-
-
-def _numbers(stage: int | None, round_index: int | None, inner_steps: int | None, tokens: int | None) -> list[str]:
-    return [str(stage), str(round_index), str(inner_steps), count(tokens or 0)]
+def _numbers(each: LocalCheckpoint | CheckpointOffer) -> list[str]:
+    return [str(each.stage), str(each.round), str(each.inner_steps), count(each.tokens or 0), size(each.size)]

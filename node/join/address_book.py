@@ -26,7 +26,7 @@ from ..base.backoff import pauses
 from ..mesh.host import Host
 from ..state.store import Store, StoreError
 from ..status.journal import Journal
-from .bootstrap import Target, dial, find_members
+from .bootstrap import NO_ANSWER, Target, dial, find_members
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,7 @@ class Reconnector:
             if self._is_isolated:
                 await self._reconnect()
             self._journal.update(isolation="")
+            self._journal.over(NO_ANSWER)
 
     async def _reconnect(self) -> None:
         for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):

@@ -28,6 +28,7 @@ from farandole.protocol.wire.identity import public_bytes, short_name
 
 from ..base.backoff import pauses
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
+from ..base.figures import plural
 from ..base.settings import NodeSettings
 from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
 from ..mesh.host import Host
@@ -170,10 +171,10 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
     for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
         failures = await dial(host, target.peers, is_one_enough=True)
         if host.connected:
-            journal.say(f"connected to {len(host.connected)} of {len(target.peers)}")
+            journal.say(f"connected to {plural(len(host.connected), 'peer')}")
             return
         if target.manifest is not None:
-            journal.warn(f"{NO_ANSWER}; going on alone until one does")
+            journal.warn(f"{NO_ANSWER}; going on alone until one does", NO_ANSWER)
             return
         if attempt == 1:
             for reason in failures.values():
@@ -190,8 +191,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
 def how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
     """Return the number of addresses and of peers as text."""
     num_addresses = sum(map(len, peers.values()))
-    addresses = "1 address" if num_addresses == 1 else f"{num_addresses} addresses"
-    return f"{addresses} of {'1 peer' if len(peers) == 1 else f'{len(peers)} peers'}"
+    return f"{num_addresses} address{'' if num_addresses == 1 else 'es'} of {plural(len(peers), 'peer')}"
 
 
 async def wait_for_anyone(host: Host, timeout: float) -> None:

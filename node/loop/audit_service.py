@@ -18,7 +18,7 @@ from farandole.protocol.rounds.audits import Audits, RoundClaim, name_of
 from farandole.protocol.state.entries import RULES, Accusation, Commitment, Entry, Kind, Signed
 from farandole.protocol.trainer.trainer_messages import Recorded, Replay, Replayed
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.identity import peer_id_of
 
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
@@ -195,7 +195,7 @@ class AuditService:
                 if author in self._avoided and self._avoided[author].until >= until:
                     return
                 self._avoided[author] = output
-                journal.warn(f"{short_name(author)} is not met any more: {reason}")
+                journal.blame(author, "accused", reason)
                 changed, self._changed = self._changed, trio.Event()
                 changed.set()
             case machine.Denounce(claim, path):

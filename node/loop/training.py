@@ -429,6 +429,7 @@ class Training:
             case _:
                 if isinstance(report, messages.Contributed):
                     session.contribute(report)
+                    journal.over("trainer")
                     journal.losses.add_training(report.round, report.loss)
                     seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
                     warning = slow_steps(self._loop.config.manifest, seconds)
@@ -439,6 +440,7 @@ class Training:
                     parts.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     parts.provider.note_saved(report)
+                    journal.over(machine.UNSAVED)
                 # Only the partners of earlier exchanges end a trainer that is behind.
                 self.handle(machine.OthersMoved(parts.membership.partners_round()))
                 self.handle(report)
@@ -460,8 +462,10 @@ def show(journal: Journal, output: machine.Output) -> None:
             journal.publish(training)
         case machine.Enter(phase, detail, waits_for):
             journal.enter(phase, detail, waits_for)
+        case machine.Say(text, "warn", cause):
+            journal.warn(text, cause)
         case machine.Say(text, how):
-            {"say": journal.say, "warn": journal.warn, "note": journal.note}[how](text)
+            {"say": journal.say, "note": journal.note}[how](text)
         case pairing.GoAlone(round_index, reason):
             journal.record_alone(round_index, reason)
         case machine.RoundOver(contributed, late_steps):

@@ -93,6 +93,9 @@ def make_member(
     state = RunState(run_id, signed.creator, roster=roster)
     writer = Writer(daemon.key, run_id)
     gossip = GossipService(state, writer, host, messenger, daemon.store, rng, base_period=settings.heartbeat_seconds)
+    gossip.on_deed = journal.blame
+    if roster is not None:
+        journal.sponsor_of = roster.sponsor_of
     credentials = None if roster is None else _credentials(daemon, mesh, signed, roster, gossip)
     is_ignored = settings.ignore_notices
     notices = NoticeBoard(signed.creator, host.author, gossip, daemon.rest, journal, is_ignored=is_ignored)

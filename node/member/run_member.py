@@ -28,7 +28,9 @@ from ..state.credentials import Credentials
 from ..state.gossip import GossipService
 from ..state.membership import Membership
 from ..state.store import StoreError
+from ..status.journal import DISK
 from ..store.disk_space import save_seconds
+from ..store.folder import shortage
 from ..trainer.trainer import TrainerError
 from ..transfers.weights import Weights
 from ..ui.reporting import Reporter
@@ -43,6 +45,8 @@ MAX_LEAVE_TIMEOUT: Final = 240.0
 FAREWELL_TIMEOUT: Final = 2.0
 # Short, because a node that is killed soon after it began a run has no invite to rejoin with.
 REMEMBER_INTERVAL: Final = 10.0
+# What the store may take more: a run state of thousands of nodes.
+STORE_BYTES: Final = 16 << 20
 PARTNERS_FACT: Final = "partners"
 
 
@@ -228,5 +232,8 @@ async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
             await daemon.store.put_fact(PARTNERS_FACT, daemon.partners.encode())
             await daemon.book.save()
         except StoreError as error:
-            daemon.journal.warn(f"{error}; trying again")
+            words = await trio.to_thread.run_sync(shortage, daemon.settings.home, STORE_BYTES)
+            daemon.journal.warn(f"{error}; {words or 'trying again'}", f"{DISK}store")
+        else:
+            daemon.journal.over(f"{DISK}store")
         await trio.sleep(REMEMBER_INTERVAL)

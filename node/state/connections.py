@@ -159,9 +159,11 @@ class ReleaseWatch:
             versions[found].append(theirs.version if theirs is not None else "")
         conflict = ReleaseConflict(tuple(versions["older"]), tuple(versions["newer"]))
         self._journal.update(release_conflict=conflict or None)
+        if not conflict:
+            self._journal.over("releases")
         if fresh := set(self.apart.values()) - self._warned:
             self._warned |= fresh
-            self._journal.warn(": ".join(release_words(conflict, VERSION)))
+            self._journal.warn(": ".join(release_words(conflict, VERSION)), "releases")
             names = ", ".join(short_name(peer) for peer in list(self.apart)[:MAX_NAMED])
             self._journal.say(f"their names here: {names}")
         return conflict

@@ -31,7 +31,7 @@ from farandole.protocol.state.gossip import (
 from farandole.protocol.state.liveness import BASE_PERIOD, Liveness
 from farandole.protocol.state.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state.state import RunState
+from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
@@ -67,6 +67,9 @@ testnets."""
 SHUT_OUT_SECONDS = 300.0
 """How long a peer that flooded this node is kept out. It then costs this node 0.1 % of a core. An honest peer would
 miss little, as others bring its entries."""
+CROWD = 8
+"""Authors beyond what a peer may bring, in one message, that are no accident: members that pass on what an attacker
+brought exceed their share by one or two."""
 MAX_CLOCKS = 31
 """The latest members whose clocks are compared with this node's: as many as it syncs with in five minutes."""
 
@@ -106,6 +109,8 @@ class GossipService:
         self._served: set[bytes] = set()
         self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
         self._served_inbound = InboundMeter()
+        self.on_deed: Callable[[bytes, str], None] = lambda peer, deed: None
+        """Called with a peer and what it has done to this node (`farandole.node.status.journal.DEEDS`)."""
         # Member -> seconds by which this clock was ahead of its clock, and by how much it was ahead of trio's then.
         self._clocks: dict[bytes, tuple[float, float]] = {}
 
@@ -217,10 +222,15 @@ class GossipService:
         except RemoteProtocolError as error:
             self._gossip.unreachable(peer, trio.current_time())
             if isinstance(error, FloodError):
-                logger.warning("%s floods this node, and is kept out for a while: %s", short_name(peer), error)
                 self._host.connections.shut_out(peer, SHUT_OUT_SECONDS)
+                self.on_deed(peer, "flooded")
             raise
         self._take_note(report.new)
+        self._note_crowd(report)
+
+    def _note_crowd(self, report: MergeReport) -> None:
+        if report.introducer is not None and report.num_too_many >= CROWD:
+            self.on_deed(report.introducer.peer, "crowded")
 
     def _note_failure(self, peer: bytes, protocol: str) -> None:
         self._gossip.unreachable(peer, trio.current_time())
@@ -344,6 +354,7 @@ class GossipService:
                 self._served_inbound.count(peer, trio.current_time(), entries=len(part.entries) + len(part.proofs))
             report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward, is_asked=is_asked)
             self._take_note(report.new)
+            self._note_crowd(report)
             await trio.lowlevel.checkpoint()
 
     # disk

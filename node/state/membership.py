@@ -476,6 +476,8 @@ class Membership:
         if skew is not None and not skew.is_agreed and self._reached:
             skew = None
         self._journal.update(clock=skew)
-        if skew is not None and (kind := (skew.is_agreed, skew.is_harmful)) not in self._clock_warnings:
+        if skew is None:
+            self._journal.over("clock")
+        elif (kind := (skew.is_agreed, skew.is_harmful)) not in self._clock_warnings:
             self._clock_warnings.add(kind)
-            self._journal.warn(": ".join(clock_words(skew)))
+            self._journal.warn(": ".join(clock_words(skew)), "clock")

@@ -7,6 +7,7 @@ training loop depends on it.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -17,19 +18,26 @@ import msgspec
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
 from farandole.protocol.trainer.trainer_messages import Contributed
-from farandole.protocol.wire.identity import peer_id_of
+from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from .round_log import RoundRecord
-from .status import REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus
+from .status import NO_STREAM, NOT_BEGUN, REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus
 
 # Newest exchanges that the first line of the status, and a screen, use.
-MAX_EXCHANGES: Final = 16
+MAX_EXCHANGES: Final = 32
 # Partners whose exchanges are counted, as many as the run state has authors; the one with the fewest is dropped first.
 MAX_PARTNERS: Final = 4_096
-# Recent partners: as many as links are shown, and twice as many rounds.
-MAX_PARTNERS_REMEMBERED: Final = 128
 # Points of a curve for one screen or report; a month's run keeps its newest part here.
 MAX_LOSSES: Final = 256
+
+
+# Durations and counts change all the time; that is no news.
+_FIGURES: Final = re.compile(r"\d")
+
+
+def without_figures(text: str) -> str:
+    """Return what is the same for two texts that differ in their figures alone."""
+    return _FIGURES.sub("", text)
 
 
 class ExchangeHistory:
@@ -47,10 +55,6 @@ class ExchangeHistory:
         """Peer id -> committed exchanges."""
         self.paths: Counter[str] = Counter()
         """How contributions moved -> committed exchanges."""
-        self.last_by_peer: OrderedDict[str, ExchangeStatus] = OrderedDict()
-        """Peer id -> the last exchange with it, the newest at the end."""
-        self.bandwidths: dict[str, float] = {}
-        """Peer id -> bytes a second, both ways together, of the last committed exchange with it."""
 
     @property
     def last(self) -> ExchangeStatus | None:
@@ -73,15 +77,6 @@ class ExchangeHistory:
         self.bytes_sent += exchange.bytes_sent
         self.bytes_received += exchange.bytes_received
         self.recent.append(exchange)
-        if not name:
-            return
-        self.last_by_peer[name] = exchange
-        self.last_by_peer.move_to_end(name)
-        if exchange.verdict == "committed" and exchange.seconds > 0:
-            self.bandwidths[name] = (exchange.bytes_sent + exchange.bytes_received) / exchange.seconds
-        if len(self.last_by_peer) > MAX_PARTNERS_REMEMBERED:
-            forgotten, _ = self.last_by_peer.popitem(last=False)
-            self.bandwidths.pop(forgotten, None)
 
 
 class LossHistory:
@@ -110,7 +105,57 @@ class LossHistory:
         return True
 
 
+# What peers do to a node, and nothing else says: how often until the peer is named, and in which words.
+DEEDS: Final = {
+    "accused": (1, "is not met any more"),
+    "flooded": (1, "flooded this node, which keeps it out for a while"),
+    "crowded": (3, "brings authors that crowd others out of the run state"),
+    "refused": (3, "sent contributions that were refused"),
+    "clipped": (3, "sent contributions that counted in part, or not at all"),
+    "absent": (3, "agreed to exchanges and did not come"),
+}
+# Named peers in a status: an attacker may have many keys.
+MAX_NAMED: Final = 32
+# Deeds that may be chance: each good exchange takes back one.
+_FORGIVEN: Final = ("refused", "clipped", "absent")
+
+
+class Conduct:
+    """What each peer has done to this node. Only what this node has seen itself counts, not what others say."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[bytes, Counter[str]] = OrderedDict()
+        self._named: dict[bytes, list[str]] = {}
+
+    def add(self, peer: bytes, deed: str) -> bool:
+        """Note one of `DEEDS`; return whether the peer is to be named for it now, which is once."""
+        counts = self._counts.setdefault(peer, Counter())
+        self._counts.move_to_end(peer)
+        if len(self._counts) > MAX_PARTNERS:
+            self._named.pop(self._counts.popitem(last=False)[0], None)
+        counts[deed] += 1
+        if counts[deed] < DEEDS[deed][0] or deed in self._named.get(peer, ()):
+            return False
+        self._named.setdefault(peer, []).append(deed)
+        return True
+
+    def forgive(self, peer: bytes) -> None:
+        """Note an exchange with a peer that went well."""
+        counts = self._counts.get(peer, Counter())
+        for deed in _FORGIVEN:
+            counts[deed] = max(0, counts[deed] - 1)
+
+    def words(self) -> dict[bytes, str]:
+        """Return what peers are named for; the newest `MAX_NAMED`."""
+        newest = list(self._named.items())[-MAX_NAMED:]
+        return {peer: ", ".join(DEEDS[deed][1] for deed in deeds) for peer, deeds in newest}
+
+
 MAX_WARNINGS: Final = 20
+# A warning that nothing ends is about a moment.
+WARNING_SECONDS: Final = 86_400.0
+# Causes of warnings that say that something could not be stored begin so (`NodeStatus.disk`).
+DISK: Final = "disk: "
 # Events of about a quarter of an hour of ordinary rounds; about 20 kB of each status.
 MAX_EVENTS: Final = 128
 # A line of the screen or two; the reasons that peers give are no longer than that.
@@ -135,7 +180,11 @@ class Journal:
         self.exchanges = ExchangeHistory()
         self.losses = LossHistory()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self.warnings: deque[str] = deque(maxlen=MAX_WARNINGS)
+        self.conduct = Conduct()
+        self.sponsor_of: Callable[[bytes], bytes | None] = lambda peer: None
+        """Returns who invited a peer, if that is known."""
+        self._standing: dict[str, Event] = {}
+        """Warnings by their cause, or by themselves, newest last."""
         self._say = say
         self._tell_round = tell_round
         self._told_validation: tuple[int, float] | None = None
@@ -172,12 +221,56 @@ class Journal:
         """Keep an event that need not be printed."""
         self.events.append(Event(self.clock(), text[:MAX_EVENT_CHARS], is_warning))
 
-    def warn(self, text: str) -> None:
-        """Keep and print a warning; a repetition of the last one is not printed again."""
-        if not self.warnings or self.warnings[-1] != text:
-            self.warnings.append(text)
+    def warn(self, text: str, cause: str = "") -> None:
+        """Keep and print a warning; a repetition of the last one is not printed again.
+
+        With a ``cause`` it stands until `over`, and of one cause there is one: only other words are printed again.
+        """
+        key, last = cause or text, next(reversed(self._standing), "")
+        before = self._standing.pop(key, None)
+        self._standing[key] = Event(self.clock(), text, is_warning=True)
+        if len(self._standing) > MAX_WARNINGS:  # peers that are named push no lasting trouble out
+            moments = (other for other, event in self._standing.items() if other == event.text)
+            del self._standing[next(moments, next(iter(self._standing)))]
+        is_told = before is not None and without_figures(before.text) == without_figures(text)
+        if not is_told or not (cause or key == last):
             self.note(text, is_warning=True)
             self._say(f"warning: {text}")
+
+    def over(self, cause: str) -> None:
+        """End the warning of a cause, if there is one."""
+        self._standing.pop(cause, None)
+
+    @property
+    def standing(self) -> list[Event]:
+        """The warnings whose causes have not ended, newest last."""
+        oldest = self.clock() - WARNING_SECONDS
+        return [event for key, event in self._standing.items() if event.at >= oldest or key != event.text]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Texts of `standing`."""
+        return [event.text for event in self.standing]
+
+    @property
+    def disk(self) -> str:
+        """What could not be stored last; empty if everything is."""
+        return next((event.text for key, event in reversed(self._standing.items()) if key.startswith(DISK)), "")
+
+    def blame(self, peer: bytes, deed: str, detail: str = "") -> None:
+        """Note what a peer has done, one of `DEEDS`; a warning names it once, and who invited it."""
+        if self.conduct.add(peer, deed):
+            words = f"{DEEDS[deed][1]}{f': {detail}' if detail else ''}"
+            self.warn(f"{short_name(peer)} {self._with_sponsor(peer, words)}")
+
+    @property
+    def remarks(self) -> dict[str, str]:
+        """Peer id -> what a peer is named for, and who invited it; the peers that were named last."""
+        return {peer_id_of(peer): self._with_sponsor(peer, words) for peer, words in self.conduct.words().items()}
+
+    def _with_sponsor(self, peer: bytes, words: str) -> str:
+        sponsor = self.sponsor_of(peer)
+        return words if sponsor is None else f"{words} (invited by {short_name(sponsor)})"
 
     def remind(self, text: str) -> None:
         """Print what the status shows in its first line as a warning, and keep it as an event."""
@@ -205,6 +298,14 @@ class Journal:
             ended.clip,
         )
         self.exchanges.add(exchange)
+        if ended.committed and ended.clip >= 1.0:
+            self.conduct.forgive(ended.peer)
+        elif ended.committed:
+            self.blame(ended.peer, "clipped")
+        elif ended.reason.startswith(REFUSED_HERE):
+            self.blame(ended.peer, "refused")
+        elif ended.reason in (NOT_BEGUN, NO_STREAM):
+            self.blame(ended.peer, "absent")
         if not ended.committed:
             self._failed = [*(other for other in self._failed if other.round == ended.round), exchange]
             name = exchange.partner[-8:]

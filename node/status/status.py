@@ -15,10 +15,11 @@ REFUSED_HERE = "refused:"
 REFUSED_THERE = "the partner aborted: refused:"
 # The same, if the contributions arrived in time, but this node's verdict on the partner's did not.
 SCREENED_LATE = "the screening took too long"
+SCREENED_LATE_THERE = f"the partner aborted: {SCREENED_LATE}"
+# The same, if the partner had agreed and did not come.
+NOT_BEGUN, NO_STREAM = "the partner did not begin in time", "the partner opened no stream in time"
 # `NodeState.phase_detail` while a node waits for the run's starting checkpoint and no member has it.
 NO_START = "no node that is there has the weights that this run starts from"
-# Most links in a status; `NodeStatus.members` lists the other members, too.
-MAX_LINKS = 32
 
 
 class ExchangeStatus(msgspec.Struct, frozen=True):
@@ -72,26 +73,6 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """It is connected, but runs a release that this node cannot average with."""
 
 
-class LinkStatus(msgspec.Struct, frozen=True):
-    """The link to another node: one that this node is connected to, or has recently exchanged with."""
-
-    peer_id: str
-    path: str
-    """As in `MemberStatus`."""
-    round_trip_seconds: float | None = None
-    """As last measured on the connection; None: not yet, or there is none."""
-    bytes_per_second: float | None = None
-    """Both ways together, mean of the last committed exchange including its waits: the line's rate is at least that.
-    None: no recent exchange was committed."""
-    committed: int = 0
-    """Committed exchanges."""
-    last_round: int | None = None
-    """Round of the last exchange; None: there was none recently."""
-    last_verdict: str = ""
-    """As in `ExchangeStatus`."""
-    last_at: float = 0.0
-
-
 class Event(msgspec.Struct, frozen=True):
     """Something that happened, in words."""
 
@@ -107,6 +88,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     name: str
     members_live: int
     members_gone: int
+    """Members that have disappeared without leaving."""
     tokens: int
     tokens_per_second: float
     loss_mean: float | None
@@ -118,6 +100,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Live members of each stage, this node included."""
     members_heard: int = 0
     """Members whose heartbeats arrive, but that this node has not reached."""
+    members_left: int = 0
     versions: dict[str, int] = {}
     """Release of farandole -> live members that say they run it, this node included; an empty release is not known."""
 
@@ -232,7 +215,16 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     run: RunStatus
     members: list[MemberStatus]
     warnings: list[str]
-    """What a person should know, newest last."""
+    """What a person should know and is still so, newest last."""
+    warned_at: list[float] = msgspec.field(default_factory=list)
+    """Unix time of each of `warnings`."""
+    remarks: dict[str, str] = msgspec.field(default_factory=dict)
+    """Peer id -> what this node holds against that peer (`farandole.node.status.journal.DEEDS`), and who invited it;
+    the ones that were named last. They need not be members."""
+    round_trips: dict[str, float] = msgspec.field(default_factory=dict)
+    """Peer id of a connected member -> seconds, as last measured on the connection."""
+    disk: str = ""
+    """What could not be stored, and how much room to make; empty where nothing failed."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)
     """``bulk`` or ``stream`` -> committed exchanges whose contributions moved so; see `ExchangeStatus.path`."""
     quiet_hours: list[str] = msgspec.field(default_factory=list)
@@ -263,8 +255,6 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     """None where the system does not say."""
     at: float = 0.0
     """Unix time of this status."""
-    links: list[LinkStatus] = msgspec.field(default_factory=list)
-    """Connections, and then former partners, at most `MAX_LINKS`; in each group the last exchange comes first."""
     events: list[Event] = msgspec.field(default_factory=list)
     """Recent events, newest last."""
     audits: AuditStatus | None = None

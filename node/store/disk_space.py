@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,7 +24,7 @@ from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 
 from ..base.settings import NodeSettings
-from .folder import KEPT, CheckpointFolder, saved_round
+from .folder import KEPT, CheckpointFolder, saved_round, shortage
 
 # Kept free in addition to what is about to be written: for the run state, the log, and other programs.
 SPARE_BYTES: Final = 64 << 20
@@ -86,10 +85,8 @@ class Room:
 
     def check(self, folder: Path, num_bytes: int) -> None:
         """Raise `OSError` if there is no room for ``num_bytes`` more in ``folder``. Blocks for a moment."""
-        free = shutil.disk_usage(folder).free
-        if free < num_bytes + SPARE_BYTES:
-            needed = (num_bytes + SPARE_BYTES) / 1e6
-            raise OSError(errno.ENOSPC, f"{needed:.0f} MB of room are needed in {folder}, {free / 1e6:.0f} MB are free")
+        if words := shortage(folder, num_bytes + SPARE_BYTES):
+            raise OSError(errno.ENOSPC, words)
         if not self.limit:
             return
         taken = used_bytes(self.home)

@@ -208,7 +208,7 @@ class Saver:
         if isinstance(error, OSError):
             reason, remedy = os.strerror(error.errno or 0), f"look after the disk of {folder}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remedy = f"it takes {size} in {folder}, where {_free(folder)} are free: make room"
+                remedy = shortage(folder, source.num_bytes) or f"it takes {size} in {folder}: make room"
             elif error.errno == errno.EFBIG:
                 remedy = f"it takes {size}, and files may not be so large: raise the limit (ulimit -f)"
         kept = "the last good one is kept, and the" if self._newest is not None else "the"
@@ -216,8 +216,16 @@ class Saver:
         return "; ".join(filter(None, [what, remedy, f"{kept} next save tries again"]))
 
 
-def _free(folder: Path) -> str:
+def shortage(folder: Path, num_bytes: int) -> str:
+    """Return how much to free in a folder for ``num_bytes`` more; empty if they fit. Blocks for a moment.
+
+    A folder of which the system does not say it is taken to have the room.
+    """
     try:
-        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB"
-    except OSError as error:
-        return f"an unknown number ({error.strerror})"
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    if free >= num_bytes:
+        return ""
+    missing = f"{max(num_bytes - free, 1e5) / 1e6:,.1f} MB"
+    return f"free {missing} in {folder}: {num_bytes / 1e6:,.1f} MB are needed, and {free / 1e6:,.1f} MB are free"

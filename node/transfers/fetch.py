@@ -339,6 +339,8 @@ class _Fetch:
 
 # The assumed rate of a line until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6
+# Cause of warnings about weights that were not given; weights that come end them.
+NO_WEIGHTS: Final = "weights"
 # With fewer donors than this in the run state, the DHT is asked for more.
 ENOUGH_DONORS: Final = 2
 
@@ -402,7 +404,7 @@ class Downloads:
                     is_prefix=is_copy,
                 )
         except PeerUnreachableError as error:
-            self.journal.warn(f"no weights of round {index.round}: {error}")
+            self.journal.warn(f"no weights of round {index.round}: {error}", NO_WEIGHTS)
             return None
         self.journal.exchanges.bytes_received += fetched.num_bytes
         if fetched.num_bytes:

@@ -31,10 +31,11 @@ from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
+from ..status.journal import DISK
 from .copies import CopyService
-from .fetch import Downloads, Fetched, FetchProgress, Show
+from .fetch import NO_WEIGHTS, Downloads, Fetched, FetchProgress, Show
 from .holdings import Provider
-from .partial_file import partial_path
+from .partial_file import PARTIAL_SUFFIX, partial_path
 from .sketches import Judge, open_comparison
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
@@ -53,6 +54,9 @@ DISPUTED_AFTER: Final = 20.0
 # Members that are asked for their newest checkpoint in one turn, one after the other, each for as long as it takes to
 # see that it does not answer. The next turn asks others.
 MAX_ASKED: Final = 8
+# Between two looks whether the disk has room for the download, seconds.
+ROOM_INTERVAL: Final = 5.0
+_NO_ROOM: Final = f"{DISK}download"
 # The interval for showing a download's progress at the terminal, in seconds.
 SAY_INTERVAL: Final = 10.0
 
@@ -106,9 +110,11 @@ class Weights:
         await self._await_contact(needs_anyone=were_unfit and newest is None)
         if not self._is_behind(newest):
             return
+        await self._await_room(stage)
         journal.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
         self._begin_seeking()
         if await self._seek(stage, own_round, newest):
+            journal.over(NO_WEIGHTS)
             return
         if newest is not None:
             membership.doubt_those_ahead(newest + MAX_ROUNDS_BEHIND)
@@ -121,6 +127,24 @@ class Weights:
                 f"{WEIGHTS_TIMEOUT:g} s. The last warning says why; try again later."
             )
         journal.warn("members that claim to be far on gave no weights; the others begin, and so does this node")
+
+    async def _await_room(self, stage: int) -> None:
+        """Wait until the disk has room for a stage's download: it is told of before a peer is asked for any byte."""
+        while words := await trio.to_thread.run_sync(self._shortage, stage):
+            self._journal.enter("fetching weights", words, "room on the disk")
+            self._journal.warn(f"the disk has no room for the run's weights; {words}", _NO_ROOM)
+            await trio.sleep(ROOM_INTERVAL)
+        self._journal.over(_NO_ROOM)
+
+    def _shortage(self, stage: int) -> str:
+        """Return how much to free for a stage's blocks and the file that is made of them; empty if they fit."""
+        path = self.files.fetched(stage)
+        try:
+            here = sum(512 * part.stat().st_blocks for part in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"))
+            self._downloads.conditions.room.check(path.parent, max(0, 2 * self.files.required_bytes(stage) - here))
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     async def _await_contact(self, *, needs_anyone: bool) -> None:
         """Wait for contact with a member that trains, because members that were only heard of are not believed.
@@ -275,7 +299,7 @@ class Weights:
             return signed, index
         except PeerUnreachableError as error:
             self._asked_in_vain.add(donor)
-            self._journal.warn(f"no weights from {short_name(donor)}: {error}")
+            self._journal.warn(f"no weights from {short_name(donor)}: {error}", NO_WEIGHTS)
             return None
 
     async def _take(
@@ -329,7 +353,7 @@ class Weights:
                 judges = "their loss on held-out text" if self.files.num_stages == 1 else "their magnitude"
                 num_silent = judgement.num_silent
                 why = f"none of {num_silent} members answered" if num_silent else "there is none"
-                journal.warn(f"{whose} are not compared with another member's: {why}. Only {judges} is judged")
+                journal.say(f"{whose} are not compared with another member's: {why}. Only {judges} is judged")
             case SketchVerdict.DISPUTED:
                 journal.warn(f"{whose} are {judgement}: they are taken only if there are no others")
                 self._disputed[author] = found

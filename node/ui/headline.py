@@ -6,16 +6,25 @@ knowledge of farandole, and a remedy that can be typed or done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Final, Literal
 
 import trio
 
-from ..base.figures import count, duration, loss
+from ..base.figures import count, duration, loss, plural
 from ..base.remedies import clock_words, release_words
-from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, SCREENED_LATE, NodeStatus
+from ..status.status import (
+    NO_START,
+    REFUSED_HERE,
+    REFUSED_THERE,
+    SCREENED_LATE,
+    SCREENED_LATE_THERE,
+    ExchangeStatus,
+    NodeStatus,
+    RunStatus,
+)
 
 Level = Literal["well", "busy", "trouble"]
 
@@ -38,14 +47,12 @@ _REFUSALS: Final = (
         "others refuse this node's contributions",
         "if its loss is far from the others' below, stop it, move away the folder `checkpoints` and join again",
     ),
-    (
-        (f"failed: {SCREENED_LATE}",),
-        "this machine is too slow or too busy to judge contributions",
-        "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`",
-    ),
 )
 
 
+_LATE_HERE, _LATE_THERE = f"failed: {SCREENED_LATE}", f"failed: {SCREENED_LATE_THERE}"
+# The phases of a node that is not, or may not be, in the run yet.
+_JOINING: Final = ("starting", "joining", "fetching weights", "preparing")
 _SLOW_LINE: Final = (
     "the line may be too slow for this run, or lose too much: `farandole doctor INVITE` says what the run needs"
 )
@@ -65,6 +72,11 @@ class Headline:
     lasts: float = 0.0
     """Seconds for which the trouble has lasted at least; 0 where the status does not tell."""
 
+    @property
+    def sentences(self) -> str:
+        """The text, and the remedy where there is one."""
+        return f"{self.text}. {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else self.text
+
 
 def headline(status: NodeStatus, now: float) -> Headline:
     """Return the first line of a status; ``now`` is Unix time."""
@@ -75,6 +87,9 @@ def _own_troubles(status: NodeStatus) -> Iterator[Headline]:
     if status.phase == "failed":
         text = f"not training: {status.phase_detail or 'the trainer failed'}"
         yield Headline("trouble", text, "see `farandole doctor` and the log")
+    if status.disk:
+        text, _, remedy = status.disk.partition("; ")
+        yield Headline("trouble", text, remedy)
     if status.phase == "leaving":
         yield Headline("busy", "leaving the run")
     if status.phase == "paused":
@@ -88,12 +103,14 @@ def _own_troubles(status: NodeStatus) -> Iterator[Headline]:
 
 
 def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
-    is_alone = status.run.members_live <= 1 and status.phase not in ("finished", "relaying")
+    run, is_relay = status.run, status.phase == "relaying"
+    is_alone = run.members_live <= 1 and not is_relay and status.phase != "finished"
+    is_outside = not status.is_member and status.phase in _JOINING
     if status.release_conflict and is_alone:
         text, remedy = release_words(status.release_conflict, status.version)
-        part = "training alone" if status.is_member else "not in the run yet"
+        part = "not in the run yet" if is_outside else "training alone"
         yield Headline("trouble", f"{part}: {text}", remedy)
-    if not status.is_member and status.phase != "relaying":
+    if is_outside:
         since = now - status.started_at
         waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
         if since < USUAL_SECONDS:
@@ -103,9 +120,12 @@ def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
             "firewall lets it out; `farandole doctor INVITE` finds out why"
         )
         yield Headline("trouble", waiting, remedy, since)
-    if status.isolation:
+    if is_relay and status.waits_for and not status.connected_peers:
+        yield Headline("busy", f"waiting for {status.waits_for}")
+    have_all_left = run.members_left and not run.members_gone and not run.members_heard
+    if status.isolation and not status.connected_peers and not have_all_left:
         text = f"cut off from all other members: {status.isolation}"
-        goes_on = "" if status.phase == "relaying" else ". Training goes on meanwhile"
+        goes_on = "" if is_relay else ". Training goes on meanwhile"
         yield Headline("trouble", text, f"check this machine's internet; `farandole doctor` says more{goes_on}")
     yield from _failures(status)
     if status.phase in ("starting", "joining", "fetching weights", "preparing"):
@@ -114,10 +134,36 @@ def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
         if status.phase_detail == NO_START and since >= USUAL_SECONDS:
             yield Headline("trouble", waiting, _START, since)
         yield Headline("busy", waiting)
+    if is_alone and not status.is_member:
+        text = "training alone: this node is no longer a member of this run"
+        yield Headline("trouble", text, "ask the run's creator for a new invite, and join again with it")
     if is_alone:
-        known = f"; {status.run.members_gone} others were here" if status.run.members_gone else ""
-        text = f"training alone: there is no other live member in this run{known}"
-        yield Headline("trouble", text, "`farandole run invite` prints an invite for others")
+        yield _alone(run)
+
+
+def _alone(run: RunStatus) -> Headline:
+    left, gone = run.members_left, run.members_gone + run.members_heard
+    invite = "`farandole run invite` prints an invite for others"
+    if not left and not gone:
+        return Headline("trouble", "training alone: there is no other live member in this run", invite)
+    others = {1: "the only other member", 2: "both others"}.get(left + gone, f"all {left + gone} others")
+    if not gone:
+        they = "it" if left == 1 else "they"
+        return Headline("busy", f"training alone: {others} {_have(left)} left; {they} may come back")
+    if left:
+        text = f"{gone} of {left + gone} others {_are(gone)} gone, {left} {_have(left)} left"
+    else:
+        text = f"{others} {_are(gone)} gone"
+    moved = "`farandole dial ADDRESS` reaches a member whose address has changed"
+    return Headline("trouble", f"training alone: {text}", f"{moved}; {invite}")
+
+
+def _have(number: int) -> str:
+    return "has" if number == 1 else "have"
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _failures(status: NodeStatus) -> Iterator[Headline]:
@@ -130,15 +176,28 @@ def _failures(status: NodeStatus) -> Iterator[Headline]:
         if all(exchange.verdict.startswith(prefixes) for exchange in last):
             reason = last[-1].verdict.removeprefix("failed:").rpartition("refused:")[2].strip()
             yield Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
+    if all(exchange.verdict.startswith((_LATE_HERE, _LATE_THERE)) for exchange in last):
+        yield _busy(last, f"the last {num_failed} exchanges in a row failed")
     reason = last[-1].verdict.removeprefix("failed:").strip()
     yield Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
 
 
+def _busy(last: Sequence[ExchangeStatus], failed: str) -> Headline:
+    """Return whose machine is too busy to judge what it is sent in an exchange's time: this one, or the partners'."""
+    here = [exchange.seconds for exchange in last if exchange.verdict.startswith(_LATE_HERE)]
+    if here:
+        text = f"this machine is busy: judging takes more than {duration(max(here))}, and {failed}"
+        remedy = "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`"
+        return Headline("trouble", text, remedy)
+    text = f"the partners' machines are busy: judging takes them too long, and {failed}"
+    remedy = "nothing to do here: they need more processor time, or the run longer exchanges (`exchange_seconds`)"
+    return Headline("trouble", text, remedy)
+
+
 def _well(status: NodeStatus, now: float) -> Iterator[Headline]:
     if status.phase == "relaying":
-        yield Headline("well", f"relaying: {status.connected_peers} peers are connected")
-    others = status.run.members_live - 1
-    company = f"with {others} other{'s' if others != 1 else ''}"
+        yield Headline("well", f"relaying for {plural(status.connected_peers, 'connected peer')}")
+    company = f"with {plural(status.run.members_live - 1, 'other')}"
     if status.phase == "finished":
         yield Headline("well", f"all rounds are done; here {company} for those who still train")
     text = f"training {company}, round {status.round}, {count(status.tokens_per_second)} tokens/s"
@@ -150,65 +209,16 @@ def _well(status: NodeStatus, now: float) -> Iterator[Headline]:
     yield Headline("well", text)
 
 
-# Events that follow from looking at a node: changes of its connections, and remedies for what lasts.
+# Remedies for what lasts, at the terminal.
 #
-# Two looks at the connections, a few seconds apart, are compared, so that the parts that connect a node need no text
-# for people. The remedies are those of the status's first line: a person who watches the terminal of ``farandole
-# join`` or ``farandole relay`` need not know `farandole status` to read what to do. Each is printed once, and again
-# only after another one or after the node was well.
+# They are those of the status's first line: a person who watches the terminal of ``farandole join`` or ``farandole
+# relay`` need not know `farandole status` to read what to do. Each is printed once, and again only after another one or
+# after the node was well.
 
-CONNECTIONS_INTERVAL: Final = 2.0
 # The status of a run with a thousand members takes some milliseconds.
 STATUS_INTERVAL: Final = 5.0
 # A trouble that is over sooner, such as the moment between the loss of a peer and the next one, needs no person.
 REMIND_AFTER: Final = 30.0
-_REACHED: Final = {"public": "directly", "punchable": "by hole punching", "relay only": "through a relay only"}
-
-
-@dataclass(frozen=True, slots=True)
-class Connections:
-    """A node's connections, by the peers' short names."""
-
-    reachability: str = "unknown"
-    """As in `farandole.node.status.status.NodeStatus`."""
-    relays: frozenset[str] = frozenset()
-    """Relays through which others reach this node."""
-    paths: Mapping[str, str] = field(default_factory=dict)
-    """Peer -> ``direct``, ``punched`` or ``relayed``."""
-
-
-def changes(before: Connections, after: Connections) -> Iterator[str]:
-    """Yield the changes between two states in words."""
-    if after.reachability != before.reachability and after.reachability in _REACHED:
-        yield f"others reach this node {_REACHED[after.reachability]}"
-    yield from _of_relays(sorted(before.relays - after.relays), sorted(after.relays - before.relays))
-    for peer, path in after.paths.items():
-        was = before.paths.get(peer, "")
-        if path == "relayed" and was != path:
-            yield f"{peer} is reached through a relay"
-        elif was == "relayed" and path == "punched":
-            yield f"a hole is punched to {peer}: what went through a relay goes directly"
-        elif was == "relayed" and path != was:
-            yield f"{peer} is reached directly now, not through a relay"
-
-
-def _of_relays(lost: list[str], found: list[str]) -> Iterator[str]:
-    for old, new in zip(lost, found, strict=False):
-        yield f"the relay {old} was replaced by {new}"
-    for old in lost[len(found) :]:
-        yield f"the relay {old} is one no more"
-    for new in found[len(lost) :]:
-        yield f"others reach this node through the relay {new}"
-
-
-async def note_changes(look: Callable[[], Connections], note: Callable[[str], None]) -> None:
-    """Note changes until cancelled."""
-    seen = Connections()
-    while True:
-        before, seen = seen, look()
-        for text in changes(before, seen):
-            note(text)
-        await trio.sleep(CONNECTIONS_INTERVAL)
 
 
 class Reminder:
@@ -217,15 +227,13 @@ class Reminder:
     def __init__(self) -> None:
         self._told = self._seen = ""
         self._seen_at = 0.0
-        self._past: Sequence[str] = ()
-        """Warnings from before the node was last well."""
 
     def look(self, status: NodeStatus, now: float) -> str:
         """Return the line to print, empty if there is none; ``now`` is monotonic."""
         found = headline(status, status.at)
         if found.level == "well":
-            self._told, self._past = "", status.warnings
-        elif found.remedy and any(text.endswith(found.remedy) for text in status.warnings if text not in self._past):
+            self._told = ""
+        elif found.remedy and any(text.endswith(found.remedy) for text in status.warnings):
             self._told = found.remedy  # it was printed when the warning arose
         if found.remedy != self._seen:
             self._seen, self._seen_at = found.remedy, now
@@ -233,7 +241,7 @@ class Reminder:
         if not is_new or max(found.lasts, now - self._seen_at) < REMIND_AFTER:
             return ""
         self._told = found.remedy
-        return f"{found.text}. {found.remedy}"
+        return found.sentences
 
 
 async def keep_reminding(look: Callable[[], NodeStatus], remind: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from farandole.protocol.state.entries import PARTNER_BYTES, Beat, Member, Progre
 from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.state.node_state import LOSS_SCALE, NodeState
 from farandole.protocol.state.state import RunState
-from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.identity import peer_id_of, public_key_of
 
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
@@ -29,8 +29,7 @@ from ..loop.traffic_service import TrafficService
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..status.journal import Journal
-from ..status.status import MAX_LINKS, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
-from .headline import Connections
+from ..status.status import MemberStatus, NodeStatus, Resources, RunStatus
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
@@ -93,14 +92,21 @@ class Reporter:
             bytes_received=exchanges.bytes_received,
             last_exchange=exchanges.last,
             recent_exchanges=list(exchanges.recent),
-            warnings=list(journal.warnings),
+            warnings=[event.text for event in journal.standing],
+            warned_at=[event.at for event in journal.standing],
+            disk=journal.disk,
             events=list(journal.events),
             # Addresses, connections and bandwidth
             peer_id=host.peer_id,
             addresses=host.addresses,
             mapped_addresses=host.own.all_mapped,
             connected_peers=len(host.connected),
-            links=self.links(),
+            round_trips={
+                member.peer_id: seconds
+                for member in shown
+                if (seconds := host.connections.round_trip(public_key_of(member.peer_id))) is not None
+            },
+            remarks=journal.remarks,
             reachability=connectivity.reachability.kind.value,
             relays=[peer_id_of(held.relay) for held in host.relays.reservations],
             relayed_peers=connectivity.server.table.num_reservations,
@@ -129,36 +135,6 @@ class Reporter:
             return taken
         device_memory, total = state.device_memory
         return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
-
-    def connections(self) -> Connections:
-        """Return the node's connections, for its events."""
-        return Connections(
-            self.connectivity.reachability.kind.value,
-            frozenset(short_name(held.relay) for held in self.host.relays.reservations),
-            {short_name(peer): self.host.connections.path(peer) for peer in self.host.connected},
-        )
-
-    def links(self) -> list[LinkStatus]:
-        """Return the links: connections first, and of these the partners of the last exchanges."""
-        exchanges = self.journal.exchanges
-        connected = {peer_id_of(peer): peer for peer in self.host.connected}
-        links = []
-        for name in connected.keys() | exchanges.last_by_peer.keys():
-            peer, last = connected.get(name), exchanges.last_by_peer.get(name)
-            link = LinkStatus(
-                peer_id=name,
-                path="" if peer is None else self.host.connections.path(peer),
-                round_trip_seconds=None if peer is None else self.host.connections.round_trip(peer),
-                bytes_per_second=exchanges.bandwidths.get(name),
-                committed=exchanges.partners[name],
-            )
-            if last is not None:
-                link = msgspec.structs.replace(
-                    link, last_round=last.round, last_verdict=last.verdict, last_at=last.ended_at
-                )
-            links.append(link)
-        links.sort(key=lambda link: (link.peer_id not in connected, -link.last_at, link.peer_id))
-        return links[:MAX_LINKS]
 
     def members(self) -> list[MemberStatus]:
         """Return the members, live ones first. A large run's may be a few seconds old: pages ask every second."""
@@ -238,7 +214,7 @@ def run_status(
 ) -> RunStatus:
     """Return the run as a whole, by its members; ``providers``: live members of each stage."""
     live = [member for member in members if member.is_live]
-    num_heard = sum(member.is_heard for member in members)
+    num_heard, num_left = (sum(getattr(member, name) for member in members) for name in ("is_heard", "has_left"))
     losses = [member.loss for member in live if member.loss is not None]
     gone_tokens = state.total_progress().tokens if state is not None else 0
     return RunStatus(
@@ -246,7 +222,8 @@ def run_status(
         name=name,
         members_live=len(live),
         members_heard=num_heard,
-        members_gone=len(members) - len(live) - num_heard,
+        members_left=num_left,
+        members_gone=len(members) - len(live) - num_heard - num_left,
         tokens=max(gone_tokens, sum(member.tokens for member in members)),
         tokens_per_second=sum(member.tokens_per_second for member in live),
         loss_mean=sum(losses) / len(losses) if losses else None,

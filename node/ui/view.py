@@ -7,7 +7,7 @@ screen has two narrow columns, so a row also has the lines that are shown there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Final, Literal
 
@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, size, sparkline
+from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, plural, size, sparkline
 from ..base.remedies import release_words, releases
 from ..status.round_log import more_steps
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
@@ -51,16 +51,21 @@ class Row(msgspec.Struct, frozen=True):
 
 def status_rows(status: NodeStatus, now: float) -> list[Row]:
     """Return the rows of a node's status; ``now``: Unix seconds by the node's clock."""
+    is_relay = status.phase == "relaying"  # it trains nothing, and is no member that knows the others' state
     rows = (
         *_of_node(status, now),
-        *_of_training(status),
-        *_of_exchanges(status, now),
-        run_row(status.run),
+        *(() if is_relay else (*_of_training(status), *_of_exchanges(status, now), run_row(status.run))),
         *_of_links(status),
         *_of_machine(status),
-        *(Row("warning", warning, "warning") for warning in status.warnings[-MAX_WARNINGS_SHOWN:]),
+        *(Row("warning", warning, "warning") for warning in warnings_of(status, now)[-MAX_WARNINGS_SHOWN:]),
     )
     return [row for row in rows if row.value]
+
+
+def warnings_of(status: NodeStatus, now: float) -> list[str]:
+    """Return the warnings that stand, newest last, each with its age."""
+    times = status.warned_at or [now] * len(status.warnings)
+    return [f"{duration(now - at)} ago: {text}" for text, at in zip(status.warnings, times, strict=True)]
 
 
 def _joined(separator: str, *parts: str) -> str:
@@ -87,17 +92,18 @@ def _of_training(status: NodeStatus) -> Iterator[Row]:
     value = _joined(
         ", ",
         f"round {status.round}",
-        f"{status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round)",
+        f"{plural(status.inner_steps, 'inner step')} ({status.inner_steps_this_round} in this round)",
         f"{count(status.tokens)} tokens at {speed}/s",
         busy,
         f"outer step {more_steps(status.late_steps)}" if status.late_steps else "",
-        f"{status.microbatch} sequences at a time" if status.microbatch else "",
+        f"{plural(status.microbatch, 'sequence')} at a time" if status.microbatch else "",
     )
     brief = _joined("\n", f"{speed} tokens/s on {status.device or 'no device yet'}", busy)
     yield Row("progress", value, brief=brief)
     if (data := status.data) is not None:
         epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
-        others = f"{data.others_texts} nodes train on another text" if data.others_texts else ""
+        verb = "trains" if data.others_texts == 1 else "train"
+        others = f"{plural(data.others_texts, 'node')} {verb} on another text" if data.others_texts else ""
         is_much = data.doubted > MUCH_DOUBTED * data.slices
         doubted = f"{data.doubted:,} more are said to be done, and not believed yet" if is_much else ""
         leased = f"{data.leased:,} of {data.slices:,} slices are this node's now"
@@ -138,7 +144,8 @@ def _loss(status: NodeStatus) -> Row:
 
 def _of_exchanges(status: NodeStatus, now: float) -> Iterator[Row]:
     paths = ", ".join(f"{number} {_PATHS[path]}" for path, number in status.paths.items() if path in _PATHS)
-    committed = f"{status.exchanges_ok} committed with {len(status.partners)} partners{f' ({paths})' if paths else ''}"
+    partners = plural(len(status.partners), "partner")
+    committed = f"{status.exchanges_ok} committed with {partners}{f' ({paths})' if paths else ''}"
     ends = f"{committed}, {status.exchanges_alone} alone, {status.exchanges_failed} failed"
     yield Row("exchanges", f"{ends}; {_moved(status)}")
     if (exchange := status.last_exchange) is None:
@@ -164,7 +171,8 @@ def _moved(counted: NodeStatus | PipelineStatus | ExchangeStatus) -> str:
 def run_row(run: RunStatus) -> Row:
     """Return the row about the run as a whole."""
     heard = f"{run.members_heard} only heard of, " if run.members_heard else ""
-    company = f"{run.members_live} live, {heard}{run.members_gone} gone"
+    left = f", {run.members_left} left" if run.members_left else ""
+    company = f"{run.members_live} live, {heard}{run.members_gone} gone{left}"
     tokens, speed = count(run.tokens), count(run.tokens_per_second)
     losses = f"loss {loss(run.loss_mean)} ({loss(run.loss_min)} to {loss(run.loss_max)})"
     brief = f"loss of all {loss(run.loss_mean)}; {company}\n{speed} tokens/s, {tokens} tokens"
@@ -182,7 +190,8 @@ def _of_links(status: NodeStatus) -> Iterator[Row]:
         yield Row("releases", f"{members} {releases([*others], status.version)}; this node {status.version}")
     kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-    yield Row("links", f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else ""))
+    connected = f"{plural(status.connected_peers, 'peer')} connected"
+    yield Row("links", connected + (f" (members: {detail})" if detail else ""))
     yield _reached(status)
     sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
     received = _flow(status.bytes_received_per_second, status.download_mbit)
@@ -193,11 +202,12 @@ def _reached(status: NodeStatus) -> Row:
     """Return the row about how others reach this node, and for which peers it relays."""
     way = _WAYS.get(status.reachability, "not directly")
     number = len(status.relays)
-    relays = f"through {number} {'relay' if number == 1 else 'relays'}" if number else ""
+    relays = f"through {plural(number, 'relay')}" if number else ""
     names = ", ".join(relay[-8:] for relay in status.relays)
     relayed = ""
     if status.relayed_peers:
-        relayed = f"is a relay for {status.relayed_peers} peers, {status.relayed_circuits} pairs of which talk now"
+        talking = f"{plural(status.relayed_circuits, 'pair')} talking"
+        relayed = f"is a relay for {plural(status.relayed_peers, 'peer')}, {talking}"
     brief = f"reached {_joined('; ', way, relays, relayed)}"
     return Row("reached", _joined("; ", way, _joined(": ", relays, names), relayed), brief=brief)
 
@@ -253,9 +263,8 @@ def status_screen(status: NodeStatus, now: float) -> RenderableType:
     for row in status_rows(status, now):
         grid.add_row(row.label, Text(row.value, STYLES[row.emphasis]))
     found = headline(status, now)
-    first = Text(found.text, STYLES[found.level])
-    if found.remedy:
-        first.append(f". {found.remedy}", "not bold default")
+    first = Text(found.sentences, STYLES[found.level])
+    first.stylize("not bold default", len(found.text))
     return Group(first, _title(status), grid)
 
 
@@ -266,13 +275,16 @@ def _title(status: NodeStatus) -> Text:
     return Text.assemble((status.run.name or "farandole", "bold"), (run, "dim"), "  ", (part, style))
 
 
-def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) -> Table:
-    """Make the table of `farandole peers`: a line for each member, and one with several stages' ``providers``."""
+def members_table(
+    members: list[MemberStatus], providers: Sequence[int] = (), remarks: Mapping[str, str] | None = None
+) -> Table:
+    """Make the table of `farandole peers`: a line for each member, then the remarks on peers, and stages' providers."""
     has_stages = len(providers) > 1
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     has_versions = len({member.version for member in members}) > 1
     texts, numbers = ("peer", "state", "link", "version", "device"), ("round", "steps", "tokens", "tokens/s", "loss")
     first, last = ["peer", "state", *(["stage"] if has_stages else [])], ["link", "seen"]
+    captions = [f"{peer[-8:]} {words}" for peer, words in (remarks or {}).items()]
     for column in (*first, *numbers, *last, *(["version"] if has_versions else []), "device"):
         table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
     for member in members:
@@ -293,5 +305,7 @@ def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) ->
         )
     if has_stages:
         live = ", ".join(f"{number} in {stage}" for stage, number in enumerate(providers))
-        table.caption, table.caption_justify = f"live in each stage: {live}", "left"
+        captions.append(f"live in each stage: {live}")
+    if captions:
+        table.caption, table.caption_justify = Text("\n".join(captions)), "left"
     return table

@@ -164,12 +164,18 @@ class Enter:
     waits_for: str = ""
 
 
+# `Say.cause` of a checkpoint that could not be written; the first line of a status shows it (`NodeStatus.disk`).
+UNSAVED = "disk: checkpoint"
+
+
 @dataclass(frozen=True, slots=True)
 class Say:
     """Print a line at the terminal; print and keep a warning (``warn``); or only keep it (``note``)."""
 
     text: str
     how: Literal["say", "warn", "note"] = "say"
+    cause: str = ""
+    """Of a warning that ends: what ends it (`farandole.node.status.journal.Journal.over`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from .pairing import MAX_ROUNDS_BEHIND, Pairing
 from .training_events import (
     FOLLOWING,
     HAS_TRAINER,
+    UNSAVED,
     EndTrainer,
     Enter,
     Event,
@@ -267,7 +268,7 @@ class TrainingLoop:
         if isinstance(verdict, End):
             self._end(verdict.words)
             return
-        self._outputs.append(Say(verdict.words, "warn"))
+        self._outputs.append(Say(verdict.words, "warn", "trainer"))
         if ended.cause != "weights":
             restarts = self.training.trainer_restarts + 1
             self._change(trainer_restarts=restarts, is_trainer_dead=True, tokens_per_second=0.0)
@@ -591,8 +592,10 @@ class TrainingLoop:
 
     def _note_saved(self, life: _Life, report: messages.Saved, now: float) -> None:
         life.num_saving = max(0, life.num_saving - 1)  # a loop that is over saves unasked
-        if report.problem or report.note:
-            self._outputs.append(Say(report.problem or report.note, "warn"))
+        if report.problem:
+            self._outputs.append(Say(report.problem, "warn", UNSAVED))
+        elif report.note:
+            self._outputs.append(Say(report.note, "warn"))
         if self.state is not LoopState.ENDING:
             if life.is_save_due:
                 self._save(life, now)

@@ -145,6 +145,7 @@ class Gossip:
             self.push.welcome(author, num_live, now)
         if forward:
             kept_back = {author for author in report.displacing if not self._displacing.of(peer, now).take(now)}
+            report.num_too_many += len(kept_back)
             news = [entry.signed for entry in report.new if entry.author not in kept_back]
             self.push.queue([*report.proofs, *news], peer)
         if invalid := len(report.faults):

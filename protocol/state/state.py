@@ -108,6 +108,8 @@ class MergeReport:
     """Why items were invalid: each is a fault of the sender."""
     displacing: dict[bytes, None] = field(default_factory=dict)
     """Authors that are new here, each in the place of another one, in the order in which they came."""
+    num_too_many: int = 0
+    """Authors that are new here, and that the peer brought faster than it may: refused, or not passed on."""
 
 
 _Ref = tuple[
@@ -346,6 +348,7 @@ class RunState:
         """Return why a new author is refused; None if it is admitted."""
         is_needed = self.places.is_needed(author)
         if not (is_needed or self._may_bring_another(now, report)):
+            report.num_too_many += 1
             return Outcome.DEFERRED
         if not self.places.is_full:
             return None

@@ -76,6 +76,7 @@ STATUS = NodeStatus(
         msgspec.structs.replace(_MEMBER, peer_id="12D3KooWgone", is_self=False, is_live=False, last_seen_seconds=99.0),
     ],
     warnings=["the trainer died; starting it again"],
+    warned_at=[NOW - 78],
     paths={"bulk": 5, "stream": 1},
 )
 

@@ -119,5 +119,7 @@ async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, texts: Path) 
                         num_before = (await daemon.status()).exchanges_ok
                         await daemon.until(partial(goes_on, num_before=num_before))
                 assert host.connected >= set(victims), "they have not been flooded"
+                for daemon in (alice, bob):  # and its owner is told who it is
+                    await daemon.until(lambda status: "crowd others out" in str(status.warnings))
                 nursery.cancel_scope.cancel()
     assert NUM_KEYS > MAX_AUTHORS

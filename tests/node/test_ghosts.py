@@ -52,7 +52,7 @@ async def haunt(messenger: Messenger, victims: list[bytes], run_id: bytes) -> No
 
 
 def committed(status: NodeStatus, partner: str) -> int:
-    return next((link.committed for link in status.links if link.peer_id[-8:] == partner), 0)
+    return next((number for peer, number in status.partners.items() if peer[-8:] == partner), 0)
 
 
 def has_stopped(status: NodeStatus) -> bool:

@@ -38,7 +38,7 @@ async def test_who_has_an_invite_trains_and_comes_back_and_nobody_else_connects(
             await alice.until(lambda status: status.run.members_live == 2)
             assert decode_invite(await invite_by(bob)).network_key == decode_invite(invite).network_key != b""
         async with joined(tmp_path / "bob", *data) as bob:
-            await bob.says("connected to 1")
+            await bob.says("connected to 1 peer")
         right = decode_invite(invite)
         others = [Invite(right.run_id, right.addresses, network_key=key) for key in (b"", bytes(32))]
         codes: dict[Invite, int] = {}

@@ -23,6 +23,7 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store
 from farandole.node.ui.dashboard.server import find_place
+from farandole.node.ui.headline import headline
 from farandole.protocol.mesh.kademlia import relay_key, run_key
 from farandole.protocol.run.invite import Invite, encode_invite, split_address
 from farandole.protocol.wire.identity import peer_id_of, short_name
@@ -115,12 +116,14 @@ async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
             assert await relay.end(signal.SIGTERM) == Exit.OK
 
 
-async def test_it_says_that_no_peer_answers(tmp_path: Path) -> None:
+async def test_it_says_that_it_waits_for_its_first_member(tmp_path: Path) -> None:
     nobody = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
     async with started(tmp_path / "relay", "relay", nobody, "--no-mdns") as relay:
         await relay.says("listening on")
-        told = "no known address answers: 1 address of 1 peer tried; still trying"
-        await relay.until(lambda status: status.isolation == told)
+        status = await relay.until(lambda status: bool(status.waits_for))
+        found = headline(status, status.at)
+        assert found.level == "busy"
+        assert found.text.startswith("waiting for a member: on its machine, `farandole dial /ip4/")
 
 
 async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembered(tmp_path: Path) -> None:

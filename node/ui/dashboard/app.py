@@ -1,4 +1,4 @@
-"""The dashboard's web application: a page, a stream of events, and the few things that a person may do.
+"""The dashboard's web application: a page, what it reads every second, and the few things that a person may do.
 
 It listens on loopback, but that is not enough: any web page in the same browser can send requests there. So a request
 must name a loopback host (an attacker's name that resolves to 127.0.0.1 is refused: DNS rebinding), have the page
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -24,7 +24,7 @@ import trio
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,12 +34,9 @@ from ..metrics.exposition import CONTENT_TYPE, metrics_text
 from .views import RunHistory, members_view, overview
 
 LOOPBACK_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-OVERVIEW_INTERVAL: Final = 1.0
-# The members of a large run are a hundred times as much data as the rest; a small run's are sent every time.
-MEMBERS_INTERVAL: Final = 5.0
+# A look at the members of a large run takes a hundred times as long as one at the rest.
+HISTORY_INTERVAL, LONGER_INTERVAL = 1.0, 5.0
 SMALL_RUN: Final = 64
-# Most open pages, including forgotten tabs; each is a stream that this node feeds.
-MAX_LISTENERS: Final = 8
 # Parameters of an action: a few numbers.
 MAX_BODY_BYTES: Final = 1_024
 
@@ -75,14 +72,13 @@ class Dashboard:
     token: str
     clock: Callable[[], float]
     history: RunHistory = field(default_factory=RunHistory)
-    _num_listeners: int = 0
 
     async def run(self) -> None:
         """Record the run's history, until cancelled."""
         while True:
             status = self.status()
             self.history.observe(status.run, status.members, status.validation, self.clock())
-            await trio.sleep(OVERVIEW_INTERVAL if len(status.members) <= SMALL_RUN else MEMBERS_INTERVAL)
+            await trio.sleep(HISTORY_INTERVAL if len(status.members) <= SMALL_RUN else LONGER_INTERVAL)
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
@@ -91,56 +87,33 @@ class Dashboard:
             return _json(overview(self.status(), self.history, self.clock()))
 
         async def show_members(request: Request) -> Response:
-            return _json(members_view(self.status().members, self.history))
+            status = self.status()
+            return _json(members_view(status.members, self.history, status.remarks))
+
+        async def show_metrics(request: Request) -> Response:
+            return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
 
         return Starlette(
             routes=[
                 *(Route(path, _file(*served)) for path, served in PAGE.items()),
                 Route("/api/overview", self._with_token(show_overview)),
                 Route("/api/members", self._with_token(show_members)),
-                Route("/metrics", self._metrics),
-                Route("/events", self._with_token(self._events)),
+                Route("/metrics", show_metrics),
                 Route("/api/{action}", self._with_token(self._do), methods=["POST"]),
             ],
             middleware=[Middleware(_same_origin)],
         )
 
     def _with_token(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Answer requests that carry the token, as a bearer's or, from an EventSource, in the query."""
+        """Answer requests that carry the token as a bearer's."""
 
         async def guarded(request: Request) -> Response:
-            query = request.query_params.get("token", "")
-            given = request.headers.get("authorization", "").removeprefix("Bearer ") or query
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.token.encode()):
                 return _problem(401, "open the page by the address that `farandole dashboard` prints: it has the token")
             return await answer(request)
 
         return guarded
-
-    async def _metrics(self, request: Request) -> Response:
-        return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
-
-    async def _events(self, request: Request) -> Response:
-        if self._num_listeners >= MAX_LISTENERS:
-            return _problem(503, f"{MAX_LISTENERS} pages are open already: close one")
-        return _EventStream(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
-
-    async def _event_stream(self) -> AsyncGenerator[bytes]:
-        """Yield events until the page is closed, which cancels this; none if there are too many pages by now."""
-        if self._num_listeners >= MAX_LISTENERS:
-            return
-        self._num_listeners += 1
-        try:
-            members_at = 0.0
-            while True:
-                status, now = self.status(), trio.current_time()
-                yield _event("overview", overview(status, self.history, self.clock()))
-                if len(status.members) <= SMALL_RUN or now >= members_at:
-                    members_at = now + MEMBERS_INTERVAL
-                    yield _event("members", members_view(status.members, self.history))
-                await trio.sleep(OVERVIEW_INTERVAL)
-        finally:
-            self._num_listeners -= 1
 
     async def _do(self, request: Request) -> Response:
         action = self.actions.get(request.path_params["action"])
@@ -159,22 +132,6 @@ class Dashboard:
             return _problem(400, f"not the parameters of an action: {error}")
         except ControlError as error:
             return _problem(409, str(error))
-
-
-class _EventStream(StreamingResponse):
-    """A response that closes its generator when the page goes away while data is being sent.
-
-    Starlette leaves it to the garbage collector, and the page's place would be taken until then.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes], **options: Any) -> None:
-        super().__init__(events, **options)
-        self._events = events
-
-    async def stream_response(self, send: Send) -> None:
-        """Send all events, or those until the page goes away."""
-        async with aclosing(self._events):
-            await super().stream_response(send)
 
 
 def _same_origin(app: ASGIApp) -> ASGIApp:
@@ -214,10 +171,6 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json", headers=_HEADERS)
-
-
-def _event(name: str, value: object) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 def _problem(code: int, text: str) -> Response:

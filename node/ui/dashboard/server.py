@@ -55,7 +55,7 @@ def stored_place(place_file: Path, place: PageAddress) -> Iterator[PageAddress]:
         place_file.unlink(missing_ok=True)
 
 
-# A page that vanished without closing is detected by then; the stream of a page sends data every second.
+# A page that vanished without closing is detected by then; a page asks every second.
 KEEP_ALIVE_SECONDS: Final = 10.0
 # Requests have no bodies, and headers of a browser's size.
 MAX_HEADER_BYTES: Final = 16 * 1024

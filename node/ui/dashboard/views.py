@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,7 +18,7 @@ import msgspec
 from ...base.figures import loss
 from ...status.status import MemberStatus, NodeStatus, RunStatus
 from ..headline import Headline, headline
-from ..view import Row, member_state, run_row, status_rows
+from ..view import Row, member_state, run_row, status_rows, warnings_of
 
 # On a page 600 pixels wide more points than these cannot be distinguished.
 MAX_POINTS: Final = 512
@@ -151,6 +151,8 @@ class Overview(RunOverview, frozen=True, kw_only=True):
 
     rows: list[Row]
     """The rows of the status without its warnings, and without the run's."""
+    warnings: list[str]
+    """Each with its age, newest last."""
     status: NodeStatus
     """Its members and its run are left out."""
     validation: list[Point]
@@ -173,6 +175,7 @@ class MemberView(msgspec.Struct, frozen=True):
     """How others reach it, as it announces: ``public``, ``relay``, or empty."""
     device: str
     seen: float | None
+    remark: str
 
 
 class MembersView(msgspec.Struct, frozen=True):
@@ -200,6 +203,7 @@ def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
         mean_loss=history.mean_loss.points,
         throughput=history.throughput.points,
         rows=[row for row in status_rows(status, now) if row.label not in ("warning", "the run")],
+        warnings=warnings_of(status, now),
         status=msgspec.structs.replace(status, members=[], losses=[], validation=[]),
         validation=history.validation.points,
     )
@@ -222,17 +226,19 @@ def public_view(
     return PublicView(shown, members_view(members, history))
 
 
-def members_view(members: Sequence[MemberStatus], history: RunHistory) -> MembersView:
+def members_view(
+    members: Sequence[MemberStatus], history: RunHistory, remarks: Mapping[str, str] | None = None
+) -> MembersView:
     """Return all members, with the curves of the first few live ones."""
     live = [member.peer_id for member in members if member.is_live and member.peer_id in history.losses]
     return MembersView(
-        members=[_member(member) for member in members],
+        members=[_member(member, (remarks or {}).get(member.peer_id, "")) for member in members],
         curves={peer: history.losses[peer].points for peer in live[:MAX_CURVES_SHOWN]},
         meetings=list(history.meetings),
     )
 
 
-def _member(member: MemberStatus) -> MemberView:
+def _member(member: MemberStatus, remark: str) -> MemberView:
     is_relayed = any("/p2p-circuit" in address for address in member.addresses)
     return MemberView(
         **{name: getattr(member, name) for name in _COPIED},
@@ -240,4 +246,5 @@ def _member(member: MemberStatus) -> MemberView:
         link=member.path if member.is_connected else "",
         reach="relay" if is_relayed else "public" if member.addresses else "",
         seen=member.last_seen_seconds,
+        remark=remark,
     )

@@ -91,7 +91,7 @@ def _network(status: NodeStatus) -> Iterator[Metric]:
 
 
 def _run(run: RunStatus) -> Iterator[Metric]:
-    members = {"live": run.members_live, "heard": run.members_heard, "gone": run.members_gone}
+    members = {state: getattr(run, f"members_{state}") for state in ("live", "heard", "gone", "left")}
     yield _by(Gauge, "farandole_run_members", "Members that this node knows of.", "state", members)
     yield Count("farandole_run_tokens", "Tokens that the whole run has trained on.", run.tokens)
     yield Gauge("farandole_run_tokens_per_second", "Of all live members.", run.tokens_per_second)

@@ -22,6 +22,7 @@ from textual.widgets import Footer, Static
 
 from farandole.protocol.wire.errors import FarandoleError
 
+from ...base.figures import plural
 from ...status.status import NodeStatus
 from .feed import Feed, News, NodeView
 from .panels import events_text, first_lines, links_table, node_panel, run_panel
@@ -153,6 +154,6 @@ class WatchApp(App[None]):
         run = status.run
         self._run.border_title = f"{run.name or 'the run'} {run.run_id[:8]}".strip()
         self._node.border_title = f"this node {status.peer_id[-8:]}"
-        self._links_part.border_title = f"links: {status.connected_peers} peers connected"
+        self._links_part.border_title = f"links: {plural(status.connected_peers, 'peer')} connected"
         width = self._links_part.scrollable_content_region.width
-        self._links.update(links_table(status.links, now, width))
+        self._links.update(links_table(status, now, width))

@@ -7,7 +7,6 @@ changes, and its events.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,28 +20,19 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.control import NoNodeError, call
 from ...base.interrupts import Ending
+from ...status.journal import without_figures
 from ...status.status import Event, NodeStatus
 from ..headline import Headline, headline
 
 INTERVAL: Final = 1.0
 # A screen has no room for more members, and `farandole peers` shows all: a status of a thousand members has a megabyte.
 MAX_MEMBERS: Final = 64
-# A node answers within seconds, or says that it is stopped.
-STALE_SECONDS: Final = 12.0
 # Most events of the watcher itself; nodes come and go less often.
 MAX_OWN_EVENTS: Final = 50
-# Durations and counts change all the time; that is no news.
-_FIGURES: Final = re.compile(r"\d")
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The node did not answer; ``why`` is for people."""
-
-    why: str
-
-
-News = NodeStatus | Lost
+News = NodeStatus | str
+"""A status, or why the node did not answer, for people."""
 
 
 class Feed:
@@ -57,7 +47,7 @@ class Feed:
             try:
                 yield msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus)
             except (FarandoleError, msgspec.MsgspecError) as error:
-                yield Lost(str(error))
+                yield str(error)
             is_over.wait(INTERVAL)
 
     def ask(self, action: str) -> str:
@@ -84,9 +74,9 @@ class NodeView:
 
     def told(self, news: News, now: float) -> NodeView:
         """Return the view with these news."""
-        if isinstance(news, Lost):
-            view = replace(self, lost=news.why)
-            return view if self.lost else view._noting(f"the node does not answer: {news.why}", now)
+        if isinstance(news, str):
+            view = replace(self, lost=news)
+            return view if self.lost else view._noting(f"the node does not answer: {news}", now)
         view, before = replace(self, status=news, read_at=now, lost=""), self.status
         if before is not None and (before.pid, before.started_at) != (news.pid, news.started_at):
             return view._noting("the node was started anew", now, is_warning=False)
@@ -100,18 +90,11 @@ class NodeView:
         """Return Unix seconds by the node's own clock, which may be another machine's."""
         return 0.0 if self.status is None else self.status.at + now - self.read_at
 
-    def trouble(self, now: float) -> str:
-        """Return why the view is out of date; empty if it is current."""
-        silent = now - self.read_at
-        if self.lost or silent < STALE_SECONDS:
-            return self.lost
-        return "nothing has come yet" if self.status is None else f"nothing was heard of the node for {silent:.0f} s"
-
     def headline(self, now: float) -> Headline:
         """Return the first line."""
-        if trouble := self.trouble(now):
+        if self.lost:
             age = "" if self.status is None else f"; what is below is {now - self.read_at:.0f} s old"
-            return Headline("trouble", f"the node does not answer{age}", trouble)
+            return Headline("trouble", f"the node does not answer{age}", self.lost)
         if self.status is None:
             return Headline("busy", "asking the node")
         return headline(self.status, self.node_time(now))
@@ -140,10 +123,10 @@ def print_lines(
                     echo(f"{stamp}  {'warning: ' if event.is_warning else ''}{event.text}")
         told_until = events[-1].at if events else 0.0
         found = view.headline(now)
-        essence = found.level, _FIGURES.sub("", found.text), found.remedy
+        essence = found.level, without_figures(found.text), found.remedy
         if essence != told:
             told = essence
-            echo(f"{found.level}: {found.text}{f'. {found.remedy}' if found.remedy else ''}")
+            echo(f"{found.level}: {found.sentences}")
 
 
 def has_screen() -> bool:

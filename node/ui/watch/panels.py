@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...base.figures import BYTES_PER_MBIT, duration, loss
-from ...status.status import Event, LinkStatus, NodeStatus
+from ...status.status import Event, NodeStatus
 from ..headline import Headline, Level
 from ..view import STYLES, status_rows
 
@@ -92,8 +92,11 @@ def _with_bar(label: str, share: float, detail: str, width: int) -> str:
     return f"{label} {_BAR[0] * filled}{_BAR[1] * (room - filled)} {detail}"
 
 
-def links_table(links: Sequence[LinkStatus], now: float, width: int) -> Table:
-    """Draw one line a link. ``now``: Unix seconds by the node's clock."""
+def links_table(status: NodeStatus, now: float, width: int) -> Table:
+    """Draw one line for each member that this node is connected to, or has exchanged with lately.
+
+    ``now``: Unix seconds by the node's clock.
+    """
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0), width=width)
     is_wide = width >= _MIN_LINK_WIDTH
     table.add_column("peer", no_wrap=True)
@@ -101,19 +104,25 @@ def links_table(links: Sequence[LinkStatus], now: float, width: int) -> Table:
     for name in ("latency", *(("bandwidth", "last") if is_wide else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", ratio=1, no_wrap=True, overflow="ellipsis")
-    for link in links:
-        bandwidth = "-" if link.bytes_per_second is None else f"{link.bytes_per_second / BYTES_PER_MBIT:.1f} Mbit/s"
-        last, verdict = "-", "no exchange yet"
-        if link.last_round is not None:
-            last, verdict = f"{duration(now - link.last_at)} ago", f"round {link.last_round} {link.last_verdict}"
+    ended = {exchange.partner: exchange for exchange in status.recent_exchanges if exchange.partner}
+    paths = {member.peer_id: member for member in status.members if member.is_connected}
+    newest = sorted(ended, key=lambda peer: -ended[peer].ended_at)
+    for peer in sorted(dict.fromkeys((*newest, *paths)), key=lambda peer: peer not in paths):
+        bandwidth, last, verdict, member = "-", "-", "no exchange yet", paths.get(peer)
+        if exchange := ended.get(peer):
+            last, verdict = f"{duration(now - exchange.ended_at)} ago", f"round {exchange.round} {exchange.verdict}"
+            moved = exchange.bytes_sent + exchange.bytes_received
+            if exchange.verdict == "committed" and exchange.seconds > 0:
+                bandwidth = f"{moved / exchange.seconds / BYTES_PER_MBIT:.1f} Mbit/s"
+        round_trip = status.round_trips.get(peer)
         table.add_row(
-            link.peer_id[-8:],
-            link.path or "-",
-            "-" if link.round_trip_seconds is None else f"{link.round_trip_seconds * 1_000:.1f} ms",
+            peer[-8:],
+            "-" if member is None else member.path or "-",
+            "-" if round_trip is None else f"{round_trip * 1_000:.1f} ms",
             *((bandwidth, last) if is_wide else ()),
-            Text(verdict, style="green" if link.last_verdict == "committed" else "yellow"),
+            Text(verdict, style="green" if verdict.endswith(" committed") else "yellow"),
         )
-    if not links:
+    if not (ended or paths):
         table.add_row("none")
     return table
 

@@ -119,10 +119,10 @@ def fresh_authors() -> Iterable[bytes]:
 
 
 @pytest.mark.parametrize("make", [empty_batches, one_known_entry, ever_newer_leases, fresh_authors])
-async def test_who_floods_with_valid_messages_is_kept_out(
-    make: Callable[[], Iterable[bytes]], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_floods_with_valid_messages_is_kept_out_and_named(make: Callable[[], Iterable[bytes]]) -> None:
     async with open_victim() as victim, host_at_loopback() as attacker:
+        deeds: list[tuple[bytes, str]] = []
+        victim.gossip.on_deed = lambda peer, deed: deeds.append((peer, deed))
         await attacker.connect(victim.host.author, victim.host.addresses)
         stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
         num_sent = 0
@@ -133,7 +133,7 @@ async def test_who_floods_with_valid_messages_is_kept_out(
         assert num_sent > INBOUND_LIMITS["messages"][0]
         while attacker.author in victim.host.connected:
             await victim.host.connections.wait_for_change()
-        assert "is kept out" in caplog.text
+        assert deeds == [(attacker.author, "flooded")]
         with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
             again = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
             while True:
@@ -154,19 +154,19 @@ async def flood_from(attacker: Host, victim: Host) -> None:
             await stream.send_all(frame(push(), MAX_PUSH_BYTES))
 
 
-async def test_new_keys_do_not_let_a_flooder_in_again_at_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_new_keys_do_not_let_a_flooder_in_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flooder has an address on the internet, which tests have to simulate."""
     monkeypatch.setattr(links, "site_of", lambda host: Site("1.1.1.0/24", "1.1.1.1/32"))
     async with open_victim() as victim:
         victim.host.connections.protect(lambda peer: peer == victim.friend.author)
+        deeds: list[str] = []
+        victim.gossip.on_deed = lambda peer, deed: deeds.append(deed)
         began_at = trio.current_time()
         for _ in range(8):
             async with host_at_loopback() as attacker:
                 await flood_from(attacker, victim.host)
         most = 1 + (trio.current_time() - began_at) / STRANGER_SECONDS
-        assert 1 <= caplog.text.count("is kept out") <= most
+        assert 1 <= len(deeds) <= most
         assert victim.friend.author in victim.host.connected
         await victim.hears_friend(1)
         await victim.friend.connections.disconnect(victim.host.author)

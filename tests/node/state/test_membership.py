@@ -330,6 +330,7 @@ async def test_a_clock_that_members_agree_on_is_reported_once(autojump_clock: Mo
     with trio.move_on_after(3.0):
         await node.membership.run()
     assert node.journal.state.clock is None
+    assert not node.journal.warnings, "it is over"
 
 
 async def test_a_liar_about_the_time_is_ignored_while_a_member_is_live(autojump_clock: MockClock) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
 import pytest
 
-from farandole.node.status.journal import MAX_EVENTS, Journal
+from farandole.node.status.journal import DISK, MAX_EVENTS, MAX_WARNINGS, WARNING_SECONDS, Journal
 from farandole.node.status.round_log import RoundRecord
-from farandole.node.status.status import NodeStatus
+from farandole.node.status.status import NOT_BEGUN, REFUSED_HERE, NodeStatus
 from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
@@ -50,6 +51,62 @@ def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
         journal.note(str(index))
     assert len(journal.events) == MAX_EVENTS
     assert journal.events[-1].text == str(2 * MAX_EVENTS - 1)
+
+
+def test_a_warning_has_its_time_and_ends_when_its_cause_does() -> None:
+    now, said = [0.0], list[str]()
+    journal = Journal(said.append, clock=lambda: now[0])
+    journal.warn("the disk is full, 3 MB are free", f"{DISK}store")
+    journal.warn("port 1 is taken")
+    now[0] = 5.0
+    journal.warn("the disk is full, 2 MB are free", f"{DISK}store")
+    assert said == ["warning: the disk is full, 3 MB are free", "warning: port 1 is taken"]
+    assert [(event.at, event.text) for event in journal.standing] == [
+        (0.0, "port 1 is taken"),
+        (5.0, "the disk is full, 2 MB are free"),
+    ]
+    assert journal.disk == "the disk is full, 2 MB are free"
+    journal.over(f"{DISK}store")
+    assert (journal.warnings, journal.disk) == (["port 1 is taken"], "")
+    journal.warn("the disk is full, 2 MB are free", f"{DISK}store")
+    assert len(said) == 3, "it is full again"
+    for number in range(2 * MAX_WARNINGS):
+        journal.blame(bytes([number]) * 32, "flooded")
+    assert journal.disk, "it is not pushed out by peers that are named"
+    assert len(journal.warnings) == MAX_WARNINGS
+    now[0] = WARNING_SECONDS + 6.0
+    assert journal.warnings == ["the disk is full, 2 MB are free"], "nothing has ended it"
+
+
+def test_a_peer_is_named_once_for_what_it_does_and_with_who_invited_it() -> None:
+    said: list[str] = []
+    journal = Journal(said.append)
+    eve, bob = b"e" * 32, b"b" * 32
+    journal.sponsor_of = {eve: bob}.get
+
+    def meet(number: int, failure: str = "", clip: float = 1.0) -> None:
+        for peer in (eve, bob):  # of three meetings with Bob, two are good
+            ended_well = peer == bob and number % 3
+            exchange = ended(number, peer, "" if ended_well else failure)
+            journal.record_exchange(dataclasses.replace(exchange, clip=1.0 if ended_well else clip))
+
+    for failure, clip in ((f"{REFUSED_HERE} far", 1.0), (NOT_BEGUN, 1.0), ("", 0.2)):
+        for number in range(9):
+            meet(number, failure, clip)
+    journal.blame(eve, "flooded")
+    journal.blame(eve, "flooded")
+    invited = f" (invited by {short_name(bob)})"
+    assert [text for text in said if text.startswith("warning")] == [
+        f"warning: {short_name(eve)} {words}{invited}"
+        for words in (
+            "sent contributions that were refused",
+            "agreed to exchanges and did not come",
+            "sent contributions that counted in part, or not at all",
+            "flooded this node, which keeps it out for a while",
+        )
+    ]
+    assert list(journal.remarks) == [peer_id_of(eve)]
+    assert journal.remarks[peer_id_of(eve)].endswith(f", flooded this node, which keeps it out for a while{invited}")
 
 
 def test_why_an_exchange_failed_is_told_once() -> None:

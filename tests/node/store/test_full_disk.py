@@ -19,6 +19,7 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.node.ui.headline import headline
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict, sign_manifest
 from farandole.protocol.trainer import trainer_messages as messages
@@ -123,10 +124,14 @@ async def test_a_node_trains_on_without_room_and_saves_when_there_is_some(
     folder, home = CheckpointFolder(small_disk, 0), small_disk.parent
     options = ("--device", "cpu", "--checkpoint-seconds", "0.1")
     async with joined(home, str(run), *options) as alice:
-        warning = await alice.says("warning: the checkpoint of round", "No space left on device; it takes")
-        assert "MB are free: make room; the last good one is kept, and the next save tries again" in warning
+        warning = await alice.says("warning: the checkpoint of round", "No space left on device; free ")
+        assert f" MB in {small_disk}: " in warning
+        assert "MB are free; the last good one is kept, and the next save tries again" in warning
+        status = await alice.until(lambda status: bool(status.disk))
+        found = headline(status, status.at)
+        assert (found.level, found.text[:16], found.remedy[:5]) == ("trouble", "the checkpoint o", "free ")
         for _ in range(3):
-            await alice.says("round", "inner steps")
+            await alice.says("round", "inner step")
         assert await alice.end(signal.SIGKILL) == -signal.SIGKILL
     kept = folder.files()
     assert len(kept) == 2
@@ -135,6 +140,8 @@ async def test_a_node_trains_on_without_room_and_saves_when_there_is_some(
         await alice.says("warning: the checkpoint of round", "No space left on device")
         await trio.run_process(["mount", "-o", "remount,size=200m", str(small_disk)])
         await saved_after(alice, folder, kept[0])
+        await alice.until(lambda status: not status.disk)
+        assert "No space left" not in str((await alice.status()).warnings), "that is over"
         assert await alice.end(signal.SIGTERM) == Exit.OK
 
 
@@ -146,4 +153,4 @@ async def saved_after(daemon: Daemon, folder: CheckpointFolder, old: Path) -> No
     """Wait, over several rounds, until there is a newer checkpoint."""
     with trio.fail_after(PATIENCE):
         while folder.files()[0] == old:
-            await daemon.says("round", "inner steps")
+            await daemon.says("round", "inner step")

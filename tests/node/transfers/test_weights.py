@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import trio
 import trio.testing
@@ -10,7 +13,7 @@ from farandole.node.base.errors import JoinError, PeerUnreachableError
 from farandole.node.base.streams import DIAL_TIMEOUT
 from farandole.node.transfers import fetch as downloads
 from farandole.node.transfers.partial_file import partial_path
-from farandole.node.transfers.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
+from farandole.node.transfers.weights import MAX_ASKED, ROOM_INTERVAL, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.mesh.kademlia import checkpoint_key, shard_key
 from farandole.protocol.state.entries import CheckpointNotice
@@ -28,6 +31,33 @@ async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(
     assert world.asked == [(ANN, 1)]
     assert world.is_fetched(ANN, 1, 29)
     assert world.settings.fetched(None).name == "fetched.safetensors"
+
+
+async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when_there_is_room(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
+    free, asked_when_full, told = 3_000_000, list[object](), list[str]()
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free)
+
+    async def make_room() -> None:
+        nonlocal free
+        await trio.sleep(20 * ROOM_INTERVAL)
+        asked_when_full.extend(world.asked)
+        told.append(world.journal.disk)
+        free = 10**12
+
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make_room)
+        await world.weights.obtain()
+    assert not asked_when_full
+    assert told[0].startswith("the disk has no room for the run's weights; free 64.")
+    assert told[0].endswith("MB are needed, and 3.0 MB are free")
+    assert len([line for line in world.said if "no room" in line]) == 1
+    assert (world.journal.disk, world.is_fetched(ANN, 1, 29)) == ("", True)
 
 
 async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer_ones(

@@ -74,14 +74,21 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
             assert "SIGSEGV" in dead.remedy
 
             told = await bob.status()
-            link = next(link for link in told.links if link.peer_id[-8:] == alice.name)
-            assert link.path == "direct"
-            assert link.round_trip_seconds is not None
-            assert link.bytes_per_second is not None
-            assert link.committed >= 2
+            member = next(member for member in told.members if member.peer_id[-8:] == alice.name)
+            assert member.path == "direct"
+            assert member.peer_id in told.round_trips
+            assert told.partners[member.peer_id] >= 2
             events = [event.text for event in told.events]
             assert any("averaged with" in text for text in events)
             assert [event for event in told.events if event.is_warning and "SIGSEGV" in event.text]
+            await bob.until(lambda status: "SIGSEGV" not in str(status.warnings))  # it trains again
+            assert await bob.end(signal.SIGTERM) == Exit.OK
+        status = await alice.until(lambda status: status.run.members_left == 1)
+        left = headline(status, status.at)
+        assert (left.level, left.sentences) == (
+            "busy",
+            "training alone: the only other member has left; it may come back",
+        )
 
 
 async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: SignedManifest) -> None:
@@ -95,8 +102,8 @@ async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: Sign
         assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address")
         assert "`farandole doctor INVITE` finds out why" in later.remedy
         told = await bob.says("warning: not in the run yet", "no known address answers: 1 address of 1 peer")
-        assert told.endswith(later.remedy)
-        assert "ask any member for a new invite" in told
+        assert told.endswith(later.remedy[1:])
+        assert "Ask any member for a new invite" in told
 
 
 async def test_a_node_and_its_only_partner_say_that_their_clocks_differ(

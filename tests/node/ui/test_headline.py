@@ -8,6 +8,7 @@ from farandole.node.status.status import (
     REFUSED_HERE,
     REFUSED_THERE,
     SCREENED_LATE,
+    SCREENED_LATE_THERE,
     ExchangeStatus,
     NodeStatus,
 )
@@ -23,8 +24,9 @@ def changed(**changes: object) -> NodeStatus:
     return msgspec.structs.replace(STATUS, **changes)
 
 
-def alone_in_the_run() -> NodeStatus:
-    return changed(run=msgspec.structs.replace(STATUS.run, members_live=1))
+def alone_in_the_run(*, members_gone: int = 0, members_left: int = 0, **changes: object) -> NodeStatus:
+    run = msgspec.structs.replace(STATUS.run, members_live=1, members_gone=members_gone, members_left=members_left)
+    return changed(run=run, **changes)
 
 
 def exchanges(*verdicts: str) -> list[ExchangeStatus]:
@@ -57,19 +59,48 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
             "in the run, not training yet: no node that is there has the weights",
             "farandole join MANIFEST --start FOLDER",
         ),
-        (alone_in_the_run(), "training alone: there is no other live member", "farandole run invite"),
+        (alone_in_the_run(), "training alone: there is no other live member in this run", "farandole run invite"),
         (
-            changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s"),
+            alone_in_the_run(members_gone=1, members_left=5),
+            "training alone: 1 of 6 others is gone, 5 have left",
+            "farandole dial ADDRESS",
+        ),
+        (
+            alone_in_the_run(members_gone=2, isolation="no member answered", connected_peers=1),
+            "training alone: both others are gone",
+            "farandole dial ADDRESS",
+        ),
+        (
+            changed(disk="the checkpoint of round 8 is not written: No space left; free 61.0 MB in /home/ann"),
+            "the checkpoint of round 8 is not written: No space left",
+            "free 61.0 MB in /home/ann",
+        ),
+        (
+            changed(
+                phase="fetching weights",
+                is_member=False,
+                disk="the disk has no room for the run's weights; free 67.1 MB in /home/ann",
+            ),
+            "the disk has no room for the run's weights",
+            "free 67.1 MB in /home/ann",
+        ),
+        (
+            alone_in_the_run(is_member=False, phase_detail="contribution of round 85 is ready"),
+            "training alone: this node is no longer a member of this run",
+            "ask the run's creator",
+        ),
+        (
+            changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s", connected_peers=0),
             "cut off from all other members: dialled all known peers 3 times",
             "farandole doctor",
         ),
         (
-            changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered"),
+            changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered", connected_peers=0),
             "this machine's clock is 61 min behind, as the clocks of 3 members show",
             "set it, for example with `timedatectl set-ntp true`",
         ),
         (
-            changed(clock=ClockSkew(3_660.0, 1, is_agreed=False), isolation="no member answered"),
+            changed(clock=ClockSkew(3_660.0, 1, is_agreed=False), isolation="no member answered", connected_peers=0),
             "this machine's clock is 61 min ahead compared with the one member that it reached: one of the clocks is",
             "check the time on both",
         ),
@@ -113,8 +144,18 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
         ),
         (
             changed(recent_exchanges=exchanges("committed", *[f"failed: {SCREENED_LATE}"] * 4)),
-            "this machine is too slow or too busy to judge contributions, the last 4 in a row: the screening took too",
+            "this machine is busy: judging takes more than 0.1 s, and the last 4 exchanges in a row failed",
             "measure less",
+        ),
+        (
+            changed(recent_exchanges=exchanges(*[f"failed: {SCREENED_LATE_THERE}", f"failed: {SCREENED_LATE}"] * 2)),
+            "this machine is busy: judging takes more than 0.1 s",
+            "more processor time",
+        ),
+        (
+            changed(recent_exchanges=exchanges(*[f"failed: {SCREENED_LATE_THERE}"] * 3)),
+            "the partners' machines are busy: judging takes them too long, and the last 3 exchanges in a row failed",
+            "`exchange_seconds`",
         ),
         (
             changed(
@@ -140,6 +181,22 @@ def test_what_is_wrong_is_told_with_what_to_do(status: NodeStatus, text: str, re
 
 def test_a_clock_that_is_off_by_less_than_entries_tolerate_is_not_the_first_line() -> None:
     assert headline(changed(clock=ClockSkew(MAX_AHEAD - 1, 3, is_agreed=True)), NOW).level == "well"
+
+
+@pytest.mark.parametrize("connected", [0, 1])  # a relay, perhaps
+@pytest.mark.parametrize(
+    ("left", "text"),
+    [
+        (1, "the only other member has left; it may"),
+        (2, "both others have left; they may"),
+        (6, "all 6 others have left; they may"),
+    ],
+)
+def test_others_that_left_are_not_gone_and_the_internet_is_not_to_blame(left: int, text: str, connected: int) -> None:
+    isolation = "dialled all known peers once, no member answered; next in 5 s"
+    found = headline(alone_in_the_run(members_left=left, isolation=isolation, connected_peers=connected), NOW)
+    assert found.level == "busy"
+    assert found.sentences == f"training alone: {text} come back"
 
 
 def test_failures_that_are_few_or_over_are_nobodys_business() -> None:
@@ -172,8 +229,12 @@ def test_a_relay_and_a_node_that_has_finished_are_well() -> None:
     relay = changed(phase="relaying", is_member=False)
     finished = changed(phase="finished")
 
-    assert "Training" not in headline(msgspec.structs.replace(relay, isolation="no peer answers"), NOW).remedy
-    assert headline(relay, NOW).text == "relaying: 2 peers are connected"
+    cut_off = msgspec.structs.replace(relay, isolation="no peer answers", connected_peers=0)
+    assert "Training" not in headline(cut_off, NOW).remedy
+    assert headline(relay, NOW).text == "relaying for 2 connected peers"
+    waiting = msgspec.structs.replace(cut_off, isolation="", waits_for="a member: on its machine, `farandole dial X`")
+    found = headline(waiting, NOW)
+    assert (found.level, found.text) == ("busy", "waiting for a member: on its machine, `farandole dial X`")
     assert headline(finished, NOW).text == "all rounds are done; here with 2 others for those who still train"
 
 

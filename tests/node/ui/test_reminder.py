@@ -18,8 +18,8 @@ from farandole.protocol.state.believing import ClockSkew
 from ..statuses import NOW, STATUS
 
 WELL = STATUS
-ALONE = msgspec.structs.replace(STATUS, run=msgspec.structs.replace(STATUS.run, members_live=1))
-ISOLATED = msgspec.structs.replace(STATUS, isolation="dialled all known peers once, no member answered")
+ALONE = msgspec.structs.replace(STATUS, run=msgspec.structs.replace(STATUS.run, members_live=1, members_gone=0))
+ISOLATED = msgspec.structs.replace(STATUS, isolation="dialled all known peers once, none answered", connected_peers=0)
 
 
 def told(*statuses: NodeStatus) -> list[tuple[int, str]]:
@@ -75,9 +75,10 @@ def test_a_wrong_clock_is_printed_as_a_warning_alone_and_reminded_of_when_it_is_
     skew = ClockSkew(-3_660.0, 3, is_agreed=True)
     wrong = msgspec.structs.replace(STATUS, clock=skew, warnings=[": ".join(clock_words(skew))])
     later = msgspec.structs.replace(wrong, clock=msgspec.structs.replace(skew, seconds=-3_600.0))
-    set_right = msgspec.structs.replace(wrong, clock=None)
+    set_right = msgspec.structs.replace(wrong, clock=None, warnings=[], warned_at=[])
+    again = msgspec.structs.replace(set_right, clock=skew)
     assert indices(*[wrong] * 4, *[later] * 4) == []
-    assert indices(*[wrong] * 4, set_right, *[wrong] * 4) == [7]
+    assert indices(*[wrong] * 4, set_right, *[again] * 4) == [7]
 
 
 def test_releases_that_cannot_average_are_printed_as_a_warning_alone() -> None:

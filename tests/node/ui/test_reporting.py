@@ -13,8 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
-from farandole.node.status.journal import MAX_PARTNERS_REMEMBERED, Journal
-from farandole.node.status.status import MAX_LINKS
+from farandole.node.status.journal import MAX_EXCHANGES, Journal
 from farandole.node.ui.reporting import Reporter
 from farandole.protocol.state.entries import Beat, Delta, Entry, Kind, Member, Progress
 from farandole.protocol.state.liveness import Liveness
@@ -63,7 +62,7 @@ async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple
 
 async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> None:
     journal = Journal(say=lambda text: None)
-    for round_index in range(3 * MAX_PARTNERS_REMEMBERED):
+    for round_index in range(3 * MAX_EXCHANGES):
         peer = round_index.to_bytes(32, "big")
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
@@ -77,20 +76,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         status = reporter.status(max_members=64)
         assert (status.run.members_live, status.run.members_heard, status.run.members_gone) == (NUM_MEMBERS - 1, 1, 0)
         assert len(status.members) == 64
-        assert status.members[0].peer_id == status.links[0].peer_id == peer_id_of(other.author)
-        assert status.links[0].path == "direct"
-        assert len(status.links) == MAX_LINKS
+        assert (status.members[0].peer_id, status.members[0].path) == (peer_id_of(other.author), "direct")
+        assert len(status.recent_exchanges) == MAX_EXCHANGES
         assert len(msgspec.json.encode(status)) < 128_000
         assert len(reporter.status().members) == NUM_MEMBERS
-
-
-async def test_a_link_says_how_the_last_exchange_over_it_went() -> None:
-    journal = Journal(say=lambda text: None, clock=lambda: 5.0)
-    bob = b"b" * 32
-    journal.record_exchange(ended(1, bob, bytes_sent=3_000_000, bytes_received=1_000_000, seconds=2.0))
-    journal.record_exchange(ended(2, bob, "the partner aborted: refused: its norm is off"))
-    async with reporter_of(journal, 1) as (reporter, _):
-        (link,) = reporter.links()
-    assert (link.path, link.round_trip_seconds, link.committed) == ("", None, 1)
-    assert (link.last_round, link.last_verdict[:6], link.last_at) == (2, "failed", 5.0)
-    assert link.bytes_per_second == 2_000_000

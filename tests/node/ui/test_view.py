@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from farandole.node.base import figures
 from farandole.node.status.status import NodeStatus, PipelineStatus, TrafficStatus
-from farandole.node.ui.view import members_table, status_screen
+from farandole.node.ui.view import members_table, status_rows, status_screen
 from farandole.protocol.run.releases import ReleaseConflict
 
 from ..statuses import BOB, NOW, STATUS
@@ -44,7 +44,25 @@ def test_every_question_is_answered_on_one_screen() -> None:
     )
     assert "3 live, 1 gone; 2.10 M tokens at 28.0 k/s; loss 2.550 (2.500 to 2.600)" in line(STATUS, "the run")
     assert "2 peers connected (members: 1 direct)" in line(STATUS, "links")
-    assert "the trainer died" in line(STATUS, "warning")
+    assert "1 min 18 s ago: the trainer died" in line(STATUS, "warning")
+
+
+def test_a_relay_has_no_rows_of_training() -> None:
+    relay = msgspec.structs.replace(STATUS, phase="relaying", is_member=False, connected_peers=1)
+    labels = {row.label for row in status_rows(relay, NOW)}
+    assert not labels & {"progress", "loss", "exchanges", "last exchange", "the run"}
+    assert line(relay, "links").split(maxsplit=1)[1].startswith("1 peer connected")
+
+
+def test_one_of_a_thing_is_not_several() -> None:
+    one = msgspec.structs.replace(STATUS, inner_steps=1, partners={BOB: 1})
+    assert "1 inner step (" in line(one, "progress")
+    assert "committed with 1 partner (" in line(one, "exchanges")
+
+
+def test_a_peer_that_is_named_is_so_in_the_table_of_members() -> None:
+    table = members_table(STATUS.members, remarks={BOB: "flooded this node (invited by GWsfZmfG)"})
+    assert f"{BOB[-8:]} flooded this node (invited by GWsfZmfG)" in shown(table)
 
 
 def test_without_known_bytes_the_held_out_loss_stands_alone() -> None:
@@ -57,7 +75,7 @@ def test_how_a_node_is_reached_and_for_whom_it_relays_is_shown() -> None:
     home = msgspec.structs.replace(STATUS, reachability="punchable", relays=[BOB, "12D3KooWdavesrelay"])
     assert f"by hole punching; through 2 relays: {BOB[-8:]}, vesrelay" in line(home, "reached")
     relay = msgspec.structs.replace(STATUS, reachability="public", relayed_peers=3, relayed_circuits=1)
-    assert "directly; is a relay for 3 peers, 1 pairs of which talk now" in line(relay, "reached")
+    assert "directly; is a relay for 3 peers, 1 pair talking" in line(relay, "reached")
 
 
 def test_the_caps_and_what_moves_are_shown() -> None:

@@ -1,4 +1,4 @@
-// The page: events of the node come in, and what they say is shown. Text from the network only ever becomes text nodes.
+// The page: it reads every second what the node says, and shows it. Text from the network only ever becomes text nodes.
 import { LineChart, drawMeetings } from "./charts.js";
 import { qrcode } from "./vendor/qrcode.js";
 
@@ -7,7 +7,7 @@ const ROWS = 100;
 const byId = (id) => document.getElementById(id);
 // The page is also a file of a run's public page: then it shows a file with the run, and nothing of one node.
 const isPublic = document.body.classList.contains("public");
-const RELOAD_SECONDS = 30;
+const PUBLIC_SECONDS = 30, OWN_SECONDS = 1, MEMBERS_SECONDS = 5, SMALL_RUN = 64;
 let overview = null;
 let membersView = { members: [], curves: {}, meetings: [] };
 let firstRow = 0;
@@ -79,7 +79,7 @@ function showOverview() {
   if (!isPublic) showOwn(overview);
 }
 
-function showOwn({ status, run, rows, validation, now }) {
+function showOwn({ status, run, rows, warnings, validation, now }) {
   showLimits(status);
   showSteps(status);
   byId("loss-now").textContent = status.loss === null ? "" : `${loss(status.loss)} here, ${loss(run.loss_mean)} on average`;
@@ -93,7 +93,7 @@ function showOwn({ status, run, rows, validation, now }) {
     element("td", exchange.verdict, exchange.verdict.startsWith("alone") ? "" : exchange.verdict === "committed" ? "committed" : "failed"),
     size(exchange.bytes_sent), duration(exchange.seconds), exchange.path || "-", duration(now - exchange.ended_at),
   ])));
-  byId("warnings").replaceChildren(...(status.warnings.length ? [...status.warnings].reverse() : ["none"]).map((text) => element("li", text)));
+  byId("warnings").replaceChildren(...(warnings.length ? [...warnings].reverse() : ["none"]).map((text) => element("li", text)));
 }
 
 function showLimits({ upload_mbit: up, download_mbit: down, quiet_hours: hours }) {
@@ -152,7 +152,7 @@ function showMembers() {
   byId("before").disabled = firstRow === 0;
   byId("after").disabled = firstRow + ROWS >= found.length;
   byId("members").replaceChildren(...shown.map((member) => row([
-    brief(member.peer_id), member.state, String(member.stage), String(member.round), figure(member.tokens),
+    brief(member.peer_id), member.remark ? `${member.state}: ${member.remark}` : member.state, String(member.stage), String(member.round), figure(member.tokens),
     figure(member.tokens_per_second), loss(member.loss), member.link || "-", member.reach || "-", member.device,
     member.seen === null ? "-" : `${duration(member.seen)} ago`,
   ], member.state === "gone" || member.state === "left" ? "gone" : "")));
@@ -266,30 +266,36 @@ function redraw() {
 }
 
 
+async function read(path) {
+  const response = await fetch(path, { cache: "no-cache", headers: token ? { Authorization: `Bearer ${token}` } : {} });
+  const said = await response.json();
+  if (!response.ok) throw new Error(said.error);
+  return said;
+}
+
+let membersAt = 0;
 async function reload() {
+  if (isPublic) {
+    ({ overview, members: membersView } = await read("run.json"));
+    return;
+  }
+  overview = await read("api/overview");
+  // The members of a large run are a hundred times as much data as the rest.
+  if (membersView.members.length <= SMALL_RUN || Date.now() >= membersAt) {
+    membersView = await read("api/members");
+    membersAt = Date.now() + 1000 * MEMBERS_SECONDS;
+  }
+}
+
+for (;;) {
   try {
-    const response = await fetch("run.json", { cache: "no-cache" });
-    ({ overview, members: membersView } = await response.json());
+    await reload();
     redraw();
-  } catch { /* what is shown says when it was written */ }
+  } catch (error) {
+    if (!isPublic) { // what a public page shows says when it was written
+      byId("headline").textContent = error instanceof TypeError ? "the node does not answer: it has left, or was stopped" : error.message;
+      byId("headline").className = "trouble";
+    }
+  }
+  await new Promise((go) => { setTimeout(go, 1000 * (isPublic ? PUBLIC_SECONDS : OWN_SECONDS)); });
 }
-
-function listen() {
-  const events = new EventSource(`events?token=${encodeURIComponent(token)}`);
-  events.addEventListener("overview", (event) => { overview = JSON.parse(event.data); showOverview(); });
-  events.addEventListener("members", (event) => { membersView = JSON.parse(event.data); showMembers(); });
-  events.addEventListener("error", async () => {
-    let trouble = "the node does not answer: it has left, or was stopped";
-    try {
-      const response = await fetch("api/overview", { headers: { Authorization: `Bearer ${token}` } });
-      if (!response.ok) trouble = (await response.json()).error;
-    } catch { /* it does not answer */ }
-    byId("headline").textContent = trouble;
-    byId("headline").className = "trouble";
-  });
-}
-
-if (isPublic) {
-  reload();
-  setInterval(reload, RELOAD_SECONDS * 1000);
-} else listen();

@@ -3,20 +3,15 @@ from __future__ import annotations
 import http.client
 import json
 import stat
-from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import trio
-from starlette.requests import Request
-from starlette.responses import StreamingResponse
 
-from farandole.node.ui.dashboard.app import MAX_LISTENERS, Dashboard
 from farandole.node.ui.dashboard.server import find_place, open_dashboard
 
-from ....patience import PATIENCE
-from ...statuses import ALICE, NOW, STATUS
+from ...statuses import ALICE, BOB, STATUS
 from .page import Shown, open_page
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -37,33 +32,25 @@ async def answer(shown: Shown, method: str, path: str, **headers: str) -> Answer
     return await trio.to_thread.run_sync(lambda: ask(shown, method, path, b"", **headers))
 
 
-def get_events(shown: Shown) -> bytes:
-    return f"GET /events?token={shown.place.token} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/", "text/html"),
-        ("/dashboard.js", "text/javascript"),
-        ("/charts.js", "text/javascript"),
-        ("/style.css", "text/css"),
-    ],
-)
-async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others(
-    tmp_path: Path, path: str, kind: str
-) -> None:
+async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others(tmp_path: Path) -> None:
+    kinds = {
+        "/": "text/html",
+        "/dashboard.js": "text/javascript",
+        "/charts.js": "text/javascript",
+        "/style.css": "text/css",
+    }
     async with open_page(tmp_path) as shown:
-        code, headers, body = await answer(shown, "GET", path)
-
-    assert code == 200
-    assert headers["content-type"].startswith(kind)
-    assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
-    assert b"http" not in body.replace(b"http-equiv", b"")  # no outside assets
+        for path, kind in kinds.items():
+            code, headers, body = await answer(shown, "GET", path)
+            assert code == 200
+            assert headers["content-type"].startswith(kind)
+            assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
+            assert b"http" not in body.replace(b"http-equiv", b"")  # no outside assets
 
 
 async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
     async with open_page(tmp_path) as shown:
+        shown.status = msgspec.structs.replace(STATUS, remarks={BOB: "flooded this node"})
         token = f"Bearer {shown.place.token}"
         overview = json.loads((await answer(shown, "GET", "/api/overview", Authorization=token))[2])
         members = json.loads((await answer(shown, "GET", "/api/members", Authorization=token))[2])
@@ -77,76 +64,7 @@ async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
     assert overview["status"]["members"] == []
     assert [member["state"] for member in members["members"]] == ["this node", "live", "gone"]
     assert members["curves"][ALICE] == [[7, 2.5]]
-
-
-async def test_events_come_as_they_happen(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown:
-        stream = await trio.open_tcp_stream("127.0.0.1", shown.port)
-        async with stream:
-            await stream.send_all(get_events(shown))
-            received = b""
-            with trio.fail_after(PATIENCE):
-                while b"event: members" not in received:
-                    received += await stream.receive_some()
-                shown.status = type(STATUS)(**{f: getattr(STATUS, f) for f in STATUS.__struct_fields__} | {"round": 8})
-                while b'"round":8,"inner_steps"' not in received:
-                    received += await stream.receive_some()
-
-
-async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown, trio.open_nursery() as nursery:
-
-        async def listen(task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
-            async with await trio.open_tcp_stream("127.0.0.1", shown.port) as stream:
-                await stream.send_all(get_events(shown))
-                received = b""
-                while b"event: overview" not in received:
-                    received += await stream.receive_some()
-                task_status.started()
-                await trio.sleep_forever()
-
-        with trio.fail_after(PATIENCE):
-            for _ in range(MAX_LISTENERS):
-                await nursery.start(listen)
-            assert (await answer(shown, "GET", f"/events?token={shown.place.token}"))[0] == 503
-            nursery.cancel_scope.cancel()
-    async with open_page(tmp_path) as shown:
-        assert (await answer(shown, "GET", f"/api/overview?token={shown.place.token}"))[0] == 200
-
-
-async def test_a_page_that_goes_away_while_data_is_sent_leaves_its_place() -> None:
-    """Not only once the garbage collector comes by."""
-    dashboard = Dashboard(lambda: STATUS, {}, "token", lambda: NOW)
-    response = await dashboard._events(Request({"type": "http", "method": "GET", "path": "/events", "headers": []}))
-    assert isinstance(response, StreamingResponse)
-    events: Any = response.body_iterator
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            scope.cancel()
-            await trio.sleep_forever()
-
-    with trio.CancelScope() as scope:
-        await response.stream_response(send)
-    assert scope.cancelled_caught
-    assert events.ag_frame is None, "it is closed"
-
-
-async def test_pages_that_come_at_the_same_moment_do_not_add_up_either(tmp_path: Path) -> None:
-    request = Request({"type": "http", "method": "GET", "path": "/events", "headers": []})
-    dashboard = Dashboard(lambda: STATUS, {}, "token", lambda: NOW)
-    answers = [await dashboard._events(request) for _ in range(2 * MAX_LISTENERS)]
-    assert {answer.status_code for answer in answers} == {200}
-    num_told = 0
-    async with AsyncExitStack() as stack:
-        for answer in answers:
-            assert isinstance(answer, StreamingResponse)
-            events: Any = answer.body_iterator
-            await stack.enter_async_context(aclosing(events))
-            async for _ in events:
-                num_told += 1
-                break
-    assert num_told == MAX_LISTENERS
+    assert [member["remark"] for member in members["members"]] == ["", "flooded this node", ""]
 
 
 async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
@@ -208,22 +126,16 @@ async def test_others_may_not(tmp_path: Path, headers: dict[str, str]) -> None:
     assert shown.actions == []
 
 
-@pytest.mark.parametrize(
-    "headers", [{"Host": "evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "http://a.b"}]
-)
-@pytest.mark.parametrize("path", ["/", "/api/members", "/events"])
-async def test_other_pages_do_not_even_read(tmp_path: Path, path: str, headers: dict[str, str]) -> None:
+async def test_other_pages_and_other_users_of_the_machine_read_nothing_about_members(tmp_path: Path) -> None:
     async with open_page(tmp_path) as shown:
-        assert (await answer(shown, "GET", path, **headers))[0] == 403
-
-
-@pytest.mark.parametrize("query", ["", "?token=", "?token=wrong", "?token=%c3%a9"])
-@pytest.mark.parametrize("path", ["/api/overview", "/api/members", "/events"])
-async def test_another_user_of_the_machine_reads_nothing_about_members(tmp_path: Path, path: str, query: str) -> None:
-    async with open_page(tmp_path) as shown:
-        code, _, body = await answer(shown, "GET", path + query)
-        assert code == 401
-        assert ALICE.encode() not in body
+        for path in ("/", "/api/members"):
+            for headers in ({"Host": "evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "http://a.b"}):
+                assert (await answer(shown, "GET", path, **headers))[0] == 403
+        for path in ("/api/overview", "/api/members"):
+            for query in ("", "?token=", "?token=wrong", "?token=%c3%a9"):
+                code, _, body = await answer(shown, "GET", path + query)
+                assert code == 401
+                assert ALICE.encode() not in body
         code, _, body = await answer(shown, "GET", "/metrics")
         assert code == 200
         assert not [member for member in STATUS.members if member.peer_id != ALICE and member.peer_id.encode() in body]

@@ -91,35 +91,17 @@ async def test_the_page_shows_live_data_without_an_error(tmp_path: Path) -> None
     await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, recent_exchanges=[last]))
 
 
-async def test_pause_is_a_click(tmp_path: Path) -> None:
-    def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
-            browser.page.click("#pause")
-            expect(browser.page.locator("#answer")).to_have_text("pausing")
-            assert browser.problems == []
-
-    assert (await in_browser(tmp_path, look)).actions == ["pause"]
-
-
-async def test_an_invite_is_a_click_to_copy_or_to_scan(tmp_path: Path) -> None:
+async def test_a_person_pauses_invites_and_sets_caps(tmp_path: Path) -> None:
     def look(shown: Shown) -> None:
         with open_browser(shown.place.link) as browser:
             page = browser.page
+            page.click("#pause")
+            expect(page.locator("#answer")).to_have_text("pausing")
             page.click("#invite")
             expect(page.locator("#invitation-text")).to_have_value("farandole join farandole1" + "x" * 300)
-            dark = page.evaluate(SHARE_OF_BLACK)
-            assert 0.3 < dark < 0.6
+            assert 0.3 < page.evaluate(SHARE_OF_BLACK) < 0.6
             page.keyboard.press("Escape")
             expect(page.locator("#invitation")).to_be_hidden()
-            assert browser.problems == []
-
-    await in_browser(tmp_path, look)
-
-
-async def test_caps_are_set_on_the_page_and_a_cap_that_is_none_is_refused_there(tmp_path: Path) -> None:
-    def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
-            page = browser.page
             page.click("#limit")
             page.fill("#caps-up", "0.1")
             page.fill("#caps-down", "20")
@@ -142,13 +124,19 @@ async def test_caps_are_set_on_the_page_and_a_cap_that_is_none_is_refused_there(
             expect(page.locator("#limits")).to_contain_text("quiet hours: 22:00-07:30")
             assert [problem for problem in browser.problems if "409" not in problem] == []
 
-    await in_browser(tmp_path, look)
+    assert (await in_browser(tmp_path, look)).actions == ["pause"]
 
 
-async def test_charts_are_read_under_the_pointer_and_drawn_as_asked(tmp_path: Path) -> None:
+async def test_a_node_that_joins_shows_its_steps_and_then_charts_to_read(
+    tmp_path: Path,
+) -> None:
     def look(shown: Shown) -> None:
         with open_browser(shown.place.link) as browser:
             page = browser.page
+            expect(page.locator("#steps .now")).to_have_text("fetch weights")
+            assert page.locator("#steps .done").count() == 2
+            shown.status = STATUS
+            expect(page.locator("#steps")).to_be_hidden()
             for number in range(8, 14):
                 members = [msgspec.structs.replace(each, round=number, loss=20.0 / number) for each in STATUS.members]
                 shown.status = msgspec.structs.replace(STATUS, round=number, members=members)
@@ -164,18 +152,6 @@ async def test_charts_are_read_under_the_pointer_and_drawn_as_asked(tmp_path: Pa
             page.select_option("#range", "0.5")
             page.select_option("#smooth", "0.9")
             expect(page.locator("#loss canvas")).to_have_count(1)
-            assert browser.problems == []
-
-    await in_browser(tmp_path, look)
-
-
-async def test_a_node_that_joins_shows_its_steps(tmp_path: Path) -> None:
-    def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
-            expect(browser.page.locator("#steps .now")).to_have_text("fetch weights")
-            assert browser.page.locator("#steps .done").count() == 2
-            shown.status = STATUS
-            expect(browser.page.locator("#steps")).to_be_hidden()
             assert browser.problems == []
 
     await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, phase="fetching weights"))
@@ -206,26 +182,16 @@ async def test_what_peers_say_is_text_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_is_readable_on_a_phone(tmp_path: Path, scheme: str) -> None:
-    def look(shown: Shown) -> None:
-        phone = {"width": 360, "height": 740}
-        with open_browser(shown.place.link, viewport=phone, color_scheme=scheme) as browser:
-            width = browser.page.evaluate("document.documentElement.scrollWidth")
-            assert width <= phone["width"]
-            ground = browser.page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (ground == "rgb(20, 22, 26)") == (scheme == "dark")
-
-    await in_browser(tmp_path, look)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_core_finds_nothing_that_keeps_people_out(tmp_path: Path, scheme: str) -> None:
+async def test_it_fits_a_phone_and_axe_core_finds_nothing_that_keeps_people_out(tmp_path: Path, scheme: str) -> None:
     """WCAG 2.2 A and AA, and axe-core's best practices: contrast, names for screen readers, keyboard, structure."""
 
     def look(shown: Shown) -> None:
         with open_browser(shown.place.link, color_scheme=scheme) as browser:
             for width, height in ((1440, 900), (360, 740)):
                 browser.page.set_viewport_size({"width": width, "height": height})
+                assert browser.page.evaluate("document.documentElement.scrollWidth") <= width
+                ground = browser.page.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert (ground == "rgb(20, 22, 26)") == (scheme == "dark")
                 browser.page.click("#invite")
                 expect(browser.page.locator("#invitation")).to_be_visible()
                 assert Axe().run(browser.page).violations_count == 0

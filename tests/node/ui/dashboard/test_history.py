@@ -29,7 +29,7 @@ def observe(history: RunHistory, status: NodeStatus, now: float) -> None:
 
 def test_a_meeting_is_seen_once_though_both_tell_of_it() -> None:
     history = RunHistory()
-    observe(history, in_round(1), NOW)
+    observe(history, in_round(1, alices=BOB, bobs=ALICE), NOW)  # before it was seen: no meeting of now
     observe(history, in_round(2, alices=BOB), NOW + 1)
     observe(history, in_round(2, alices=BOB, bobs=ALICE), NOW + 2)
     observe(history, in_round(3, alices=BOB, bobs=ALICE), NOW + 3)
@@ -37,12 +37,6 @@ def test_a_meeting_is_seen_once_though_both_tell_of_it() -> None:
 
     assert [(meeting.round, meeting.at) for meeting in history.meetings] == [(2, NOW + 1), (3, NOW + 3)]
     assert {history.meetings[0].one, history.meetings[0].other} == {ALICE, BOB}
-
-
-def test_what_a_node_did_before_it_was_seen_is_no_meeting_of_now() -> None:
-    history = RunHistory()
-    observe(history, in_round(7, alices=BOB, bobs=ALICE), NOW)
-    assert not history.meetings
 
 
 def test_curves_are_of_every_live_node_and_of_the_run() -> None:
@@ -67,9 +61,9 @@ def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.Mon
         assert history.meetings[-1].one == f"{generation}1"
 
 
-def test_what_cannot_be_drawn_is_no_point() -> None:
+def test_what_cannot_be_drawn_or_is_not_newer_is_no_point() -> None:
     curve = Curve(8)
-    for x, y in enumerate((1.0, math.nan, 2.0, math.inf)):
+    for x, y in ((0, 1.0), (1, math.nan), (2, 2.0), (3, math.inf), (2, 4.0), (1, 5.0)):
         curve.add(x, y)
     assert curve.points == [(0, 1.0), (2, 2.0)]
 
@@ -84,10 +78,3 @@ def test_a_curve_stays_small_and_keeps_its_ends_in_order() -> None:
     assert xs == sorted(xs)
     assert xs[0] == 0
     assert xs[-1] > 95_000
-
-
-def test_an_older_point_changes_nothing() -> None:
-    curve = Curve(8)
-    for x in (1, 2, 2, 1):
-        curve.add(x, x)
-    assert curve.points == [(1, 1), (2, 2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from farandole.node.base.interrupts import Ending
-from farandole.node.status.status import Event, LinkStatus, NodeStatus, Resources
+from farandole.node.status.status import Event, ExchangeStatus, NodeStatus, Resources
 from farandole.node.ui.watch.feed import Feed, News
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -26,9 +26,15 @@ FULL = msgspec.structs.replace(
     resources=Resources(120_000_000, 400_000_000, 33, 55, 2_000_000_000, 24_000_000_000),
     relays=[BOB],
     reachability="punchable",
-    links=[
-        LinkStatus(BOB, "punched", 0.0123, 5_000_000.0, 4, 6, "committed", NOW - 4),
-        LinkStatus(CAROL, "relayed", None, None, 0, 3, "failed: the partner aborted: refused: its norm", NOW - 90),
+    round_trips={BOB: 0.0123},
+    recent_exchanges=[
+        ExchangeStatus(3, CAROL, "failed: the partner aborted: refused: its norm", 0, 0, 0.1, NOW - 90),
+        ExchangeStatus(6, BOB, "committed", 500_000, 500_000, 0.2, NOW - 4),
+    ],
+    members=[
+        STATUS.members[0],
+        msgspec.structs.replace(STATUS.members[1], path="punched"),
+        msgspec.structs.replace(STATUS.members[1], peer_id=CAROL, path="relayed"),
     ],
     events=[
         Event(NOW - 9, "ooWcarol refused this node's contribution: its norm"),

@@ -7,7 +7,7 @@ import pytest
 from textual.pilot import Pilot
 
 from farandole.node.ui.watch.app import WatchApp
-from farandole.node.ui.watch.feed import STALE_SECONDS, Lost, News
+from farandole.node.ui.watch.feed import News
 
 from ...statuses import NOW
 from .feeds import FULL, GivenFeed, changed
@@ -70,23 +70,13 @@ def test_all_questions_are_answered_on_any_screen(size: tuple[int, int]) -> None
     play(story, FULL, size=size)
 
 
-def test_without_colour_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-
+def test_it_says_that_nothing_has_come_that_the_node_is_gone_and_that_it_is_back() -> None:
     async def story(watched: Watched) -> None:
-        await watched.shows("WELL", "committed")
-        strips = watched.app.screen._compositor.render_strips()
-        assert watched.app.no_color
-        assert strips
-
-    play(story, FULL)
-
-
-def test_it_says_that_the_node_is_gone_and_that_it_is_back() -> None:
-    async def story(watched: Watched) -> None:
+        await watched.shows("WAIT", "asking the node")
+        await watched.tell(FULL)
         await watched.shows("WELL")
         watched.now += 20
-        await watched.tell(Lost("no node runs in /home/alice"))
+        await watched.tell("no node runs in /home/alice")
         await watched.shows(
             "TROUBLE  the node does not answer; what is below is 20 s old",
             "no node runs in /home/alice",
@@ -96,24 +86,6 @@ def test_it_says_that_the_node_is_gone_and_that_it_is_back() -> None:
         await watched.tell(changed(at=NOW + 25, pid=1, started_at=NOW + 21))
         text = await watched.shows("WELL", "the node was started anew")
         assert "TROUBLE" not in text
-
-    play(story, FULL)
-
-
-def test_a_line_that_has_died_is_noticed_though_it_says_nothing() -> None:
-    async def story(watched: Watched) -> None:
-        await watched.shows("WELL")
-        watched.now += STALE_SECONDS
-        await watched.shows("TROUBLE", "nothing was heard of the node for 12 s")
-
-    play(story, FULL)
-
-
-def test_nothing_has_come_yet() -> None:
-    async def story(watched: Watched) -> None:
-        await watched.shows("WAIT", "asking the node")
-        await watched.tell(Lost("no node runs in /home/alice"))
-        await watched.shows("TROUBLE", "no node runs in /home/alice")
 
     play(story)
 
@@ -127,18 +99,11 @@ def test_p_pauses_and_resumes() -> None:
         await watched.shows("WAIT", "not training: paused")
         await watched.pilot.press("p")
         await watched.shows("asked to resume")
-
-    assert play(story, FULL).feed.asked == ["pause", "resume"]
-
-
-def test_what_cannot_be_asked_is_told() -> None:
-    async def story(watched: Watched) -> None:
         watched.feed.refusal = "this node trains nothing"
-        await watched.shows("WELL")
         await watched.pilot.press("p")
         await watched.shows("this node trains nothing")
 
-    play(story, FULL)
+    assert play(story, FULL).feed.asked == ["pause", "resume"]
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
@@ -154,13 +119,12 @@ def test_it_ends_when_asked_to(key: str) -> None:
 
 def test_what_peers_say_is_text_and_nothing_else() -> None:
     evil = "[bold red]x[/] [@click=app.quit]y[/]"
-    link = FULL.links[0]
 
     async def story(watched: Watched) -> None:
         await watched.shows("[@click=app.quit]y[/]")
 
     play(
         story,
-        changed(device=evil, events=[type(FULL.events[0])(NOW, evil)], links=[link], phase_detail=evil),
+        changed(device=evil, events=[type(FULL.events[0])(NOW, evil)], phase_detail=evil),
         size=(200, 40),
     )
