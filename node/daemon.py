@@ -28,7 +28,7 @@ from farandole.protocol.wire.errors import FarandoleError, ManifestError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from .base.bandwidth import Shaping
-from .base.causes import Finding, Level
+from .base.causes import Finding, Level, lessen
 from .base.control import ControlError, Handler, serve_control
 from .base.errors import PeerUnreachableError
 from .base.exits import Exit
@@ -287,7 +287,7 @@ async def be_node(daemon: Daemon) -> None:
         await store.put_fact(NETWORK_KEY_FACT, target.network_key)
     _heed(await _check_trainer(settings), journal)
     if target.manifest is not None:
-        _heed(_check_fit(settings, target.manifest, is_new=False), journal)
+        _heed(await trio.to_thread.run_sync(_check_fit, settings, target.manifest, False), journal)
     member: RunMember | None = None
 
     async def checkpoints(params: dict[str, Any]) -> object:
@@ -322,7 +322,7 @@ async def be_node(daemon: Daemon) -> None:
             if raw is None:
                 return
             if target.manifest is None:
-                _heed(_check_fit(settings, raw, is_new=True), journal)
+                _heed(await trio.to_thread.run_sync(_check_fit, settings, raw, True), journal)
             if raw != stored:
                 await store.put_fact(MANIFEST_FACT, raw)
             async with (
@@ -374,20 +374,19 @@ async def _check_trainer(settings: NodeSettings) -> list[Finding]:
     return [*torch, *await trio.to_thread.run_sync(machine.check_data, settings.data, settings.stream)]
 
 
-def _check_fit(settings: NodeSettings, raw_manifest: bytes, *, is_new: bool) -> list[Finding]:
+def _check_fit(settings: NodeSettings, raw_manifest: bytes, is_new: bool) -> list[Finding]:
     """Compare this machine and its settings with the run, before any weights are downloaded. Reads the disk.
 
-    A node that ``is_new`` in its run needs room for them; others train on without it. Raises `JoinError` if it cannot
-    train the run's model, or its owner has not allowed that model's code.
+    A node that ``is_new`` in its run needs room for them; others are warned, and train on without it. Raises
+    `JoinError` if it cannot train the run's model, or its owner has not allowed that model's code.
     """
     manifest = decode_manifest(raw_manifest)[0]
     require_trainable_model(manifest, settings.allow_model, by_loop=settings.trainer == "external")
-    findings = []
-    if settings.trainer == "own":
-        findings.append(machine.check_memory(manifest, settings, is_running=False))
-    if is_new:
-        findings.append(machine.check_disk(settings.home, needs_of(manifest)))
-    return [*findings, *machine.check_run(manifest, settings)]
+    disk = machine.check_disk(settings.home, needs_of(manifest))
+    findings = [disk if is_new else lessen(disk), *machine.check_run(manifest, settings)]
+    if settings.trainer == "own":  # first, since nothing that its owner can type makes up for it
+        findings.insert(0, machine.check_memory(manifest, settings, is_running=False))
+    return findings
 
 
 def _heed(findings: Iterable[Finding], journal: Journal) -> None:

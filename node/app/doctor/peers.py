@@ -42,8 +42,6 @@ _NAMED: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/.
 _FAMILIES: Final = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 # Doors probed at once; an invite has eight.
 MAX_DOORS: Final = 16
-
-
 # Time to find members in the DHT, and again to dial them: some of them have gone.
 FIND_TIMEOUT: Final = 4.0
 # Three, since any of them may fail to answer, or be busy.
