@@ -145,6 +145,19 @@ async def test_a_node_trains_on_without_room_and_saves_when_there_is_some(
         assert await alice.end(signal.SIGTERM) == Exit.OK
 
 
+async def test_a_newcomer_without_room_is_told_before_it_fetches_weights(
+    manifest: Manifest, small_disk: Path, tmp_path: Path
+) -> None:
+    run, signed = tmp_path / "run.manifest", sign_manifest(manifest, Ed25519PrivateKey.generate())
+    run.write_bytes(signed.encode())
+    async with joined(tmp_path / "carol", str(run), "--device", "cpu") as carol:
+        await carol.says("trainer ready")
+        async with joined(small_disk / "bob", carol.invite(signed.run_id), "--device", "cpu") as bob:
+            await bob.says("error: only", "more are needed at least; free some space")
+            with trio.fail_after(PATIENCE):
+                assert await bob.process.wait() == Exit.TRAINER_FAILED
+
+
 def round_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
