@@ -221,17 +221,24 @@ class Dialler:
 
     async def _race(self, peer: bytes, dial: Dial) -> None:
         async def attempt(address: str) -> None:
-            try:
-                muxed = await self._dial_patiently(peer, address)
-            except Exception as error:  # whatever the handshakes raise, another address may do
-                dial.failures.append(f"{address}: {str(error) or repr(error)}")
-                dial.news.set()
-            else:
-                if dial.winner is None:
-                    dial.winner = (address, muxed)
-                    nursery.cancel_scope.cancel()
+            for pause in (*REDIAL_PAUSES, None):
+                try:
+                    muxed = await self.dial_one(peer, address)
+                except Exception as error:  # the handshakes raise whatever comes when the other end is gone
+                    if pause is None or isinstance(error, (OSError, PeerUnreachableError, trio.TooSlowError)):
+                        dial.failures.append(f"{address}: {str(error) or repr(error)}")
+                        dial.news.set()
+                        return
+                    logger.debug("%s hung up: %r", address, error)
+                    # It hung up at once: a peer refuses some while too many dial it.
+                    await trio.sleep(pause * random.uniform(0.5, 1.5))
                 else:
-                    await muxed.discard()
+                    if dial.winner is None:
+                        dial.winner = (address, muxed)
+                        nursery.cancel_scope.cancel()
+                    else:
+                        await muxed.discard()
+                    return
 
         async with trio.open_nursery() as nursery:
             while True:
@@ -247,18 +254,6 @@ class Dialler:
                         await dial.news.wait()
                 else:
                     return
-
-    async def _dial_patiently(self, peer: bytes, address: str) -> MuxedConn:
-        """Dial again if the other end hangs up at once: a peer refuses some while too many dial it."""
-        for pause in REDIAL_PAUSES:
-            try:
-                return await self.dial_one(peer, address)
-            except (OSError, PeerUnreachableError, trio.TooSlowError):
-                raise
-            except Exception as error:  # the handshakes raise whatever comes when the other end is gone
-                logger.debug("%s hung up: %r", address, error)
-                await trio.sleep(pause * random.uniform(0.5, 1.5))
-        return await self.dial_one(peer, address)
 
     # One address
 

@@ -193,7 +193,11 @@ class Gate:
                 answer = await self._ask(conn)
         if not answer.refusal:
             self.refusal = ""
-            self._note_admission(conn.peer, answer.admission)
+            if self.roster is not None and answer.admission and not self.roster.is_member(conn.peer):
+                try:  # with expired and used invites, too, only before the members are known
+                    _admit(self.roster, conn.peer, answer.admission, is_newcomer=self.knows_members)
+                except RemoteProtocolError as error:
+                    raise NotAdmittedError(f"{short_name(conn.peer)} is no member of this run: {error}") from error
             return
         if answer.why != "run":
             self.refusal = answer.refusal
@@ -220,21 +224,6 @@ class Gate:
         seat = invitation.first_seat + (self._author[0] + number) % invitation.num_seats
         self.admission = encode(self._secret.admit(self._run_id, self._author, seat))
 
-    def _note_admission(self, peer: bytes, raw: bytes) -> None:
-        """Note the peer's admission; raise `NotAdmittedError` if it is another peer's, or forged."""
-        if self.roster is None or not raw or self.roster.is_member(peer):
-            return
-        try:
-            admission = decode_admission(raw)
-            if admission.member != peer:
-                raise InvitationError("it shows another member's admission")
-            if self.knows_members:  # or expired and used invites would pass wherever a member speaks first
-                self.roster.admit_newcomer(admission, time.time())
-            else:
-                self.roster.admit(admission)
-        except RemoteProtocolError as error:
-            raise NotAdmittedError(f"{short_name(peer)} is no member of this run: {error}") from error
-
     # The other side
 
     async def _serve(self, stream: Libp2pStream) -> None:
@@ -246,31 +235,13 @@ class Gate:
                 refusal, why = "this node is in another run", "run"
             elif self.roster is not None and not self.roster.admits(peer):
                 try:
-                    self._admit(self.roster, peer, introduction)
+                    _admit_stranger(self.roster, peer, introduction)
                 except RemoteProtocolError as error:
                     refusal = str(error)[:MAX_REFUSAL_CHARS]
                     why = "seat" if isinstance(error, SeatTakenError) else "admission"
                     logger.info("%s is not admitted: %s", short_name(peer), refusal)
             answer = IntroductionAnswer(refusal, why, b"" if refusal else self.admission)
             await stream.send_all(frame(encode(answer), MAX_INTRODUCTION_BYTES))
-
-    @staticmethod
-    def _admit(roster: Roster, peer: bytes, introduction: Introduction) -> None:
-        raw = introduction.admission
-        if introduction.visitor_pass:
-            try:
-                roster.admit_visitor(decode_pass(introduction.visitor_pass), peer, time.time())
-            except RemoteProtocolError:
-                if not raw:
-                    raise
-            else:
-                return
-        if not raw:
-            raise InvitationError("this run is for invited members: ask one of them for an invite")
-        admission = decode_admission(raw)
-        if admission.member != peer:
-            raise InvitationError("this is another member's admission")
-        roster.admit_newcomer(admission, time.time())
 
     async def run(self) -> None:
         """Disconnect members whose admission is revoked, and their visitors, until cancelled."""
@@ -284,3 +255,27 @@ class Gate:
             for peer in admitted & self._connections.connected:
                 if not roster.admits(peer):
                     await self._connections.disconnect(peer)
+
+
+def _admit(roster: Roster, peer: bytes, raw: bytes, *, is_newcomer: bool) -> None:
+    """Admit a peer by its admission; raise `RemoteProtocolError` if it is another peer's, or forged."""
+    admission = decode_admission(raw)
+    if admission.member != peer:
+        raise InvitationError("this is another member's admission")
+    if is_newcomer:
+        roster.admit_newcomer(admission, time.time())
+    else:
+        roster.admit(admission)
+
+
+def _admit_stranger(roster: Roster, peer: bytes, introduction: Introduction) -> None:
+    """Admit a peer by its pass, else by its admission; raise `RemoteProtocolError` if neither does."""
+    if introduction.visitor_pass:
+        try:
+            return roster.admit_visitor(decode_pass(introduction.visitor_pass), peer, time.time())
+        except RemoteProtocolError:
+            if not introduction.admission:
+                raise
+    if not introduction.admission:
+        raise InvitationError("this run is for invited members: ask one of them for an invite")
+    _admit(roster, peer, introduction.admission, is_newcomer=True)

@@ -112,8 +112,16 @@ class ProgramService:
                         await self._open(connection, request)
                     case Listen():
                         await self._listen(connection, request.name)
-                    case Take():
-                        await self._take(connection, request.ticket)
+                    case Take(ticket):
+                        if ticket not in self._calls:
+                            raise FarandoleError("this stream is gone, or taken")
+                        stream, over = self._calls.pop(ticket)
+                        try:
+                            path = self._host.connections.path(stream.peer)
+                            await _say(connection, StreamReady(peer_id_of(stream.peer), path))
+                            await self._splice(connection, stream)
+                        finally:
+                            over.set()
                     case HoldNote():
                         await self._hold_note(connection, request)
                     case FindNotes(name):
@@ -181,16 +189,6 @@ class ProgramService:
         finally:
             self._calls.pop(ticket, None)
             self._num_streams -= Counter((stream.peer,))
-
-    async def _take(self, connection: trio.SocketStream, ticket: int) -> None:
-        if ticket not in self._calls:
-            raise FarandoleError("this stream is gone, or taken")
-        stream, over = self._calls.pop(ticket)
-        try:
-            await _say(connection, StreamReady(peer_id_of(stream.peer), self._host.connections.path(stream.peer)))
-            await self._splice(connection, stream)
-        finally:
-            over.set()
 
     async def _splice(self, connection: trio.SocketStream, stream: Libp2pStream) -> None:
         """Carry bytes both ways until either end closes; reset the stream if either breaks off."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
@@ -76,7 +76,7 @@ class Dialback:
         self.holed_at = -math.inf
         """When the listening port last opened a connection: until the router forgets it, an inbound connection may have
         come through that hole."""
-        self._dialled_at: OrderedDict[bytes, float] = OrderedDict()
+        self._dialled_at: dict[bytes, float] = {}  # the latest last
         host.set_handler(DIALBACK_PROTOCOL, self._serve)
 
     # Asking
@@ -220,8 +220,13 @@ class Dialback:
             else:
                 reached.append(port)
 
-        may_dial = bool(ip and request.ports) and self._may_dial(stream.peer, site)
-        if may_dial:
+        is_busy = self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS
+        is_late = trio.current_time() >= self._dialled_at.get(stream.peer, -math.inf) + DIAL_INTERVAL
+        if may_dial := bool(ip and request.ports) and is_late and not is_busy:
+            self._dialled_at.pop(stream.peer, None)
+            self._dialled_at[stream.peer] = trio.current_time()
+            if len(self._dialled_at) > MAX_ASKERS:
+                del self._dialled_at[next(iter(self._dialled_at))]
             self._dialling[site] += 1
             try:
                 with trio.move_on_after(DIAL_BACK_TIMEOUT):
@@ -231,17 +236,6 @@ class Dialback:
             finally:
                 self._dialling -= Counter((site,))
         await tell(stream, DialBackAnswer(ip.partition("%")[0], seen, may_dial, tuple(reached)))
-
-    def _may_dial(self, peer: bytes, site: str) -> bool:
-        now = trio.current_time()
-        is_busy = self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS
-        if is_busy or now - self._dialled_at.get(peer, -math.inf) < DIAL_INTERVAL:
-            return False
-        self._dialled_at[peer] = now
-        self._dialled_at.move_to_end(peer)
-        if len(self._dialled_at) > MAX_ASKERS:
-            self._dialled_at.popitem(last=False)
-        return True
 
 
 async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:

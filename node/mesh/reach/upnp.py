@@ -297,34 +297,31 @@ class PortKeeper:
 
     async def run(self) -> None:
         """Keep the ports open until cancelled."""
-        waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
-        while True:
-            try:
-                if self._ports():
-                    await self._keep(await find_router())
-            except MappingError as error:
-                logger.debug("no port at the router: %s", error)
-            if self._own.mapped:
-                waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
-            self._note({})
-            self.has_tried.set()
-            await trio.sleep(next(waits))
-
-    async def _keep(self, router: UpnpRouter) -> None:
-        """Keep ports open at this router until it fails; raises `MappingError` then."""
+        waits, router = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random()), None
         try:
             while True:
                 asked = self._ports()
-                await self._open(router, asked)
+                try:
+                    if asked or router is not None:
+                        router = router or await find_router()
+                        await self._open(router, asked)
+                        waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
+                except MappingError as error:
+                    logger.debug("no port at the router: %s", error)
+                    router = None
+                    self._note({})
                 self.has_tried.set()
+                if router is None:
+                    await trio.sleep(next(waits))
+                    continue
                 for _ in range(round(ASK_INTERVAL / PORTS_INTERVAL)):
                     await trio.sleep(PORTS_INTERVAL)
                     if asked != self._ports():
                         break
-        except trio.Cancelled:  # this node leaves
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
-                await _close(router, self._own.mapped.values())
-            raise
+        finally:  # this node leaves
+            if router is not None:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
+                    await _close(router, self._own.mapped.values())
 
     async def _open(self, router: UpnpRouter, ports: Sequence[int]) -> None:
         """Open libp2p's port, and the others if the router allows it."""
