@@ -305,11 +305,6 @@ class Host:
         """The peers with a live connection."""
         return self.connections.connected
 
-    @property
-    def protocols(self) -> list[str]:
-        """The protocols that this node serves."""
-        return self.handlers.protocols
-
     def set_handler(self, protocol: str, handler: Handler) -> None:
         """Serve a protocol, as `ProtocolHandlers.serve` does."""
         self.handlers.set(protocol, handler)
@@ -321,10 +316,6 @@ class Host:
     async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:
         """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds."""
         await self.dialler.connect(peer, addresses, timeout)
-
-    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember addresses of a peer from itself or from others; these are dialled with caution."""
-        self.dialler.add_hearsay(peer, addresses)
 
     def software_of(self, peer: bytes) -> Software | None:
         """Return what a connected peer runs, as it says; None if it has not said."""

@@ -6,8 +6,7 @@ accepts, or answers that it knows none. Messages are bounded in size and number 
 whatever length it reads.
 
 Noise is libp2p's (`libp2p.security.noise`): it reads from a `RawLink` and gives a session to read from and write to.
-Peers are named by Ed25519 keys here, so a peer with another kind of key has no name. It gets the reason as the answer
-to its proposal of a multiplexer.
+Peers are named by Ed25519 keys here, so a peer with another kind of key has no name, and is refused.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ NOISE: Final = "/noise"
 YAMUX: Final = "/yamux/1.0.0"
 # From a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
 HANDSHAKE_TIMEOUT = 5.0
-REFUSED_KEY: Final = "farandole: your peer id is refused, peers here need Ed25519 keys"
 
 Handler = Callable[[Libp2pStream], Awaitable[None]]
 
@@ -82,12 +80,6 @@ class Negotiation:
             await self._say(NOT_AVAILABLE)
         await self._say(proposal)
         return proposal
-
-    async def refuse(self, reason: str) -> None:
-        """Answer the peer's first proposal with a reason, which implementations show as an unexpected answer."""
-        await self._greet()
-        await self._next()
-        await self._say(reason)
 
     async def find_role(self, protocol: str) -> bool:
         """Negotiate on an accepted connection whose other end may be a peer that waits for us.
@@ -274,11 +266,6 @@ class Upgrader:
         try:
             found = public_key_of_bytes(remote.to_bytes())
         except RemoteProtocolError as error:
-            try:
-                with trio.fail_after(NEGOTIATION_TIMEOUT):
-                    await Negotiation(session.read, session.write).refuse(REFUSED_KEY)
-            except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as unsaid:
-                logger.debug("could not say why a peer is refused: %r", unsaid)
             raise PeerUnreachableError(f"{remote} has no Ed25519 key, which peers need here") from error
         if found in SMALL_ORDER_KEYS:
             raise PeerUnreachableError("a key of small order proves nothing")

@@ -147,7 +147,7 @@ class ReleaseWatch:
     def look(self) -> ReleaseConflict:
         """Judge what the connected peers have said; warn once of older ones and once of newer ones."""
         known = {peer: self._host.software_of(peer) for peer in sorted(self._host.connected)}
-        own = self._host.protocols
+        own = self._host.handlers.protocols
         self.apart = {
             peer: found
             for peer, theirs in known.items()

@@ -243,7 +243,7 @@ class GossipService:
             if entry.author == self._writer.author:
                 self._writer.observe(entry)
             elif entry.kind is Kind.MEMBER:
-                self._host.add_hearsay(entry.author, dialable_addresses(entry.author, entry.payload))
+                self._host.dialler.add_hearsay(entry.author, dialable_addresses(entry.author, entry.payload))
 
     # anti-entropy
 

@@ -314,7 +314,7 @@ class PortKeeper:
                 if router is None:
                     await trio.sleep(next(waits))
                     continue
-                for _ in range(round(ASK_INTERVAL / PORTS_INTERVAL)):
+                for _ in range(round(min(ASK_INTERVAL, self._lease_seconds / 2) / PORTS_INTERVAL)):
                     await trio.sleep(PORTS_INTERVAL)
                     if asked != self._ports():
                         break

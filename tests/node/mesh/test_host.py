@@ -40,15 +40,7 @@ async def receive_all(stream: Libp2pStream) -> bytes:
     return bytes(received)
 
 
-async def test_a_peer_is_near_if_an_answer_to_a_ping_came_in_time() -> None:
-    async with connected_pair() as (alice, bob):
-        await until(lambda: alice.connections.is_within(bob.author, PATIENCE))
-        assert not alice.connections.is_within(bob.author, 0.0)
-        await alice.connections.disconnect(bob.author)
-        assert not alice.connections.is_within(bob.author, PATIENCE)
-
-
-async def test_two_hosts_connect_and_answer_each_other() -> None:
+async def test_two_hosts_connect_and_answer_each_other_and_are_near_once_a_ping_was_answered() -> None:
     async with connected_pair() as (alice, bob):
         assert alice.connected == {bob.author}
         assert alice.connections.path(bob.author) == "direct"
@@ -64,7 +56,10 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
             assert await stream.receive_some() == b"to and fro"
             await stream.send_eof()
             assert await stream.receive_some() == b""
+        await until(lambda: alice.connections.is_within(bob.author, PATIENCE))
+        assert not alice.connections.is_within(bob.author, 0.0)
         await alice.connections.disconnect(bob.author)
+        assert not alice.connections.is_within(bob.author, PATIENCE)
         assert bob.author not in alice.connected
         assert alice.connections.remote_addresses(bob.author) == []
         assert alice.connections.path(bob.author) == ""
@@ -264,21 +259,15 @@ async def test_a_system_without_ipv6_listens_over_ipv4(monkeypatch: pytest.Monke
             raise AssertionError("an address that its owner has named is not left out")
 
 
-async def test_a_port_that_is_taken_is_an_error_and_is_free_again_afterwards() -> None:
+async def test_listening_elsewhere_or_where_the_port_is_taken_is_an_error_and_it_is_free_again_afterwards() -> None:
     async with host_at_loopback() as alice:
         taken = alice.addresses[0].partition("/p2p/")[0]
-        with pytest.raises(ListenError):
-            async with open_host(new_key(), [taken]):
-                raise AssertionError
+        for address in (taken, "/ip4/127.0.0.1/udp/1/quic-v1", "nonsense", "/ip4/127.0.0.1/tcp/99999"):
+            with pytest.raises(ListenError):
+                async with open_host(new_key(), [address]):
+                    raise AssertionError
     async with open_host(new_key(), [taken]) as bob:
         assert bob.addresses[0].startswith(taken)
-
-
-@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/udp/1/quic-v1", "nonsense", "/ip4/127.0.0.1/tcp/99999"])
-async def test_listening_elsewhere_is_an_error(address: str) -> None:
-    with pytest.raises(ListenError):
-        async with open_host(new_key(), [address]):
-            raise AssertionError
 
 
 async def test_leaving_closes_the_listener_and_every_connection() -> None:

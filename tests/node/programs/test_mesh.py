@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +19,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.mesh.host import Host
 from farandole.node.programs import service as service_module
-from farandole.node.programs.mesh import Mesh
+from farandole.node.programs.mesh import Mesh, index_of
 from farandole.node.programs.service import MAX_STREAMS_OF_PEER, ProgramService, open_programs
 from farandole.node.programs.stream import MeshError
 from farandole.protocol.programs import (
@@ -28,7 +27,6 @@ from farandole.protocol.programs import (
     LENGTH,
     MAX_MESSAGE_BYTES,
     PROGRAMS_PROTOCOL,
-    FileIndex,
     Provide,
     stream_name,
 )
@@ -342,7 +340,7 @@ async def test_a_file_is_fetched_and_resumed_and_a_liar_is_passed_over(tmp_path:
         file_id = await program(lambda: honest.share(tmp_path / "weights"))
         # The liar is a provider too, with the right index and one wrong block.
         (tmp_path / "lie").write_bytes(contents[:BLOCK_BYTES] + bytes(len(contents) - BLOCK_BYTES))
-        await program(lambda: _share_falsely(lying, tmp_path / "weights", tmp_path / "lie", file_id))
+        await program(lambda: _share_falsely(lying, tmp_path / "weights", tmp_path / "lie"))
 
         def stop(done: int, total: int) -> None:
             if done >= BLOCK_BYTES:
@@ -366,17 +364,10 @@ async def test_a_file_is_fetched_and_resumed_and_a_liar_is_passed_over(tmp_path:
             await program(mesh.close)
 
 
-def _share_falsely(mesh: Mesh, true: Path, false: Path, file_id: str) -> None:
-    shared = true.read_bytes()
-    true.write_bytes(false.read_bytes())
-    try:
-        assert mesh.share(true) != file_id
-    finally:
-        true.write_bytes(shared)
-    served = mesh.listen(stream_name(file_id))
-    index = _index_of(shared)
-    assert index.id == file_id
-    mesh._hold(Provide(bytes.fromhex(file_id)))
+def _share_falsely(mesh: Mesh, true: Path, false: Path) -> None:
+    index = index_of(true, lambda done, total: None)
+    served = mesh.listen(stream_name(index.id))
+    mesh._hold(Provide(bytes.fromhex(index.id)))
 
     def serve() -> None:
         for stream in served:
@@ -387,11 +378,6 @@ def _share_falsely(mesh: Mesh, true: Path, false: Path, file_id: str) -> None:
                     stream.send(false.read_bytes()[int.from_bytes(number, "big") * BLOCK_BYTES :][:BLOCK_BYTES])
 
     threading.Thread(target=serve, daemon=True).start()
-
-
-def _index_of(contents: bytes) -> FileIndex:
-    blocks = [contents[at : at + BLOCK_BYTES] for at in range(0, len(contents), BLOCK_BYTES)]
-    return FileIndex(len(contents), tuple(hashlib.sha256(block).digest() for block in blocks))
 
 
 async def test_without_a_node_the_error_says_so(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class MemoryHost:
     def connections(self) -> MemoryHost:
         return self
 
+    dialler = connections
+
     def network_of(self, peer: bytes) -> str:
         return self.networks.get(peer, "")
 

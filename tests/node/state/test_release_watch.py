@@ -24,6 +24,7 @@ class Host:
         self.software: dict[bytes, Software] = {}
         self.connected: frozenset[bytes] = frozenset()
         self.protocols = list(NEEDED)
+        self.handlers = self
         self.asked: list[float] = []
 
     def says(self, peer: bytes, version: str, *protocols: str) -> None:

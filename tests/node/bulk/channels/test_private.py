@@ -124,5 +124,5 @@ async def test_a_stranger_that_is_dialled_and_reflects_what_it_gets_is_left(nurs
 @pytest.mark.parametrize("key", [KEY, b""])
 async def test_the_key_is_that_of_the_hosts_connections(key: bytes) -> None:
     async with host_at_loopback(network_key=key) as host, open_bulk(host, RUN_ID):
-        served = {protocol for protocol in host.protocols if "bulk" in protocol}
+        served = {protocol for protocol in host.handlers.protocols if "bulk" in protocol}
     assert served == {PRIVATE_BULK_PROTOCOL if key else BULK_PROTOCOL}
