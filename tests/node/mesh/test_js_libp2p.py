@@ -28,7 +28,7 @@ from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.wire.identity import public_key_of
 
-from ..hosts import host_at_loopback
+from ..hosts import echo, host_at_loopback
 from ..relayed import open_relay, reserve
 
 pytestmark = pytest.mark.soak
@@ -107,11 +107,6 @@ async def open_js(folder: Path, **settings: Any) -> AsyncIterator[JsPeer]:
     finally:
         process.kill()
         await process.wait()
-
-
-async def echo(stream: Libp2pStream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 async def sink(stream: Libp2pStream) -> None:
