@@ -298,7 +298,7 @@ class Testnet:
                 await trio.sleep(WATCH_INTERVAL)
             if self.scenario.exchanges_after_faults:
                 for node in self._nodes:
-                    nursery.start_soon(node.pause)
+                    nursery.start_soon(node.have, "pause")
         self._watch()
         self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
         if self.scenario.no_false_death:
@@ -356,7 +356,7 @@ class Testnet:
             async def begin(node: NodeProcess) -> None:
                 await start(node)
                 if self.scenario.start_together:
-                    nursery.start_soon(node.pause)
+                    nursery.start_soon(node.have, "pause")
 
             await begin(first)
             await first.is_up.wait()
@@ -376,7 +376,7 @@ class Testnet:
             async with trio.open_nursery() as nursery:
                 for node in (*self._early_nodes, *daemons):
                     node.record.excuse(trio.current_time())
-                    nursery.start_soon(node.resume)
+                    nursery.start_soon(node.have, "resume")
             self._say("all nodes are up, and begin to train")
 
     def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:

@@ -195,17 +195,10 @@ class NodeProcess:
         if process := self._live:
             limit_files(process.pid, most)
 
-    async def pause(self) -> None:
-        """Make the node stop training and stay in the mesh; retry until it answers."""
-        await self._have("pause")
-
-    async def resume(self) -> None:
-        """Make a paused node train again; retry until it answers."""
-        await self._have("resume")
-
-    async def _have(self, deed: str) -> None:
+    async def have(self, method: str) -> None:
+        """Make the node pause (it stops training, and stays in the mesh) or resume; ask until it answers."""
         while self.is_running:
-            if await ask_daemon(self.home, deed) is not None:
+            if await ask_daemon(self.home, method) is not None:
                 return
             await trio.sleep(POLL_INTERVAL)
 
