@@ -83,6 +83,8 @@ Figures = dict[str, float]
 Of an averaging: ``exchange_s``; ``total_s``, from two vectors to their mean in both places; ``most_error``, RMS; of
 ours ``most_mb``, the peak memory of a mesh process (`UsageMeter.running`).
 """
+Turn = Callable[[], Figures]
+"""Takes a turn, and measures it."""
 
 
 def claims_of(figures: Mapping[str, Any], vector_mb: int) -> Iterator[Claim]:
@@ -225,7 +227,7 @@ def measure_pairs(
     """Measure all pairs in turns, and return what could not be measured; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
     problems: dict[str, str] = {}
-    others: dict[str, Callable[[], Figures]] = {}
+    others: dict[str, Turn] = {}
     with contextlib.ExitStack() as stack:
         say("averaging: starting farandole")
         ours = stack.enter_context(open_farandole(num_elements, log))
@@ -242,7 +244,7 @@ def measure_pairs(
 
 
 @contextlib.contextmanager
-def open_farandole(num_elements: int, log: Path) -> Iterator[dict[str, Callable[[], Figures]]]:
+def open_farandole(num_elements: int, log: Path) -> Iterator[dict[str, Turn]]:
     """Open two nodes of two processes each: the trainer encodes and averages, the mesh process exchanges."""
     with contextlib.ExitStack() as stack:
         nodes, payloads = stack.enter_context(open_ends(CHANNEL, encoded_size("fp32", num_elements), log))
@@ -271,7 +273,7 @@ def open_farandole(num_elements: int, log: Path) -> Iterator[dict[str, Callable[
 
 
 @contextlib.contextmanager
-def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Callable[[], Figures]]]:
+def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Turn]]:
     """Open two `DecentralizedAverager`; the measured part is the all-reduce, once both have found each other."""
     with open_peers("hivemind", peer_command(python, "hivemind"), vectors(num_elements), log) as pair:
 
@@ -285,7 +287,7 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
 
 
 @contextlib.contextmanager
-def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Callable[[], Figures]]]:
+def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Turn]]:
     """Open two peers that call each other with their vectors, and average with numpy."""
     with open_peers("lattica", peer_command(python, "lattica"), vectors(num_elements), log) as pair:
         wait_until_connected(LATTICA, pair)
@@ -370,7 +372,7 @@ def measure_mesh(
         homes = [{"place": str(home)} for home in stack.enter_context(_open_nodes(folder))]
         ours = stack.enter_context(open_peers(OURS, worker_command("program"), homes, log))
         wait_until_connected(OURS, ours)
-        ways: dict[str, Callable[[], dict[str, float]]] = {OURS: partial(_measure, ours, requests, size_mb * MB)}
+        ways: dict[str, Turn] = {OURS: partial(_measure, ours, requests, size_mb * MB)}
         if cache is not None:
             try:
                 command = peer_command(obtain_python("lattica", cache, say), "lattica")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import trio
@@ -131,13 +131,18 @@ async def _befall(fault: Fault, node: NodeProcess, context: FaultContext) -> Non
             await _slow(fault, node)
         case "starve":
             await node.starve(1 / fault.factor, fault.seconds)
-        case "freeze":
-            await _hold(fault, node.freeze, node.thaw)
-        case "fill_disk":
-            await _hold(fault, partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None))
-        case "set_clock":
-            set_clock = partial(wrong_clock.set_clock, node.home)
-            await _hold(fault, partial(set_clock, fault.offset, fault.drift), set_clock)
+        case "freeze" | "fill_disk" | "set_clock":
+            with contextlib.ExitStack() as undoing:
+                if fault.kind == "freeze":
+                    node.freeze()
+                    undoing.callback(node.thaw)
+                elif fault.kind == "fill_disk":
+                    node.limit_files(FULL_DISK_BYTES)
+                    undoing.callback(node.limit_files, None)
+                else:
+                    wrong_clock.set_clock(node.home, fault.offset, fault.drift)
+                    undoing.callback(wrong_clock.set_clock, node.home)
+                await trio.sleep(fault.seconds)
         case "join":
             await context.start(node)
         case "leave":
@@ -190,14 +195,6 @@ async def _slow(fault: Fault, node: NodeProcess) -> None:
                 if trainer is not None:  # it may have been restarted; the next status names its successor
                     thaw(trainer, whole_group=False)
             await trio.sleep(SLOW_PERIOD / fault.factor)
-
-
-async def _hold(fault: Fault, do: Callable[[], None], undo: Callable[[], None]) -> None:
-    do()
-    try:
-        await trio.sleep(fault.seconds)
-    finally:
-        undo()
 
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
