@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
-import socket
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
@@ -28,46 +27,36 @@ class Interruption:
     not wait for a lock that this thread holds at that moment.
     """
 
-    def __init__(self, woken: socket.socket) -> None:
-        """``woken``: can be read from when Ctrl-C has come."""
-        self._woken = woken
+    def __init__(self) -> None:
+        self._has_come = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal, and raise `KeyboardInterrupt`."""
+        self._has_come = True
+        raise KeyboardInterrupt
 
     def is_set(self) -> bool:
         """Return whether Ctrl-C has come."""
-        return self.wait(0.0)
+        return self._has_come
 
     def wait(self, seconds: float, /) -> bool:
-        """Wait for so many seconds, or until Ctrl-C; return whether it has come."""
-        readable, _, _ = select.select([self._woken], [], [], seconds)
-        return bool(readable)
+        """Wait for so many seconds, unless Ctrl-C has come; return whether it has."""
+        if not self._has_come:
+            time.sleep(seconds)
+        return self._has_come
 
 
 @contextlib.contextmanager
-def interruptible(*, is_gentle: bool = False) -> Iterator[Interruption]:
+def interruptible() -> Iterator[Interruption]:
     """Let Ctrl-C end the block as if it had come to its end. Works only in the main thread.
 
     Python drops a `KeyboardInterrupt` that is raised while it calls back an object's finaliser, or a weak reference's
-    (each import has one). So the block must also ask, whenever it waits. ``is_gentle``: the first Ctrl-C, or SIGTERM,
-    does no more than end a wait, for a block that must finish what it is at; another one raises as usual.
+    (each import has one). So the block must also ask, whenever it waits.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_gentle else (signal.SIGINT,)
-    woken, waking = socket.socketpair()
-    waking.setblocking(False)
-    num_signals = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        with contextlib.suppress(BlockingIOError):  # it is full: it has been noted
-            waking.send(b"!")
-        if num_signals > is_gentle:
-            raise KeyboardInterrupt
-
-    with woken, waking:
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            with contextlib.nullcontext() if is_gentle else contextlib.suppress(KeyboardInterrupt):
-                yield Interruption(woken)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    interruption = Interruption()
+    before = signal.signal(signal.SIGINT, interruption.note)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield interruption
+    finally:
+        signal.signal(signal.SIGINT, before)
