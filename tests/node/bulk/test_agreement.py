@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -61,27 +62,28 @@ async def test_who_waits_for_a_stream_may_give_up(bob: Party, clock: MockClock) 
 _STEPS = [0, 60, 200, 1_000, CHUNK_BYTES, SIZE, SIZE + 150, SIZE + 200, SIZE + 210, SIZE + 220, SIZE + 230, SIZE + 240]
 
 
-@pytest.mark.parametrize("at", _STEPS)
-@pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_a_connection_that_breaks_anywhere_leaves_both_believing_the_same(
-    alice: Party, bob: Party, who: bytes, at: int, clock: MockClock
-) -> None:
-    (alice if who == ALICE else bob).host.faults.cut_at = at
-    await meet(alice, bob)
-    assert alice.result.committed is bob.result.committed
-    if alice.result.committed:
-        assert_committed(alice, bob)
-    assert trio.current_time() <= PATIENCE
+# The same beside a channel: the offer, the route, the verdicts.
+_STEPS_BESIDE = [0, 60, *range(150, 241, 10)]
 
 
-@pytest.mark.parametrize("at", _STEPS)
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
 @pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_a_frozen_partner_costs_the_deadline_at_most(
-    alice: Party, bob: Party, who: bytes, at: int, clock: MockClock
+@pytest.mark.parametrize(
+    ("size", "at"), [*itertools.product([SIZE], _STEPS), *itertools.product([BULK_FROM + 1], _STEPS_BESIDE)]
+)
+async def test_a_stream_that_breaks_or_freezes_anywhere_leaves_both_believing_the_same(
+    nursery: trio.Nursery, size: int, at: int, who: bytes, fault: str, clock: MockClock
 ) -> None:
-    (alice if who == ALICE else bob).host.faults.freeze_at = at
-    await meet(alice, bob)
-    assert alice.result.committed is bob.result.committed
+    pair = BulkPair(nursery, size)
+    setattr(pair.party(who).host.faults, fault, at)
+    await pair.meet()
+    assert_agreed(pair)
+
+
+def assert_agreed(pair: BulkPair) -> None:
+    assert pair.alice.result.committed is pair.bob.result.committed, (pair.alice.result, pair.bob.result)
+    if pair.alice.result.committed:
+        assert_committed(pair.alice, pair.bob)
     assert trio.current_time() <= PATIENCE
 
 
@@ -133,21 +135,6 @@ async def test_a_responder_in_doubt_whose_initiator_is_dead_goes_on_at_its_deadl
     assert trio.current_time() == pytest.approx(PATIENCE)
 
 
-# Boundaries of what a side sends on the stream: nothing, half an offer, the offer, the route, the verdicts.
-@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
-@pytest.mark.parametrize("at", [0, 60, 150, 160, 170, 180, 190, 200, 210, 220, 230, 240])
-@pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_a_stream_that_ends_beside_the_channel_leaves_both_believing_the_same(
-    pair: BulkPair, who: bytes, at: int, fault: str, clock: MockClock
-) -> None:
-    setattr(pair.party(who).host.faults, fault, at)
-    await pair.meet()
-    assert pair.alice.result.committed is pair.bob.result.committed
-    if pair.alice.result.committed:
-        assert_committed(pair.alice, pair.bob)
-    assert trio.current_time() <= PATIENCE
-
-
 @pytest.mark.parametrize("seed", range(60))
 async def test_whatever_befalls_streams_and_channels_both_believe_the_same(
     pair: BulkPair, seed: int, clock: MockClock
@@ -163,7 +150,4 @@ async def test_whatever_befalls_streams_and_channels_both_believe_the_same(
                 stream, rng.choice(["cut_at", "freeze_at"]), rng.choice([rng.randrange(400), rng.randrange(BULK_FROM)])
             )
     await pair.meet()
-    assert pair.alice.result.committed is pair.bob.result.committed, (pair.alice.result, pair.bob.result)
-    if pair.alice.result.committed:
-        assert_committed(pair.alice, pair.bob)
-    assert trio.current_time() <= PATIENCE
+    assert_agreed(pair)

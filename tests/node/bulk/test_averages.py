@@ -9,6 +9,7 @@ import torch
 import trio
 from torch import nn
 
+from farandole.node.bulk import negotiation
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.protocol.exchange.pipe import BULK_FROM
@@ -60,7 +61,8 @@ def test_parameters_of_odd_shapes_and_types_come_back_in_their_places(dtype: tor
         assert torch.equal(received[name], before[name])
 
 
-async def test_an_exchange_is_committed_over_a_relay() -> None:
+async def test_an_exchange_is_committed_over_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(negotiation, "OPEN_TIMEOUT", 0.5)  # there is no channel to wait for
     async with (
         relayed_pair() as (_, alice, bob),
         open_bulk(alice, bytes(32)) as ones,

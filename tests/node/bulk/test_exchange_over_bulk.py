@@ -64,31 +64,31 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
 
 
 @pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
-@pytest.mark.parametrize(("by_alice", "by_bob"), [(0, 0), (1_000, 700_000), (BULK_FROM, BULK_FROM)])
-async def test_a_channel_that_is_lost_in_both_directions_is_replaced(
-    pair: BulkPair, by_alice: int, by_bob: int, fault: str, clock: MockClock
+@pytest.mark.parametrize(
+    ("by_alice", "by_bob", "num_faulty"),
+    [
+        (0, 0, 1),
+        (1_000, 700_000, 1),
+        (BULK_FROM, BULK_FROM, 1),
+        (0, 0, 100),
+        (300_000, None, 100),
+        (None, 300_000, 100),
+    ],
+)
+async def test_channels_that_are_lost_in_both_directions_are_replaced_and_at_last_by_the_stream(
+    pair: BulkPair, by_alice: int | None, by_bob: int | None, fault: str, num_faulty: int, clock: MockClock
 ) -> None:
-    setattr(pair.way(ALICE).faults, fault, by_alice)
-    setattr(pair.way(BOB).faults, fault, by_bob)
+    for author, at in ((ALICE, by_alice), (BOB, by_bob)):
+        setattr(pair.way(author).faults, fault, at)
+        pair.way(author).faults.num_channels = num_faulty
     await pair.meet()
-    pair.assert_committed("bulk", num_channels=2)
+    if num_faulty == 1:
+        pair.assert_committed("bulk", num_channels=2)
+    else:
+        pair.assert_committed("stream", num_channels=MAX_ROUTES - 1)
+        assert not any(way.kept for way in pair.ways)
     for party in (pair.alice, pair.bob):
         assert party.result.bytes_received < BULK_FROM + 1_000
-
-
-@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
-@pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_when_every_channel_breaks_the_stream_takes_the_rest(
-    pair: BulkPair, who: bytes, fault: str, clock: MockClock
-) -> None:
-    faults = pair.way(who).faults
-    setattr(faults, fault, 300_000)
-    faults.num_channels = 100
-    await pair.meet()
-    pair.assert_committed("stream", num_channels=MAX_ROUTES - 1)
-    for party in (pair.alice, pair.bob):
-        assert party.result.bytes_received < BULK_FROM + 1_000
-    assert not any(way.kept for way in pair.ways)
 
 
 @pytest.mark.parametrize("closed", [ALICE, BOB])

@@ -17,18 +17,7 @@ from .bulk_pair import BulkPair
 from .liars import Liar, meet_liar
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"run_id": b"x" * 32},
-        {"stage": 1},
-        {"layout": b"x" * 32},
-        {"codec": "int8"},
-        {"size": SIZE + 1},
-        {"size": 2**44},
-        {"version": 1},
-    ],
-)
+@pytest.mark.parametrize("lie", [{"run_id": b"x" * 32}, {"size": 2**44}])
 async def test_an_offer_that_does_not_fit_is_refused_before_any_data(
     bob: Party, lie: dict[str, object], clock: MockClock
 ) -> None:

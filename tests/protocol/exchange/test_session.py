@@ -168,6 +168,7 @@ def test_a_commit_without_our_verdict_is_a_lie(alice: Side, bob: Side) -> None:
         ("layout", b"x" * 32),
         ("codec", "fp32"),
         ("size", SIZE - 1),
+        ("size", 2**44),
         ("seconds_left", math.nan),
     ],
 )
