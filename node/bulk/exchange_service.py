@@ -22,6 +22,7 @@ from farandole.protocol.exchange.exchange import (
     ASK_FROM,
     DATA_UNTIL,
     DECIDE_UNTIL,
+    JUDGE_UNTIL,
     MAX_FIRST_BYTES,
     MAX_RESOLVE_BYTES,
     Aborted,
@@ -49,7 +50,7 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
 from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
-from ..status.status import NO_STREAM, NOT_BEGUN, SCREENED_LATE
+from ..status.status import NO_STREAM, NOT_BEGUN
 from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing, Patience
 
@@ -70,9 +71,10 @@ TOO_LONG = "the contributions took too long"
 SLOW_FROM = DATA_UNTIL / 2
 
 
-Judge = Callable[[int, int], Awaitable[str | None]]
-"""Returns why the partner's complete contribution is refused, or None: by its size, and the tokens that its offer
-claims. What it saw of a contribution that is not committed does not count."""
+Judge = Callable[[int, int, float], Awaitable[str | None]]
+"""Returns why the partner's complete contribution is refused, or None: by its size, the tokens that its offer claims,
+and the time by which a verdict is wanted. Then it is cancelled, and the trainer will give the contribution less weight,
+or none. What it saw of a contribution that is not committed does not count."""
 
 
 class _FailedError(Exception):
@@ -179,8 +181,9 @@ class ExchangeSession:
                 await bulk.wait_received()
             offer = self._exchange.partner_offer
             assert offer is not None, "a contribution follows its offer"
-            with _until(self.data_by, SCREENED_LATE):
-                refusal = await self._judge(offer.size, offer.tokens)
+            refusal, judge_by = None, self._at(JUDGE_UNTIL)
+            with trio.move_on_at(judge_by):  # a busy machine costs no average
+                refusal = await self._judge(offer.size, offer.tokens, judge_by)
             if refusal is not None:
                 raise _FailedError(f"{REFUSED}{refusal}", is_refused=True)
             with _until(self.data_by, TOO_LONG, is_too_slow=True):

@@ -6,6 +6,7 @@ Trainer processes, exchanges, pairing messages, the timer and the display are he
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,8 +78,8 @@ class TrainerSession:
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
-        self._clip = 1.0
-        """How far the mean moves towards the contribution that was judged last."""
+        self._judged = messages.Screened("")
+        """The verdict on the newest exchange's contribution."""
         self._encoded = SharedCounter(trainer.outgoing)
         self._arrived = SharedCounter(trainer.incoming)
         self._num_exchanges = 0
@@ -120,21 +121,31 @@ class TrainerSession:
         self._num_exchanges = number = self._num_exchanges + 1
         arrive = partial(self._arrived.store, number)
         arrive(0)
-        self._clip = 1.0
+        self._judged = messages.Screened("")
         ended = await self._exchanges.run(start, offer, outgoing, incoming, partial(self.screen, start.peer), arrive)
-        return replace(ended, clip=self._clip) if ended.committed else ended
+        clip, late = self._judged.clip, self._judged.late_seconds
+        return replace(ended, clip=clip, late_seconds=late) if ended.committed else ended
 
-    async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
-        """Have the trainer judge what was received; return None, or why it is refused."""
+    async def screen(self, peer: bytes, size: int, tokens: int, judge_by: float) -> str | None:
+        """Have the trainer judge what was received; return None, or why it is refused.
+
+        It may be cancelled after ``judge_by``, of `trio.current_time`.
+        """
         membership = self._membership
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
         said_of = membership.is_suspected(peer), membership.is_near(peer)
-        self.send(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of))
+        begun_at = trio.current_time()
+        by = time.monotonic() + judge_by - begun_at
+        self.send(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of, by))
         try:
             judged = await verdict.receive()
+        except trio.Cancelled:  # the trainer is in the middle of other work, and will have no time to measure
+            late_seconds = trio.current_time() - begun_at
+            self._judged = messages.Screened("", clip=HALF, late_seconds=late_seconds)
+            raise
         finally:
             self._verdict = None
-        self._clip = judged.clip
+        self._judged = judged
         if judged.reason:
             self._journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
         elif judged.clip == 0.0:
@@ -152,6 +163,8 @@ class TrainerSession:
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
+# How much of a contribution counts that was not judged in time.
+HALF: Final = 0.5
 # Seconds between two checks whether there is traffic for an exchange: a partner is found in less than a round.
 TRAFFIC_INTERVAL: Final = 1.0
 

@@ -296,6 +296,7 @@ class Journal:
             self.clock(),
             ended.path,
             ended.clip,
+            ended.late_seconds,
         )
         self.exchanges.add(exchange)
         if ended.committed and ended.clip >= 1.0:

@@ -13,9 +13,6 @@ from farandole.protocol.state.node_state import NodeState
 # Text of an exchange's verdict after ``failed: ``, if a contribution was refused.
 REFUSED_HERE = "refused:"
 REFUSED_THERE = "the partner aborted: refused:"
-# The same, if the contributions arrived in time, but this node's verdict on the partner's did not.
-SCREENED_LATE = "the screening took too long"
-SCREENED_LATE_THERE = f"the partner aborted: {SCREENED_LATE}"
 # The same, if the partner had agreed and did not come.
 NOT_BEGUN, NO_STREAM = "the partner did not begin in time", "the partner opened no stream in time"
 # `NodeState.phase_detail` while a node waits for the run's starting checkpoint and no member has it.
@@ -38,6 +35,8 @@ class ExchangeStatus(msgspec.Struct, frozen=True):
     """How the contributions moved: ``bulk`` (a channel of their own) or ``stream`` (libp2p's); empty when alone."""
     clip: float = 1.0
     """How far towards the partner's contribution the mean went: below 1, the screening has clipped it."""
+    late_seconds: float = 0.0
+    """Seconds that judging takes this machine, where the exchange had less: half of the contribution counted."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ host's memory, it also judges and averages.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -38,6 +39,7 @@ class EngineExchange:
         round_end: RoundEnd,
         report: Callable[[messages.Report], None],
         draw: Callable[[], float] = _draw,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._digest = b""
         self._author = prepare.author
@@ -45,6 +47,7 @@ class EngineExchange:
         self.side_thread = round_end.side_thread
         self._report = report
         self._draw = draw
+        self._clock = clock
         self._chance = 1.0  # of the newest contribution's exchange
         self._is_suspected = self._is_near = False  # the partner that was screened last
         size = counted_size(round_end.contribution_bytes)
@@ -120,12 +123,14 @@ class EngineExchange:
             self._forget_earlier(arrived, taken)
             self._is_suspected, self._is_near = command.is_suspected, command.is_near
             encounter = self._encounter(command.partner, command.partner_tokens)
-            verdict = self._round_end.screen(self._incoming[: command.size], encounter)
+            left = command.by - self._clock()
+            verdict = self._round_end.screen(self._incoming[: command.size], encounter, left)
             if isinstance(verdict, Refuse):
                 judged = messages.Screened(verdict.reason, command.number, clip=0.0)
             else:
                 judged = messages.Screened("", command.number, verdict.clip, verdict.remark)
-            self._report(msgspec.structs.replace(judged, is_suspect=verdict.is_suspect))
+            late_seconds = self._round_end.partner.exam.late_seconds
+            self._report(msgspec.structs.replace(judged, is_suspect=verdict.is_suspect, late_seconds=late_seconds))
 
         self._do(screen, Aside.ALL)
         self._taken = arrived

@@ -6,7 +6,7 @@ knowledge of farandole, and a remedy that can be typed or done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Final, Literal
@@ -19,9 +19,6 @@ from ..status.status import (
     NO_START,
     REFUSED_HERE,
     REFUSED_THERE,
-    SCREENED_LATE,
-    SCREENED_LATE_THERE,
-    ExchangeStatus,
     NodeStatus,
     RunStatus,
 )
@@ -50,7 +47,6 @@ _REFUSALS: Final = (
 )
 
 
-_LATE_HERE, _LATE_THERE = f"failed: {SCREENED_LATE}", f"failed: {SCREENED_LATE_THERE}"
 # The phases of a node that is not, or may not be, in the run yet.
 _JOINING: Final = ("starting", "joining", "fetching weights", "preparing")
 _SLOW_LINE: Final = (
@@ -128,6 +124,7 @@ def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
         goes_on = "" if is_relay else ". Training goes on meanwhile"
         yield Headline("trouble", text, f"check this machine's internet; `farandole doctor` says more{goes_on}")
     yield from _failures(status)
+    yield from _busy(status)
     if status.phase in ("starting", "joining", "fetching weights", "preparing"):
         waiting = f"in the run, not training yet: {status.phase_detail or status.phase}"
         since = now - status.phase_since
@@ -176,22 +173,18 @@ def _failures(status: NodeStatus) -> Iterator[Headline]:
         if all(exchange.verdict.startswith(prefixes) for exchange in last):
             reason = last[-1].verdict.removeprefix("failed:").rpartition("refused:")[2].strip()
             yield Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
-    if all(exchange.verdict.startswith((_LATE_HERE, _LATE_THERE)) for exchange in last):
-        yield _busy(last, f"the last {num_failed} exchanges in a row failed")
     reason = last[-1].verdict.removeprefix("failed:").strip()
     yield Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
 
 
-def _busy(last: Sequence[ExchangeStatus], failed: str) -> Headline:
-    """Return whose machine is too busy to judge what it is sent in an exchange's time: this one, or the partners'."""
-    here = [exchange.seconds for exchange in last if exchange.verdict.startswith(_LATE_HERE)]
-    if here:
-        text = f"this machine is busy: judging takes more than {duration(max(here))}, and {failed}"
+def _busy(status: NodeStatus) -> Iterator[Headline]:
+    """Yield that judging takes this machine longer than its exchanges have time for."""
+    last = [exchange for exchange in status.recent_exchanges if exchange.partner][-FAILURES_IN_A_ROW:]
+    if len(last) == FAILURES_IN_A_ROW and all(exchange.late_seconds for exchange in last):
+        seconds = duration(last[-1].late_seconds)
+        text = f"this machine is busy: judging takes {seconds}, so only half of each contribution counts"
         remedy = "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`"
-        return Headline("trouble", text, remedy)
-    text = f"the partners' machines are busy: judging takes them too long, and {failed}"
-    remedy = "nothing to do here: they need more processor time, or the run longer exchanges (`exchange_seconds`)"
-    return Headline("trouble", text, remedy)
+        yield Headline("trouble", text, remedy)
 
 
 def _well(status: NodeStatus, now: float) -> Iterator[Headline]:

@@ -130,9 +130,10 @@ def decode_first(payload: bytes) -> Offer:
     return offer
 
 
-# Shares of the time from the start of a session to its deadline. Contributions are received and screened until the
-# first, the initiator decides until the second, a responder without news asks from the third, both go on at 1.
-DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
+# Shares of the time from the start of a session to its deadline. A contribution is screened until the first, and both
+# are received until the second, the initiator decides until the third, a responder without news asks from the fourth,
+# both go on at 1.
+JUDGE_UNTIL, DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.65, 0.7, 0.8, 0.9
 # The pipe's name for either contribution.
 CONTRIBUTION = 0
 

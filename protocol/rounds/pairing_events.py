@@ -85,6 +85,8 @@ class ExchangeEnded:
     seconds: float = 0.0
     path: str = ""
     """``bulk`` if the contributions moved, or were to move, over a bulk channel, else ``stream``."""
+    late_seconds: float = 0.0
+    """See `farandole.protocol.trainer.trainer_messages.Screened.late_seconds`."""
     clip: float = 1.0
     """How far the mean moves towards the partner's contribution; 0: nothing of it is averaged."""
 

@@ -98,6 +98,11 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether tokens attend to their own document alone (Llama 3, arXiv 2407.21783, section 3.2), and not to others in
     the same sequence (`farandole.training.model.model.document_mask`)."""
 
+    @property
+    def shares_text(self) -> bool:
+        """Whether all members have the same text, but for their versions of Python."""
+        return self.source == "stdlib" or self.epochs > 0
+
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``bytes`` (256 tokens), or a Hugging Face ``tokenizers`` file, known by its hash; each node names its copy."""

@@ -269,7 +269,7 @@ class ScreeningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class GuardConfig(
     ScreeningConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="guard"
 ):
-    """Clips a contribution that is further away than usual, and refuses it if it makes the loss worse."""
+    """Clips a contribution that is further away than usual, and averages no more of it than the loss allows."""
 
     radius: Annotated[float, msgspec.Meta(ge=1, le=100)] = 4.0
     """Distances up to this many medians of the accepted ones are not clipped."""
@@ -282,17 +282,16 @@ class GuardConfig(
     min_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 1 / 3
     """The least share of the mean that the tokens behind a contribution may leave to either partner."""
     checked_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1 / 8
-    """The share of exchanges whose loss is compared although nothing was clipped."""
+    """Not read: the loss is compared in every exchange. Older releases read it."""
     first_checks: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
-    """The loss is compared in this many first exchanges with a peer."""
+    """Not read, as `checked_share`."""
     least_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
-    """As a share of the loss on the held-out batches that a rule may ask for: a mean may always be worse by this. Where
-    it is less than the most, means must not be worse than others before them by more than chance explains.
-    """
+    """As a share of the loss on the text that a rule judges by: a mean may be worse by this, which is noise. More than
+    0.003 counts as 0.003; older releases allow all of it."""
     max_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
-    """A mean that is worse by more stands out, whatever others before it were. A tenth lets honest members pass in runs
-    of small models at large learning rates, with nodes that come and go; 0.01, with 0.001 as the least, is for runs
-    whose members are there all the time.
+    """A mean that is worse by more counts for nothing, whatever inner steps gain and earlier means have cost. A tenth
+    lets honest members pass in the first rounds, and at large learning rates; 0.01, with 0.001 as the least, is for
+    runs whose members are there all the time.
     """
 
 

@@ -7,6 +7,7 @@ has the progress: the process that fills the file stores it, and the other reads
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Annotated, Final, Literal
@@ -165,6 +166,8 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     """See `farandole.training.screening.rule.Encounter.is_suspected`."""
     is_near: bool = False
     """See `farandole.training.screening.rule.Encounter.is_near`."""
+    by: float = math.inf
+    """The time by which the verdict is wanted, of `time.monotonic`."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
@@ -378,6 +381,8 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
     """Why less than all of the share of an accepted contribution counts; empty: all of it does."""
     is_suspect: bool = False
     """Whether the partner is suspected now, which is published to the run (`farandole.protocol.state.believing`)."""
+    late_seconds: float = 0.0
+    """Where there was no time to measure a loss: the seconds that it would take."""
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,7 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from farandole.node.trainer_process.main import main
-from farandole.training.base.errors import CodecError, ScreeningError
+from farandole.training.base.errors import CodecError
 from farandole.training.engine.engine import Until
 from farandole.training.engine.learner import Learner
 from farandole.training.outer.codec import Buffer
@@ -57,7 +58,7 @@ class HostileRoundEnd(RoundEnd):
         return blake3(forged).digest()
 
     @torch.no_grad()
-    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN, seconds_left: float = math.inf) -> Verdict:
         """Accept, remember the contribution, and report the partner as suspect."""
         assert self.ended is not None
         values = torch.empty_like(self.ended.contribution.theta)
@@ -67,13 +68,6 @@ class HostileRoundEnd(RoundEnd):
             return Accept(is_suspect=True)
         self._received.append(values)
         return Accept(is_suspect=True)
-
-    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """Take the outer step; alone, if the contribution is one that no replica can use."""
-        try:
-            return super().apply(partner, encounter, own_first=own_first)
-        except ScreeningError:
-            return super().apply(None)
 
 
 class HostileLearner(Learner):

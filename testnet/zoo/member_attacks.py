@@ -19,6 +19,8 @@ from farandole.training.base.errors import CodecError
 from farandole.training.model.model import cross_entropy, language_loss
 from farandole.training.outer.codec import Form
 
+from .gradient_attacks import RADIUS, Insight, climb, distance, most_harmful
+
 
 @dataclass(frozen=True, slots=True)
 class AttackView:
@@ -35,6 +37,8 @@ class AttackView:
     honest: Sequence[Tensor]
     """The contributions of all honest members in this round."""
     generator: torch.Generator
+    insight: Insight | None = None
+    """What it can compute; None: nothing, and it sends what an honest member would."""
 
 
 Attack = Callable[[AttackView], Tensor]
@@ -108,6 +112,36 @@ def _spectral(factor: float) -> Attack:
     return attack
 
 
+def _exam(greed: float) -> Attack:
+    """Get better on the text that members once judged on, and worse on all other."""
+
+    def attack(view: AttackView) -> Tensor:
+        if view.insight is None:
+            return view.own
+        limit = RADIUS * distance(view.honest)
+        return view.victim + climb(view.insight, view.victim, limit, greed, pleases=True)
+
+    return attack
+
+
+def _adaptive(view: AttackView) -> Tensor:
+    """Train honestly, and then get worse on all text, by as much as the victim lets pass."""
+    if view.insight is None:
+        return view.own
+    way = climb(view.insight, view.own, distance(view.honest), 1.0, pleases=False)
+    return most_harmful(view.insight, view.own, way)
+
+
+def _colluding(view: AttackView) -> Tensor:
+    """Push all victims the same way, so that they do not pull each other back; by as much as each lets pass."""
+    if view.insight is None:
+        return view.own
+    mean = torch.stack(list(view.honest)).mean(0)
+    view.insight.generator.manual_seed(int(mean.double().sum().mul(1e6)))  # what both of them know
+    way = climb(view.insight, mean, distance(view.honest), 1.0, pleases=False)
+    return most_harmful(view.insight, view.own, way)
+
+
 ATTACKS: dict[str, Attack] = {
     "nan": lambda view: torch.full_like(view.own, torch.nan),
     "zeros": lambda view: torch.zeros_like(view.own),
@@ -132,6 +166,11 @@ ATTACKS: dict[str, Attack] = {
     "backdoor": lambda view: view.own,
     "echo": lambda view: view.victim,
     "slow": lambda view: view.slow,
+    "exam-0.2": _exam(0.2),
+    "exam-0.5": _exam(0.5),
+    "exam-1": _exam(1.0),
+    "adaptive": _adaptive,
+    "colluding": _colluding,
 }
 """By name. ``labels`` and ``backdoor`` are in what the attacker trains on (`POISONS`). ``echo`` and ``slow`` are free
 riders: they send back what they got, or never train."""

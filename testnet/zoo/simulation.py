@@ -9,11 +9,12 @@ honest members alone, with the same seeds.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -29,15 +30,17 @@ from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.protocol.state.believing import OwnSuspects, is_suspected
 from farandole.protocol.state.entries import PARTNER_BYTES, Suspects
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.base.errors import ScreeningError
 from farandole.training.engine.learner import Learner, build_learner
-from farandole.training.outer.codec import form_of
+from farandole.training.model.model import language_loss
+from farandole.training.outer.codec import Form, form_of
+from farandole.training.outer.partner import Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
+from .gradient_attacks import Insight
 from .member_attacks import ATTACKS, POISONS, AttackView, forge, trigger_success
 
-# Held-out batches for the figure at the end; the members' screening batches are among them.
-VALIDATION_BATCHES = 32
+# Held-out batches for the figure at the end, on which no member judges.
+VALIDATION = range(100, 132)
 # Where members are away: every this many rounds one more goes, for at most this many rounds.
 AWAY_EVERY, MAX_AWAY = 4, 3
 # Share of a round's inner steps after which the exchange of the round before ends, where both overlap.
@@ -112,6 +115,10 @@ class _Member:
         self.learner: Learner = build_learner(
             run.manifest, run_id=run_id, author=self.key, settings=TrainerSettings(device="cpu")
         )
+        # On a busy machine, too, there is always enough time to judge.
+        self.learner.round_end.partner.exam = Exam(
+            run.manifest.model.context, shares_text=run.manifest.data.shares_text, clock=lambda: 0.0
+        )
         if self.is_hostile:
             self.learner.loss = POISONS.get(run.attack, self.learner.loss)
         self.initial = self.learner.round_end.slow_weights()
@@ -178,7 +185,7 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
         progress(round_index)
     meet_ended()
     learners = [member.learner for member in members if not member.is_hostile]
-    outcome.losses = [learner.evaluate(VALIDATION_BATCHES) for learner in learners]
+    outcome.losses = [unseen_loss(learner) for learner in learners]
     slow = [learner.round_end.slow_weights() for learner in learners]
     pairs = itertools.combinations(slow, 2)
     apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
@@ -188,8 +195,15 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
         for learner in learners
     )
     learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
-    outcome.merged = learners[0].evaluate(VALIDATION_BATCHES)
+    outcome.merged = unseen_loss(learners[0])
     return outcome
+
+
+@torch.no_grad()
+def unseen_loss(learner: Learner) -> float:
+    """Return the loss of a learner's weights on text that no member judges on, in nats per token."""
+    tokens = torch.cat([torch.as_tensor(learner.sampler.held_out_batch(index)) for index in VALIDATION])
+    return float(language_loss(learner.replica.module, tokens))
 
 
 def _meet_nobody() -> None:
@@ -250,6 +264,15 @@ def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iter
         yield sorted((member, other), key=lambda each: each.key)
 
 
+def _taken(victim: _Member, encounter: Encounter, form: Form, values: Tensor) -> Tensor:
+    """Return what a victim would have after it has judged these values (n,), and leave it as it is."""
+    round_end = victim.learner.round_end
+    before = copy.deepcopy(round_end.partner.histories)
+    verdict = round_end.screen(forge(values, form), replace(encounter, chance=abs(float(values[0])) % 1.0))
+    round_end.partner.histories = before
+    return victim.sent if isinstance(verdict, Refuse) else victim.sent + verdict.shares[1] * (values - victim.sent)
+
+
 def _meet(
     run: HostileRun,
     members: Sequence[_Member],
@@ -269,19 +292,24 @@ def _meet(
     ]
     tokens = claims if takes_steps else [min(claim, 1) for claim in claims]  # as in a trainer
     sent = [each.contribution for each in pair]
-    for index, member in enumerate(pair):
-        if member.is_hostile:
-            slow, victim = member.learner.round_end.slow_weights(), pair[1 - index].sent
-            view = AttackView(member.sent, slow, member.initial, victim, honest, generator)
-            sent[index] = forge(ATTACKS[run.attack](view), form_of(run.manifest.outer.codec))
-    are_accepting = True
-    encounters, does_count = [], [True, True]
+    encounters = []
     for index, member in enumerate(pair):
         other = pair[1 - index]
         believed = [each for each in members if each.key in member.partners and each is not other]
         told = [each.suspects_as_told(members) for each in believed]
         suspected = is_suspected(other.key, told, len(believed))
         encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
+    for index, member in enumerate(pair):
+        if member.is_hostile:
+            other, form = pair[1 - index], form_of(run.manifest.outer.codec)
+            slow = member.learner.round_end.slow_weights()
+            taken = partial(_taken, other, encounters[1 - index], form)
+            insight = Insight(member.learner, taken, generator)
+            view = AttackView(member.sent, slow, member.initial, other.sent, honest, generator, insight)
+            sent[index] = forge(ATTACKS[run.attack](view), form)
+    are_accepting, does_count = True, [True, True]
+    for index, member in enumerate(pair):
+        other = pair[1 - index]
         if member.is_hostile:
             continue
         verdict = member.learner.round_end.screen(sent[1 - index], encounters[index])
@@ -305,9 +333,6 @@ def _meet(
             member.backoff.note_success(pair[1 - index].key)
         else:
             member.backoff.note_failure(pair[1 - index].key, round_index)
-        try:
-            member.learner.round_end.apply(
-                sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0
-            )
-        except ScreeningError:  # a hostile member's: the honest were asked before
-            member.learner.round_end.apply(None)
+        member.learner.round_end.apply(
+            sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0
+        )

@@ -260,7 +260,7 @@ class Party:
         self.results: list[ExchangeEnded] = []
         self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
 
-    async def refusal(self, size: int, tokens: int) -> str | None:
+    async def refusal(self, size: int, tokens: int, judge_by: float) -> str | None:
         await trio.lowlevel.checkpoint()
         assert size == len(self.incoming)
         return self.refuses

@@ -63,7 +63,7 @@ class Node:
         outgoing = Outgoing.whole(memoryview(self.outgoing), blake3(self.outgoing).digest())
         self.results.append(await self.exchanges.run(start, offer, outgoing, memoryview(self.incoming), self.refusal))
 
-    async def refusal(self, size: int, tokens: int) -> str | None:
+    async def refusal(self, size: int, tokens: int, judge_by: float) -> str | None:
         await trio.lowlevel.checkpoint()
         return None
 

@@ -290,7 +290,7 @@ def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> Non
 
     In the next line, print the numbers of `play_rounds`.
     """
-    vars(partner)["EVALUATION_SECONDS"] = math.inf  # else a busy machine compares fewer losses
+    vars(partner)["_MAX_SECONDS"] = math.inf  # else a busy machine compares fewer losses
     other, _, kind = kind.rpartition("-")
     if kind != "plain":
         distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)

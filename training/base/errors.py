@@ -33,10 +33,6 @@ class CodecError(TrainingError):
     """A tensor cannot be encoded, or bytes are no encoded tensor: wrong length, or a value that is not finite."""
 
 
-class ScreeningError(TrainingError):
-    """A partner's contribution is refused; nothing of it was used."""
-
-
 class CheckpointError(TrainingError):
     """A checkpoint is not one of this run, is damaged, or is hostile; nothing of it was used."""
 

@@ -252,8 +252,8 @@ class UserLoss:
         self._turns = turns
         self._ranks = ranks
 
-    def __call__(self, num_batches: int) -> float:
-        """Return the loss; raises `DataError` if there is none. The user decides what is held out."""
+    def __call__(self, num_windows: int = 1, key: bytes = b"") -> float:
+        """Return the loss; raises `DataError` if there is none. The user decides what it is measured on."""
         if self._evaluate is None:
             raise DataError("this loop measures no held-out loss (evaluate=)")
         if not self._turns.has_left:
@@ -352,7 +352,7 @@ class ExternalEngine(Engine):
 
     def evaluate(self, num_batches: int) -> float:
         """Implement `Engine.evaluate`."""
-        return self._held_out(num_batches)
+        return self._held_out()
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Implement `Engine.tokens_per_byte`, as the user has said."""

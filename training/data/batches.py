@@ -240,12 +240,24 @@ class Batches(abc.ABC):
 
         Raises `DataError` if too little is held out.
         """
+        self._require_held_out()
+        return self._drawn(self._held_out, b"held out", index.to_bytes(8, "little"))
+
+    def _require_held_out(self) -> None:
         if len(self._held_out) < self.context + 1:
             raise DataError(
                 f"too little text is held out to measure a validation loss: {len(self._held_out)} tokens, and a "
                 f"sequence takes {self.context + 1}; hold out a larger share, or name more text"
             )
-        return self._drawn(self._held_out, b"held out", index.to_bytes(8, "little"))
+
+    def exam(self, num_windows: int, key: bytes) -> Batch:
+        """Return windows (n, T + 1) of text to judge on, which a key that no other node knows determines.
+
+        Raises `DataError` if too little is held out.
+        """
+        self._require_held_out()
+        places = draw(len(self._held_out) - self.context, num_windows, b"exam", key)
+        return cut_out(self._held_out, places, self.context)
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Return the tokens per byte of the text of the first ``num_batches`` held-out batches; None: not known.

@@ -252,12 +252,17 @@ class Sampler(Batches):
         vocabulary: int = 256,
         order: bytes = b"",
         tokenizer: Tokenizer | None = None,
+        is_shared: bool = False,
     ) -> None:
-        """Create a sampler. ``order``: the run whose slice order is used; empty: this run."""
+        """Create a sampler. ``order``: the run whose slice order is used; empty: this run.
+
+        ``is_shared``: whether all nodes have the same text.
+        """
         super().__init__(text.held_out, batch_size, context, tokenizer)
         self._text = text
         self._key = (run_id, author)
         self._order = order or run_id
+        self._is_shared = is_shared
         if len(text.training) < context + 1:
             raise DataError(
                 f"too little text to train on: {len(text.training)} tokens in {text.found.num_documents} documents, "
@@ -276,6 +281,18 @@ class Sampler(Batches):
         other = copy.copy(self)
         other._key = (self._key[0], author)
         return other
+
+    def exam(self, num_windows: int, key: bytes) -> Batch:
+        """Implement `Batches.exam`: half of the windows are of training text, where all nodes have the same.
+
+        There whoever likes has the held-out text too, and could do well on that alone. Of the training text this node
+        has trained on no more of these windows than any other has.
+        """
+        windows = super().exam(num_windows, key)
+        if self._is_shared:
+            places = draw(len(self._text.training) - self.context, num_windows // 2, b"exam", key)
+            windows[: len(places)] = cut_out(self._text.training, places, self.context)
+        return windows
 
     def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``."""
@@ -341,9 +358,19 @@ class Mixture(Batches):
         """Implement `Batches.held_out_batch`; the shares are those of the batches."""
         return self._mixed(lambda text: text.held_out_batch(index), b"held out", index.to_bytes(8, "little"))
 
+    def exam(self, num_windows: int, key: bytes) -> Batch:
+        """Implement `Batches.exam`."""
+        chosen = self._chosen(num_windows, b"exam", key)
+        windows = [text.exam(int((chosen == number).sum()), key) for number, text in enumerate(self._texts)]
+        return np.concatenate(windows)
+
+    def _chosen(self, count: int, *key: bytes) -> Batch:
+        """Return the numbers (n,) of the texts of some sequences."""
+        return np.searchsorted(self._ends, draw(_UNITS, count, b"mixture", *key), side="right")
+
     def _mixed(self, batch_of: Callable[[Batches], Batch], *key: bytes) -> Batch:
         """Return a batch whose sequences are from texts that the key determines."""
-        chosen = np.searchsorted(self._ends, draw(_UNITS, self.batch_size, b"mixture", *key), side="right")
+        chosen = self._chosen(self.batch_size, *key)
         batch = np.empty((self.batch_size, self.context + 1), np.int64)
         for number in np.unique(chosen):
             rows = chosen == number
@@ -400,4 +427,5 @@ def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes, token
         vocabulary=manifest.model.vocabulary,
         order=manifest.slice_order(run_id),
         tokenizer=tokenizer,
+        is_shared=manifest.data.shares_text,
     )

@@ -21,6 +21,7 @@ from ..data.batches import Batch, Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.model import Transformer, language_loss
 from ..model.stages import build_module
+from ..outer.partner import Exam
 from .engine import Engine, Until
 from .replica import Recipe, Replica
 
@@ -34,7 +35,7 @@ DEFAULTS: Final = TrainerSettings()
 
 
 class HeldOutLoss:
-    """The loss of a module on held-out batches, which are always the same; ``size``: sequences taken at once."""
+    """The loss of a module on text that it has not trained on; ``size``: sequences taken at once."""
 
     def __init__(self, module: nn.Module, sampler: Batches, device: Device, size: int) -> None:
         self._module = module
@@ -42,11 +43,17 @@ class HeldOutLoss:
         self._device = device
         self._size = size
 
-    @torch.no_grad()
-    def __call__(self, num_batches: int) -> float:
+    def on_exam(self, num_windows: int, key: bytes) -> float:
         """See `Measure`."""
+        return self._loss(self._sampler.exam(num_windows, key))
+
+    def on_batches(self, num_batches: int) -> float:
+        """Return the loss on the first held-out batches, which are always the same."""
+        return self._loss(np.concatenate([self._sampler.held_out_batch(index) for index in range(num_batches)]))
+
+    @torch.no_grad()
+    def _loss(self, batch: Batch) -> float:
         losses = []
-        batch = np.concatenate([self._sampler.held_out_batch(index) for index in range(num_batches)])
         self._module.eval()  # one's own may have dropout
         try:
             for part, share in _microbatches(batch, self._size):
@@ -100,7 +107,8 @@ class Learner(Engine):
             device=device,
             averages_on_host=averages_on_host,
             lean_author=author if settings.lean else None,
-            measure=self._held_out,
+            measure=self._held_out.on_exam,
+            exam=Exam(sampler.context, shares_text=recipe.data.shares_text),
         )
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self.loss: Callable[[nn.Module, Tensor], Tensor] = partial(language_loss, z_loss=recipe.inner.z_loss)
@@ -167,7 +175,7 @@ class Learner(Engine):
 
     def evaluate(self, num_batches: int = 8) -> float:
         """Implement `Engine.evaluate` for the fast weights."""
-        return self._held_out(num_batches)
+        return self._held_out.on_batches(num_batches)
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Implement `Engine.tokens_per_byte`."""

@@ -23,7 +23,8 @@ from ..base.parameters import flatten_, layout_of
 from ..inner.lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_, pieces
 from ..inner.optimizer import InnerOptimizer
 from ..outer.fast_weights import FastWeights, TrainedWeights
-from ..outer.round_end import Measure, RoundEnd
+from ..outer.partner import Exam, Measure
+from ..outer.round_end import RoundEnd
 from .snapshot import Checkpoint
 
 
@@ -87,11 +88,12 @@ class Replica:
         averages_on_host: bool = False,
         lean_author: bytes | None = None,
         measure: Measure | None = None,
+        exam: Exam | None = None,
     ) -> None:
         """``averages_on_host``: all that a round's end needs lies in the host's memory; at a CPU it does anyhow.
 
         ``lean_author``: the author of a lean replica, which seeds its rounding; None: the replica trains in fp32.
-        ``measure``: see `RoundEnd`.
+        ``measure``, ``exam``: see `RoundEnd`.
         """
         layout = layout_of(module, recipe.outer.codec)
         trained: TrainedWeights | None
@@ -113,7 +115,7 @@ class Replica:
         """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
         drift = torch.zeros_like(weights) if recipe.outer.drift and trained is not None else None
         fast = FastWeights(theta, trained, drift)
-        self.round_end = RoundEnd(fast, layout, recipe.outer, recipe.screening, measure, recipe.rounds.partners)
+        self.round_end = RoundEnd(fast, layout, recipe.outer, recipe.screening, measure, recipe.rounds.partners, exam)
         drift = self.round_end.outer.drift if drift is None else drift
         self.optimizer = make_optimizer(recipe.inner, module, layout, weights, gradient, drift)
         if lean_author is not None:

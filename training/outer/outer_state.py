@@ -173,28 +173,6 @@ class OuterState:
                 square += float(moved @ moved)
         return math.sqrt(square)
 
-    def movement(self, made: Contribution, out: Tensor) -> None:
-        """Write what the inner steps changed of what was sent to ``out`` (n,)."""
-        with one_thread():
-            for piece in slices(len(made.sent)):
-                out[piece] = self._moved(made, piece)
-
-    def alignment(self, made: Contribution, contribution: Tensor, movement: Tensor | None) -> float:
-        """The cosine between what inner steps changed and the way from what was sent to a partner's (n,).
-
-        ``movement``: of an earlier round (n,); None: of this one. 0 if either is nothing.
-        """
-        product, moved_square, square = 0.0, 0.0, 0.0
-        with one_thread():
-            for piece in slices(len(made.sent)):
-                moved = self._moved(made, piece) if movement is None else movement[piece]
-                difference = contribution[piece] - made.sent[piece]
-                product += float(moved @ difference)
-                moved_square += float(moved @ moved)
-                square += float(difference @ difference)
-        length = math.sqrt(moved_square * square)
-        return product / length if length > 0.0 else 0.0
-
     def _moved(self, made: Contribution, piece: slice) -> Tensor:
         """A piece of the difference (n,) between what was sent and what would be sent at the slow weights.
 

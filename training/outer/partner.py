@@ -6,8 +6,8 @@ or bytes at another address, decode everything again.
 
 from __future__ import annotations
 
+import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -17,8 +17,6 @@ from torch import Tensor
 from ..base.errors import CodecError, DataError
 from ..base.workers import one_thread
 from ..screening.rule import (
-    EVALUATION_BATCHES,
-    EVALUATION_SECONDS,
     Encounter,
     Histories,
     Partner,
@@ -30,71 +28,82 @@ from .codec import Buffer, Form, TopK, bytes_of, bytes_to_read, check_length, sl
 from .contribution import Contribution
 from .copying import Copier
 
-# Evaluations that are remembered.
-_REMEMBERED: Final = 4
-# If one batch takes too long, one is tried again at every fourth contribution. But not if it took more than four times
-# `EVALUATION_SECONDS`, since the partner waits meanwhile.
-_TRIED_EVERY: Final = 4
-_MAX_TRIED: Final = 4.0
+# Tokens on which a loss is taken, where there is time for them: enough to tell a thousandth of a loss from noise, since
+# all losses of a contribution are of the same text.
+_TOKENS: Final = 2_048
+# Seconds that judging takes at most, as far as they are foreseen, and their share of the time that is left.
+_MAX_SECONDS: Final = 3.0
+_TIME_SHARE: Final = 0.5
+# Losses that a rule asks for, usually; so many windows are taken that there is time for them.
+_NUM_LOSSES: Final = 3
+
+Measure = Callable[[int, bytes], float]
+"""Returns the loss of the present weights on a number of windows of text, which a key determines.
+
+Raises `DataError` if there is no text.
+"""
 
 
-class EvaluationTime:
-    """How many held-out batches a screening rule's losses are taken on: as many as a partner can wait for.
+class Exam:
+    """The text and the time of one judgement: as many windows as can be measured before its deadline.
 
-    One number for all losses of a contribution, which are compared. It follows from the duration of the newest
-    evaluations, the shortest of which counts: a machine that was busy at first is not slow for ever.
+    All losses of a contribution are of the same windows, which the exchange's own chance determines. A machine that
+    was slow takes fewer the next time, down to one.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: seconds."""
+    def __init__(
+        self, context: int = 1, *, shares_text: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``context``: tokens of a window. ``shares_text``: see `Partner.shares_text`. ``clock``: seconds."""
+        self.shares_text = shares_text
+        self._most = max(_TOKENS // context, 1)
         self._clock = clock
-        self._seconds = deque[float](maxlen=_REMEMBERED)  # for one batch, of the newest evaluations
-        self.chosen: int | None = None
-        """What `num_batches` has returned for this contribution; None before that."""
-        self._has_text = True
-        self._num_untried = 0
+        self._seconds = 0.0  # for one window, when a loss was measured last; 0: not known
+        self._ends_at = self._seconds_left = 0.0
+        self._key = b""
+        self._num_windows = 0  # of this judgement, once it is chosen
+        self._has_measured = False
+        self.has_text = True
+        """Whether a loss can be measured, as far as is known."""
+        self.late_seconds = 0.0
+        """Seconds that this judgement would take, if there was too little time; else 0."""
 
-    def begin(self) -> None:
-        """Expect another contribution."""
-        self.chosen = None
+    def begin(self, chance: float, seconds_left: float) -> None:
+        """Begin a judgement with text that ``chance`` determines; the verdict is wanted in so many seconds."""
+        self._key = struct.pack("<d", chance)
+        self._seconds_left = seconds_left
+        self._ends_at = self._clock() + seconds_left
+        self._num_windows = 0
+        self._has_measured = False
+        self.late_seconds = 0.0
 
-    def num_batches(self, evaluate: Callable[[int], float]) -> int:
-        """Return how many batches can be evaluated in `EVALUATION_SECONDS`, at most `EVALUATION_BATCHES`.
+    def loss(self, measure: Measure) -> float | None:
+        """Return the present weights' loss; None where there is no time or text for it."""
+        if not self.has_text or self.late_seconds:
+            return None
+        try:
+            if not self._seconds:
+                measure(1, self._key)  # a warm-up
+                self._measured(measure, 1)
+            if not self._num_windows:
+                affordable = min(_TIME_SHARE * self._seconds_left, _MAX_SECONDS) / _NUM_LOSSES / self._seconds
+                self._num_windows = int(min(max(affordable, 1), self._most))
+            seconds = self._num_windows * self._seconds
+            if self._clock() + seconds > self._ends_at:
+                self.late_seconds = _NUM_LOSSES * seconds
+                if not self._has_measured:
+                    self._seconds /= 2  # a machine that was busy once is tried again soon
+                return None
+            return self._measured(measure, self._num_windows)
+        except DataError:
+            self.has_text = False
+            return None
 
-        0 where no loss is known: there is no text, or the machine is too slow. ``evaluate`` takes a number of batches
-        and returns a loss; it is called to measure where nothing is known yet.
-        """
-        if self.chosen is None:
-            try:
-                if not self._measured() and self._may_try(evaluate):
-                    self.timed(evaluate, 1)
-            except DataError:
-                self._has_text = False
-            self.chosen = self._measured()
-        return self.chosen
-
-    def _measured(self) -> int:
-        if not self._has_text or not self._seconds:
-            return 0
-        return int(min(EVALUATION_SECONDS / min(self._seconds), EVALUATION_BATCHES))
-
-    def _may_try(self, evaluate: Callable[[int], float]) -> bool:
-        """Return whether to evaluate a batch: its duration is not known, or was too long some contributions ago."""
-        if not self._has_text:
-            return False
-        if not self._seconds:
-            evaluate(1)  # a warm-up
-            return True
-        if min(self._seconds) > _MAX_TRIED * EVALUATION_SECONDS:
-            return False
-        self._num_untried = (self._num_untried + 1) % _TRIED_EVERY
-        return not self._num_untried
-
-    def timed(self, evaluate: Callable[[int], float | None], num_batches: int) -> float | None:
-        """Return the loss on ``num_batches``, and note how long it took."""
+    def _measured(self, measure: Measure, num_windows: int) -> float:
         started_at = self._clock()
-        loss = evaluate(num_batches)
-        self._seconds.append(max(self._clock() - started_at, 1e-9) / num_batches)
+        loss = measure(num_windows, self._key)
+        self._seconds = max(self._clock() - started_at, 1e-9) / num_windows
+        self._has_measured = True
         return loss
 
 
@@ -111,11 +120,10 @@ _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 class PartnerContribution:
     """The partners' contributions, one per round, decoded into ``memory`` (n,) and compared with this replica's own."""
 
-    def __init__(self, rule: ScreeningRule, form: Form, memory: Tensor, copier: Copier) -> None:
+    def __init__(self, rule: ScreeningRule, form: Form, memory: Tensor, copier: Copier, exam: Exam) -> None:
         self.histories = Histories()
         """What the rule remembers of peers."""
-        self.evaluation = EvaluationTime()
-        """How many batches a loss is taken on that the rule asks for."""
+        self.exam = exam
         self._rule = rule
         self._form = form
         self._memory = memory
@@ -126,7 +134,6 @@ class PartnerContribution:
     def expect(self, own: Contribution | None) -> None:
         """Expect a partner's contribution for ``own``, once it is encoded; None: expect no contribution."""
         self._own = own
-        self.evaluation.begin()
         self._begin()
 
     def _begin(self) -> None:

@@ -15,8 +15,8 @@ Where inner steps move other weights than the flat vector (on a GPU, or of anoth
 
 from __future__ import annotations
 
-import contextlib
 import enum
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from farandole.protocol.run.rules import OuterConfig, ScreeningConfig
 
-from ..base.errors import CodecError, DataError, DivergedError, ScreeningError
+from ..base.errors import CodecError, DivergedError
 from ..base.parameters import Layout
 from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
 from .codec import Buffer
@@ -36,7 +36,7 @@ from .contribution import Contribution
 from .copying import copier_for
 from .fast_weights import FastWeights
 from .outer_state import OuterState, RateSums
-from .partner import PartnerContribution
+from .partner import Exam, Measure, PartnerContribution
 from .side_thread import SideThread
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
@@ -45,9 +45,6 @@ MIN_KNOWN: Final = 4
 # Rounds with inner steps of each fragment that weights must be behind the run to claim no tokens. Others may be a round
 # ahead in any case, and the claim of a newcomer's first round allows for what one round lacks.
 MIN_MISSED: Final = 2
-
-Measure = Callable[[int], float]
-"""Returns the loss of the present weights on a number of held-out batches; raises `DataError` if there is no text."""
 
 
 def no_progress(num_bytes: int) -> None:
@@ -94,38 +91,6 @@ class EndedRound:
     """The mean share of the schedule's learning rate at which these steps were taken."""
 
 
-class _Movements:
-    """How far the inner steps of a round have moved a replica. A round without any counts as the last one with some.
-
-    ``last``: a vector (n,) for what the steps of that round changed, where rounds without any follow.
-    """
-
-    def __init__(self, outer: OuterState, last: Tensor | None) -> None:
-        self._outer = outer
-        self._last = last
-        self._norm = 0.0
-        self._of: Contribution | None = None
-
-    def norm(self, ended: EndedRound) -> float:
-        """See `Partner.movement`; computed once for each contribution."""
-        if ended.has_steps and self._of is not ended.contribution:
-            self._norm = self._outer.distance_to_slow(ended.contribution) / ended.ramp
-            self._of = ended.contribution
-        return self._norm
-
-    def alignment(self, ended: EndedRound, contribution: Tensor) -> float:
-        """See `Partner.alignment`, with a contribution (n,)."""
-        if not ended.has_steps and self._last is None:
-            return 0.0
-        return self._outer.alignment(ended.contribution, contribution, None if ended.has_steps else self._last)
-
-    def keep(self, ended: EndedRound) -> None:
-        """Keep what the inner steps changed, before the outer step, for the rounds without any that follow."""
-        made = ended.contribution
-        if self._last is not None and ended.has_steps:
-            self._outer.movement(made, self._last[made.part])
-
-
 class RoundEnd:
     """The end of each round of one replica, whose fast weights are ``weights``, in the order of ``layout``.
 
@@ -144,6 +109,7 @@ class RoundEnd:
         screening: ScreeningConfig,
         measure: Measure | None = None,
         partners: int = 1,
+        exam: Exam | None = None,
     ) -> None:
         theta, copier = weights.flat, copier_for(weights.flat.device)
         self.totals = Totals()
@@ -153,7 +119,9 @@ class RoundEnd:
         self.weights = weights
         self.outer = OuterState(outer, theta, copier)
         received = theta.new_empty(layout.largest_fragment(outer.fragments))
-        self.partner = PartnerContribution(rule_of(screening), self.outer.contributor.form, received, copier)
+        self.partner = PartnerContribution(
+            rule_of(screening), self.outer.contributor.form, received, copier, exam or Exam()
+        )
         self.ended: EndedRound | None = None
         """The round that awaits its outer step."""
         self.side_thread = SideThread()
@@ -165,7 +133,8 @@ class RoundEnd:
         # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
         self._behind: set[int] = set()
         self._num_partners = partners
-        self._movements = _Movements(self.outer, torch.zeros_like(theta) if partners > 1 else None)
+        self._norm = 0.0  # how far the inner steps of a round have moved this replica, and which round's
+        self._norm_of: Contribution | None = None
 
     @property
     def contribution_bytes(self) -> int:
@@ -314,8 +283,9 @@ class RoundEnd:
         self.partner.take_in(data, available)
 
     @torch.no_grad()
-    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """Return the verdict on a partner's contribution, before the outer step."""
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN, seconds_left: float = math.inf) -> Verdict:
+        """Return the verdict on a partner's contribution, before the outer step; it is wanted in so many seconds."""
+        self.partner.exam.begin(encounter.chance, seconds_left)
         return self._judge(partial(self.partner.judge, partner, encounter, self._partner_of))
 
     def _judge(self, judge: Callable[[], Verdict]) -> Verdict:
@@ -330,7 +300,7 @@ class RoundEnd:
         ended = self.ended
         assert ended is not None
         histories, made = self.partner.histories, ended.contribution
-        is_distorted = self.outer.distorts(made)
+        slow, is_distorted = self.outer.slow[made.part], self.outer.distorts(made)
         return Partner(
             encounter,
             made.sent,
@@ -338,45 +308,35 @@ class RoundEnd:
             histories.of(encounter.peer),
             histories.of(b""),
             ended.fragment,
-            movement=lambda: self._movements.norm(ended),
-            alignment=lambda: self._movements.alignment(ended, contribution),
-            evaluate=lambda share: self._loss_at(made.theta, share, contribution),
-            loss_before=lambda: self._loss_at(self.outer.slow[made.part]) if ended.has_steps else None,
-            loss_as_sent=lambda: self._loss_at(made.sent) if is_distorted else None,
+            movement=lambda: self._movement(ended),
+            shares_text=self.partner.exam.shares_text,
+            has_loss=lambda: self._measure is not None and self.partner.exam.has_text,
+            evaluate=lambda share: self._loss_at(partial(self.outer.towards, share, made, contribution)),
+            loss_before=lambda: self._loss_at(lambda out: out.copy_(slow)) if ended.has_steps else None,
+            loss_as_sent=lambda: self._loss_at(lambda out: out.copy_(made.sent)) if is_distorted else None,
         )
 
-    def _loss_at(self, weights: Tensor, share: float = 0.0, partner: Tensor | None = None) -> float | None:
-        """Return the held-out loss with ``weights`` (n,) in place of the contributed fast weights; None if unknown.
+    def _movement(self, ended: EndedRound) -> float:
+        """See `Partner.movement`; computed once for each contribution."""
+        if ended.has_steps and self._norm_of is not ended.contribution:
+            self._norm = self.outer.distance_to_slow(ended.contribution) / ended.ramp
+            self._norm_of = ended.contribution
+        return self._norm
 
-        ``share``: of the difference to the contribution of a ``partner`` (n,), by which they are moved.
-        """
+    def _loss_at(self, fill: Callable[[Tensor], object]) -> float | None:
+        """Return the loss with the weights (n,) that ``fill`` writes in place of the contributed ones, if known."""
         measure, ended = self._measure, self.ended
         if measure is None:
             return None
         assert ended is not None
-        made, evaluation = ended.contribution, self.partner.evaluation
-
-        def prepare() -> int:
-            """Choose the number of batches, and get the memory for the weights between two steps."""
-            num_batches = evaluation.num_batches(measure)
-            if num_batches:
-                self.weights.room(len(made.theta))
-            return num_batches
-
-        num_batches = self.side_thread.call(prepare) if evaluation.chosen is None else evaluation.chosen
-        if not num_batches:
-            return None
-        tried = self.weights.room(len(made.theta))
-        if partner is not None and share:
-            self.outer.towards(share, made, partner, tried)
-        else:
-            tried.copy_(weights)
+        made = ended.contribution
+        tried = self.side_thread.call(partial(self.weights.room, len(made.theta)))
+        fill(tried)
 
         @torch.no_grad()
         def loss() -> float | None:
-            with self.weights.replaced(made.part, tried), contextlib.suppress(DataError):  # a user's loop is over
-                return evaluation.timed(measure, num_batches)
-            return None
+            with self.weights.replaced(made.part, tried):
+                return self.partner.exam.loss(measure)
 
         return self.side_thread.call(loss)
 
@@ -388,9 +348,9 @@ class RoundEnd:
 
         It makes the contribution if there is none. ``own_first`` is True for one of the partners and False for the
         other (for example by comparing keys), so that both add in the same order. Returns how late the step is: the
-        inner steps taken since `contribution`. Raises `ScreeningError` if the contribution is refused, or
-        `DivergedError` if this replica's weights are unfit; the state is then unchanged. A contribution that `screen`
-        has just accepted is not examined again.
+        inner steps taken since `contribution`. A refused contribution counts for nothing, and one that `screen` has
+        just accepted is not examined again. Raises `DivergedError` if this replica's weights are unfit; the state is
+        then unchanged.
         """
         if self.ended is None:
             self.contribute(bytearray(self.contribution_bytes))
@@ -400,22 +360,23 @@ class RoundEnd:
         corrects = self.aside is Aside.ALL
         if is_late and not corrects:
             self.weights.read()
-        self._movements.keep(ended)
         known = self.partner.histories.of(b"")["movement"][-WINDOW:]  # of rounds that ended with an exchange
-        movement = statistics.median(known) if len(known) >= MIN_KNOWN else self._movements.norm(ended)
+        movement = statistics.median(known) if len(known) >= MIN_KNOWN else self._movement(ended)
         if movement:
             self.outer.limit_momentum(made.part, movement)
         is_behind = encounter.partner_tokens == 0  # the partner is another newcomer, or there is none
         pair: tuple[Tensor, ...] = ()
         shares: tuple[float, ...] = ()
         if partner is not None:
+            self.partner.exam.begin(encounter.chance, math.inf)
             verdict = self._judge(partial(self.partner.verdict, partner, encounter, self._partner_of))
-            if isinstance(verdict, Refuse):
-                raise ScreeningError(verdict.reason)
-            is_behind = is_behind or verdict.is_behind
-            pair, shares = (made.sent, self.partner.values()), verdict.shares
-            if not own_first:
-                pair, shares = pair[::-1], shares[::-1]
+            if isinstance(verdict, Refuse):  # both partners have committed: it was not judged in time
+                is_behind = True
+            else:
+                is_behind = is_behind or verdict.is_behind
+                pair, shares = (made.sent, self.partner.values()), verdict.shares
+                if not own_first:
+                    pair, shares = pair[::-1], shares[::-1]
         if is_late and corrects:
             self.weights.flat[made.part].zero_()  # the step makes it the correction of the trained weights
         self.outer.step(made, pair, shares, is_late=is_late, rates=ended.rates)

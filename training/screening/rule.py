@@ -98,11 +98,6 @@ class Histories:
 MIN_SHARE = 0.05
 # Shares are multiples of this, so that a share and what it leaves of 1 are exact: each partner computes both.
 _SHARE_STEP = 2.0**-24
-# Held-out batches on which `Partner.evaluate` takes the loss.
-EVALUATION_BATCHES = 4
-# Seconds that one such loss may take, on fewer batches where a machine is slow: a rule asks for two, or at most eight,
-# while the partner waits and the exchange has its deadline.
-EVALUATION_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +177,13 @@ class Partner:
     """How far one's own contribution is from what it would be without the inner steps of the round: a norm. The codec's
     rounding counts, as it does in the distance to the partner's. In a round without inner steps, the value of the last
     round that had some; 0 if it is unknown."""
-    alignment: Callable[[], float]
-    """The cosine of the angle between what this node's inner steps of the round changed and the way from its own
-    contribution to the partner's. The partner's batches are others, so it is negative where both have come equally far:
-    the partner lacks what is peculiar to this node's. It is positive where the partner has come further. In a round
-    without inner steps, those of the last round that had some count."""
+    shares_text: bool
+    """Whether all members have the same text, so that the loss of the partner's own weights says how good they are."""
+    has_loss: Callable[[], bool]
+    """Whether this replica can measure a loss: a stage cannot, nor one without held-out text."""
     evaluate: Callable[[float], float | None]
-    """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
-    the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, there
-    may be too little text, and a machine may be too slow (`EVALUATION_SECONDS`). It takes as long as that many forward
-    passes."""
+    """The loss on this exchange's windows of text, in nats a token, of one's own weights moved by this share of the
+    difference between the two contributions: 0 for one's own. None where it is not known in time."""
     loss_before: Callable[[], float | None]
     """The same of the weights with which the round began; None likewise, and in a round without inner steps."""
     loss_as_sent: Callable[[], float | None]

@@ -48,7 +48,7 @@ PROTOCOL: Final = "/farandole/bench/1"
 _READY: Final = b"r"
 
 
-async def accept(size: int, tokens: int) -> str | None:
+async def accept(size: int, tokens: int, judge_by: float) -> str | None:
     """Accept a contribution."""
     return None
 

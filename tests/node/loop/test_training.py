@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -700,7 +701,7 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
     verdicts: list[str | None] = []
 
     async def screen() -> None:
-        verdicts.append(await story.judge(SIZE, 0))
+        verdicts.append(await story.judge(SIZE, 0, trio.current_time() + 1.0))
 
     with trio.move_on_after(0.1):
         await screen()
@@ -714,6 +715,32 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
     assert not verdicts
     await trainer.report(messages.Screened("", second.number))
     assert verdicts == [None]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_trainer_that_judges_too_slowly_costs_no_exchange_and_is_reported(
+    story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock, answers: bool
+) -> None:
+    """It reports the seconds that it would take, or is in the middle of other work."""
+    (trainer,) = story.trainers
+    story.is_committed = True
+    await story.meet(BOB)
+    late = messages.Screened("", 1, clip=0.5, late_seconds=4.0)
+
+    async def screen() -> None:
+        with trio.move_on_after(3.0):
+            assert await story.judge(SIZE, 0, trio.current_time() + 3.0) is None
+
+    nursery.start_soon(screen)
+    await trio.testing.wait_all_tasks_blocked()
+    (command,) = (command for command in trainer.commands if isinstance(command, messages.Screen))
+    assert command.by < math.inf
+    if answers:
+        await trainer.report(late)
+    await trio.sleep(EXCHANGE_SECONDS + 1.0)
+    ended = story.journal.exchanges.recent[-1]
+    assert (ended.verdict, ended.clip) == ("committed", 0.5)
+    assert ended.late_seconds == pytest.approx(4.0 if answers else 3.0)
 
 
 async def test_a_trainer_that_hangs_is_followed_by_another(

@@ -26,7 +26,7 @@ from farandole.training.engine.engine import Engine, Until
 from farandole.training.engine.snapshot import Checkpoint
 from farandole.training.outer.codec import Buffer
 from farandole.training.outer.fast_weights import FastWeights
-from farandole.training.outer.partner import PartnerContribution
+from farandole.training.outer.partner import Exam, PartnerContribution
 from farandole.training.outer.round_end import RoundEnd
 from farandole.training.screening.rule import Accept, Partner, ScreeningRule, Verdict
 
@@ -60,7 +60,8 @@ class AdderRoundEnd(RoundEnd):
 
     def __init__(self) -> None:
         super().__init__(FastWeights(torch.zeros(4)), Layout(("w",), ((2, 2),), "fp32"), PlainConfig(), GuardConfig())
-        self.partner = PartnerContribution(TokensRule(), self.outer.contributor.form, torch.empty(4), self.outer.copier)
+        form, copier = self.outer.contributor.form, self.outer.copier
+        self.partner = PartnerContribution(TokensRule(), form, torch.empty(4), copier, Exam())
         self.taken_in: list[int] = []
 
     def take_in(self, data: Buffer, available: int) -> None:

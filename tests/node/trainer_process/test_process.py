@@ -47,7 +47,7 @@ from farandole.protocol.trainer.trainer_messages import (
     encode,
 )
 from farandole.training.engine import snapshot
-from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.engine.learner import HeldOutLoss, Learner, build_learner
 from farandole.training.engine.replica import Replica
 from farandole.training.outer import round_end
 from farandole.training.outer.copying import DeviceCopier, Wait
@@ -349,3 +349,30 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
         (file,) = Path(prepare.settings.checkpoints).glob("*-peers.msgpack")
         file.write_bytes(harm)
         assert meet(1) == "", "a damaged file is as good as none"
+
+
+@pytest.mark.parametrize("slowness", [0.0, 0.4])
+def test_a_trainer_that_is_slow_to_judge_counts_half_and_says_how_long_it_takes(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, slowness: float
+) -> None:
+    """In half a second, of which a window takes ``slowness`` and a few milliseconds."""
+    on_exam = HeldOutLoss.on_exam
+
+    def slow(held_out: HeldOutLoss, num_windows: int, key: bytes) -> float:
+        time.sleep(slowness * num_windows)
+        return on_exam(held_out, num_windows, key)
+
+    monkeypatch.setattr(HeldOutLoss, "on_exam", slow)
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer, learner = trainer_of(trainers, prepare, MANIFEST)
+        trainer.handle(Train(0, 1))
+        size = learner.round_end.contribution_bytes
+        map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
+        bob, seconds = b"b" * 32, 0.5 if slowness else 60.0
+        trainer.handle(Screen(size, 1, bob, 128, by=time.monotonic() + seconds))
+        trainer.handle(TakeOuterStep(0, bob, size, 128))
+        judged = next(report for report in reports_of(mesh) if isinstance(report, Screened))
+    assert (judged.reason, judged.clip) == ("", 0.5 if slowness else 1.0)
+    assert (judged.late_seconds > 3 * 0.4) == bool(slowness)
+    assert learner.totals.round == 1

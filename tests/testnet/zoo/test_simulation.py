@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from farandole.protocol.checkpoints.sketches import NEAR
 from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
 from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, PlainConfig, ScreeningRules
-from farandole.testnet.bench.members import STRICT
+from farandole.testnet.bench.members import STRICT, manifest_of
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation
 from farandole.testnet.zoo.simulation import HostileOutcome, HostileRun, play
@@ -47,6 +49,26 @@ def test_with_the_guard_a_liar_does_little(attack: str, clean: HostileOutcome) -
     attacked = outcome_of(attack, STRICT)
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.1 * clean.loss
+
+
+@pytest.mark.parametrize("attack", ["exam-0.5", "adaptive", "colluding"])
+def test_a_member_that_descends_on_a_loss_costs_little(attack: str, clean: HostileOutcome) -> None:
+    attacked = outcome_of(attack, GuardConfig())
+    assert attacked.hostile_exchanges > 0
+    assert attacked.loss < 1.015 * clean.loss
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("attack", ["exam-0.2", "exam-0.5", "exam-1", "adaptive", "colluding"])
+def test_two_of_eight_that_study_the_guard_cost_little(attack: str) -> None:
+    """By what is unlike the text that members once judged on; over three seeds."""
+    above = []
+    for seed in range(3):
+        alone = HostileRun(manifest_of(25, seed, GuardConfig()), rounds=25, seed=seed)
+        attacked = play(replace(alone, attack=attack, hostile=2))
+        assert (attacked.honest_refused, attacked.honest_clipped) == (0, 0)
+        above.append(attacked.loss / play(alone).loss - 1)
+    assert sum(above) / len(above) < 0.015
 
 
 @pytest.mark.parametrize("attack", ["scale-3.9", "initial"])

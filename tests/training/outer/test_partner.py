@@ -10,11 +10,11 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.training.base.errors import DataError, DivergedError, ScreeningError
+from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec
-from farandole.training.outer.partner import EvaluationTime
-from farandole.training.screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS, Encounter
+from farandole.training.outer.partner import Exam
+from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -104,8 +104,6 @@ def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
     assert refusal(alice, incoming) == ""
     incoming[:] = bytes(len(incoming))
     assert "norm" in refusal(alice, incoming)
-    with pytest.raises(ScreeningError, match="norm"):
-        alice.round_end.apply(incoming, Encounter(b"", 1, 1))
 
 
 def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: MakeReplica) -> None:
@@ -146,57 +144,75 @@ def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeR
     assert not alice.round_end.awaits_outer_step
 
 
+MOST = 2_048
+SECONDS_LEFT = 4.0
+
+
 class Machine:
-    """Evaluates a batch in ``seconds``, by a clock of its own."""
+    """Measures a window of one token in ``seconds``, by a clock of its own."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.now = 0.0
-        self.num_evaluated = 0
-        self.time = EvaluationTime(lambda: self.now)
+        self.keys: list[bytes] = []
+        self.exam = Exam(clock=lambda: self.now)
 
-    def evaluate(self, num_batches: int) -> float:
-        self.num_evaluated += num_batches
-        self.now += num_batches * self.seconds
+    def measure(self, num_windows: int, key: bytes) -> float:
+        self.now += num_windows * self.seconds
+        self.keys.append(key)
+        self.num_windows = num_windows
         return 1.0
 
-    def contributions(self, number: int) -> list[int]:
-        """Return the number of batches for each of so many contributions, with one loss each."""
-        found = []
-        for _ in range(number):
-            self.time.begin()
-            found.append(self.time.num_batches(self.evaluate))
-            assert self.time.num_batches(self.evaluate) == found[-1], "one number for all losses of a contribution"
-            if found[-1]:
-                self.time.timed(self.evaluate, found[-1])
-        return found
+    def judge(self, chance: float = 0.5, seconds_left: float = SECONDS_LEFT) -> int:
+        """Return on how many windows each of three losses was measured; 0: there was no time for one of them."""
+        begun_at = self.now
+        self.exam.begin(chance, seconds_left)
+        losses = [self.exam.loss(self.measure) for _ in range(3)]
+        assert (self.exam.late_seconds == 0.0) == (None not in losses)
+        self.took = self.now - begun_at
+        return 0 if None in losses else self.num_windows
 
 
-def test_a_machine_that_was_busy_at_first_is_not_slow_for_ever() -> None:
-    machine = Machine(2.0 * EVALUATION_SECONDS)
-    assert set(machine.contributions(8)) == {0}
-    machine.seconds = 0.1 * EVALUATION_SECONDS
-    assert machine.contributions(8)[-1] == EVALUATION_BATCHES
+def test_a_machine_that_was_busy_once_is_not_slow_for_ever() -> None:
+    machine = Machine(2.0 * SECONDS_LEFT)
+    assert machine.judge() == 0
+    assert machine.exam.late_seconds == 3 * machine.seconds
+    machine.seconds = SECONDS_LEFT / 1e6
+    assert [machine.judge() for _ in range(8)][-1] == MOST
 
 
-def test_a_machine_that_gets_slower_takes_fewer_batches() -> None:
-    machine = Machine(0.1 * EVALUATION_SECONDS)
-    assert machine.contributions(2) == [EVALUATION_BATCHES] * 2
-    machine.seconds = 0.4 * EVALUATION_SECONDS
-    assert machine.contributions(8)[-1] == 2
+def test_a_machine_that_gets_slower_takes_fewer_windows_and_at_least_one() -> None:
+    machine = Machine(1e-6)
+    assert machine.judge() == MOST
+    for seconds, num_windows in ((SECONDS_LEFT / 600, 100), (SECONDS_LEFT / 3, 1)):
+        machine.seconds = seconds
+        assert [machine.judge() for _ in range(8)][-1] == pytest.approx(num_windows, abs=2)
 
 
-def test_a_partner_does_not_wait_for_a_machine_that_is_far_too_slow() -> None:
-    machine = Machine(100 * EVALUATION_SECONDS)
-    assert set(machine.contributions(20)) == {0}
-    assert machine.num_evaluated == 2
+def test_judging_ends_in_time_on_a_machine_whose_speed_is_known() -> None:
+    machine = Machine(SECONDS_LEFT / 10)
+    machine.judge()
+    for seconds_left in (SECONDS_LEFT, SECONDS_LEFT / 4, SECONDS_LEFT / 100, 0.0, -1.0):
+        machine.judge(seconds_left=seconds_left)
+        assert machine.took <= max(seconds_left, 0.0)
+
+
+def test_each_exchange_has_text_of_its_own_that_chance_determines() -> None:
+    machine = Machine(1e-6)
+    for chance in (0.1, 0.2, 0.1):
+        machine.judge(chance)
+    first, second, again = machine.keys[-9::3]
+    assert first == again != second
+    assert len(set(machine.keys[-3:])) == 1, "all losses of a judgement are of the same text"
 
 
 def test_without_text_no_loss_is_known() -> None:
-    def evaluate(num_batches: int) -> float:
+    def measure(num_windows: int, key: bytes) -> float:
         raise DataError("there is none")
 
-    times = EvaluationTime()
+    exam = Exam()
     for _ in range(8):
-        times.begin()
-        assert times.num_batches(evaluate) == 0
+        exam.begin(0.5, SECONDS_LEFT)
+        assert exam.loss(measure) is None
+        assert not exam.has_text
+        assert not exam.late_seconds

@@ -1,6 +1,7 @@
 """What holds for every screening rule that a run file may name, and for what they remember."""
 
 import math
+import struct
 import typing
 
 import msgspec
@@ -12,9 +13,7 @@ from hypothesis import strategies as st
 
 from farandole.protocol.run.rules import GuardConfig, ScreeningConfig, ScreeningRules
 from farandole.training.engine.learner import HeldOutLoss, Learner
-from farandole.training.outer import partner
 from farandole.training.screening.rule import (
-    EVALUATION_BATCHES,
     MAX_NUMBERS,
     MAX_PEERS,
     MAX_SERIES,
@@ -29,6 +28,8 @@ from farandole.training.screening.rule import (
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
 
+# Of a context of 16 tokens.
+MAX_WINDOWS = 2_048 // 16
 RULES: list[ScreeningConfig] = [rule() for rule in typing.get_args(ScreeningRules) or (ScreeningRules,)]
 every_rule = pytest.mark.parametrize("settings", RULES, ids=lambda settings: settings.kind)
 
@@ -97,15 +98,18 @@ def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(make_replica
         def feed(self, own: torch.Tensor, contribution: torch.Tensor) -> None: ...
         def judge(self, partner: Partner) -> Refuse:
             losses.extend(partner.evaluate(share) for share in (0.0, 1.0))
+            losses.append(partner.loss_before())
             return Refuse("asked only")
 
     alice.round_end.partner._rule = Asking()
-    alice.round_end.screen(of_bob)
+    alice.round_end.screen(of_bob, Encounter(chance=0.25))
 
     assert torch.equal(alice.round_end.fast_weights(), before)
-    contributed = make_replica(ALICE)
+    start, contributed = make_replica(ALICE), make_replica(ALICE)
     contributed.learn()
-    assert losses == [contributed.evaluate(4), pytest.approx(bob.evaluate(4), rel=1e-6)]
+    key = struct.pack("<d", 0.25)
+    expected = [each._held_out.on_exam(MAX_WINDOWS, key) for each in (contributed, bob, start)]
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 peers = st.binary(min_size=1, max_size=32)
@@ -150,22 +154,30 @@ def test_an_empty_history_has_no_numbers() -> None:
     assert History()["anything"] == ()
 
 
-@pytest.mark.parametrize(("seconds", "num_batches"), [(1e6, EVALUATION_BATCHES), (0.0, 0)])
-def test_a_slow_machine_takes_the_loss_on_fewer_batches_or_not_at_all(
-    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, seconds: float, num_batches: int
+@pytest.mark.parametrize(("seconds_left", "clip"), [(math.inf, 1.0), (0.0, 0.5)])
+def test_where_there_is_no_time_half_of_a_contribution_counts(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, seconds_left: float, clip: float
 ) -> None:
-    monkeypatch.setattr(partner, "EVALUATION_SECONDS", seconds)
-    alice, bob = (make_replica(author, screening=GuardConfig(checked_share=1.0)) for author in (ALICE, BOB))
+    asked: list[tuple[int, bytes]] = []
+    on_exam = HeldOutLoss.on_exam
+
+    def counting(held_out: HeldOutLoss, num_windows: int, key: bytes) -> float:
+        asked.append((num_windows, key))
+        return on_exam(held_out, num_windows, key)
+
+    monkeypatch.setattr(HeldOutLoss, "on_exam", counting)
+    alice, bob = (make_replica(author, screening=GuardConfig()) for author in (ALICE, BOB))
     for each in (alice, bob):
         each.learn()
     sent(alice)
-    of_bob, asked = sent(bob), list[int]()
-    measure = HeldOutLoss.__call__
-
-    def counting(held_out: HeldOutLoss, num_batches: int) -> float:
-        asked.append(num_batches)
-        return measure(held_out, num_batches)
-
-    monkeypatch.setattr(HeldOutLoss, "__call__", counting)
-    assert isinstance(alice.round_end.screen(of_bob, Encounter(BOB, 1, 1, chance=0.0)), Accept)
-    assert asked[2:] == [num_batches] * (4 if num_batches else 0)
+    of_bob = sent(bob)
+    verdict = alice.round_end.screen(of_bob, Encounter(BOB, 1, 1, chance=0.25), seconds_left)
+    assert isinstance(verdict, Accept)
+    assert verdict.clip == clip
+    _warm_up, _measured, *judged = asked
+    assert len(judged) >= 2 * (clip == 1.0)
+    assert len(set(judged)) == (clip == 1.0), "all losses of a judgement are of the same text"
+    before = alice.round_end.outer.slow.clone()
+    alice.round_end.apply(of_bob, Encounter(BOB, 1, 1, chance=0.25))
+    assert len(asked) == len(judged) + 2, "it is not judged again"
+    assert not torch.equal(before, alice.round_end.outer.slow)
