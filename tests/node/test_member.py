@@ -32,6 +32,7 @@ from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.identity import public_bytes
 
+from .relayed import until
 from .transfers.files import signed_index_of
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
@@ -66,7 +67,7 @@ def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -
         addresses=[],
         set_handler=lambda *args: None,
         dht=SimpleNamespace(find_providers=nobody),
-        network_of=lambda peer: "",
+        connections=SimpleNamespace(network_of=lambda peer: ""),
         gate=SimpleNamespace(roster=None),
     )
     messenger: Any = SimpleNamespace(set_receiver=lambda *args: None)
@@ -86,8 +87,7 @@ async def test_a_full_disk_does_not_end_the_node(
     journal = quiet_journal()
     member = member_at(tmp_path, journal)
     nursery.start_soon(remember, member.daemon, member.mesh.host, member.membership)
-    await trio.sleep(600)
-    assert any("the disk is full" in warning for warning in journal.warnings)
+    await until(lambda: any("the disk is full" in warning for warning in journal.warnings))
     nursery.cancel_scope.cancel()
 
 
