@@ -15,7 +15,7 @@ from .base.quiet_hours import QuietHoursError
 from .base.settings import MIN_CAP_MBIT
 from .loop.rest_service import NoticeError, RestService
 from .member.run_member import RunMember
-from .state.credentials import CredentialsError
+from .state.credentials import CredentialsError, Revoked
 from .state.store import StoreError
 
 FindMember = Callable[[], RunMember | None]
@@ -27,6 +27,12 @@ def _taken(params: Mapping[str, Any], **kinds: type) -> list[Any]:
     if params.keys() != kinds.keys() or not all(isinstance(params[name], kind) for name, kind in kinds.items()):
         raise ControlError("bad_request", f"expected {', '.join(kinds)}")
     return [params[name] for name in kinds]
+
+
+def _row_of(revoked: Revoked, creator: bytes) -> dict[str, Any]:
+    invitation, inviter = revoked.admission.invitation, revoked.admission.place(creator)[0]
+    row = {"peer_id": peer_id_of(revoked.member), "invited_by": peer_id_of(inviter)}
+    return row | {"uses": invitation.num_seats, "expires_at": invitation.expires_at, "others": revoked.num_others}
 
 
 def roster_of(member: RunMember) -> list[dict[str, Any]]:
@@ -62,17 +68,20 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         return "" if member is None else member.mesh.host.upgrader.network_key.hex()
 
     async def admit(params: dict[str, Any]) -> object:
-        """Revoke keys, or admit them again."""
+        """Revoke keys, or admit them again; return the members revoked, and the invite that each came by."""
         member = find_member()
         if member is None or member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
-        names, is_admitted = _taken(params, keys=list, is_admitted=bool)
+        names, is_admitted, keeps_invites = _taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
         try:
             keys = [bytes.fromhex(str(name)) for name in names]
-            await (member.credentials.restore(keys) if is_admitted else member.credentials.revoke(keys))
+            if is_admitted:
+                await member.credentials.restore(keys)
+                return []
+            told = await member.credentials.revoke(keys, keeps_invites=keeps_invites)
         except (CredentialsError, StoreError, ValueError) as error:
             raise ControlError("cannot_revoke", str(error)) from error
-        return "done"
+        return [_row_of(each, member.gossip.state.creator) for each in told]
 
     async def roster(params: dict[str, Any]) -> object:
         """Return the members, and who invited them."""

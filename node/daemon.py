@@ -306,6 +306,7 @@ async def be_node(daemon: Daemon) -> None:
             daemon = replace(daemon, door=await stack.enter_async_context(open_script_door(settings.door)))
         await rest_service.begin()
         # How this node was admitted; if the run is known to be for its members alone, no other peer gets in.
+        mesh.host.gate.stored, mesh.host.gate.store = await store.load_seats(), store.save_seats
         mesh.host.gate.show(target.run_id, (await store.get_fact(ADMISSION_FACT)) or b"", target.secret)
         if target.manifest is not None:
             close_gate(mesh.host, *decode_manifest(target.manifest))

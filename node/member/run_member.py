@@ -160,7 +160,8 @@ class RunMember:
                 f"step 3, the run state: members were found, but none gave its run state within {JOIN_TIMEOUT:g} s."
                 f"{refusal} Try again later, or with a newer invite."
             )
-        host.gate.knows_members = True
+        if host.gate.roster is not None:
+            host.gate.roster.settle()
 
     async def _follow_members(self) -> None:
         """Pass the live members to the training, the pipeline and the search for relays, whenever they change."""

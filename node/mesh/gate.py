@@ -10,31 +10,36 @@ An open run has no roster, and its gate does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Final, Literal
 
 import msgspec
 import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL
 from farandole.protocol.mesh.relay import HOP_PROTOCOL, STOP_PROTOCOL
 from farandole.protocol.run.invitations import (
     MAX_ADMISSION_BYTES,
     MAX_PASS_BYTES,
+    MAX_WITNESS_BYTES,
     InvitationError,
     InviteSecret,
-    Roster,
     SeatTakenError,
     VisitorPass,
+    check_witness,
     decode_admission,
     decode_pass,
+    decode_witness,
 )
 from farandole.protocol.run.manifest import RUN_ID_BYTES
-from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.run.roster import Place, Roster
+from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
-from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encode
 
 from ..base.errors import NotAdmittedError, PeerUnreachableError
@@ -45,7 +50,7 @@ from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
-ADMISSION_PROTOCOL: Final = "/farandole/admission/1"
+ADMISSION_PROTOCOL: Final = "/farandole/admission/2"
 # Served to any peer: they reveal nothing about a run. The peer at the end of a relay's circuit passes the gate itself.
 PUBLIC_PROTOCOLS: Final = frozenset(
     (ADMISSION_PROTOCOL, IDENTIFY_PROTOCOL, PUSH_PROTOCOL, PING_PROTOCOL, STOP_PROTOCOL)
@@ -89,6 +94,8 @@ class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True):
     admission. A later release may name something else."""
     admission: _Proof
     """The answering side's; empty if it refuses, or needs none."""
+    witness: Annotated[bytes, msgspec.Meta(max_length=MAX_WITNESS_BYTES)] = b""
+    """The answering side's word for the admission that it was shown; empty if it gives none."""
 
 
 decode_introduction: Final = MessageDecoder[Introduction](Introduction, "an introduction")
@@ -106,21 +113,24 @@ def encode_introduction(introduction: Introduction) -> bytes:
 class Gate:
     """The gate of one host; open until `close`."""
 
-    def __init__(self, author: bytes, handlers: ProtocolHandlers, connections: ConnectionPool) -> None:
-        """``author``: this node."""
+    def __init__(self, key: Ed25519PrivateKey, handlers: ProtocolHandlers, connections: ConnectionPool) -> None:
+        """``key``: this node's; it signs for those that the node admits."""
         self.admission = b""
         """How this node was admitted, encoded; empty if it needs no admission, or has none yet."""
         self.refusal = ""
         """Why a member did not admit this node, if none has since."""
         self.on_refused: Callable[[bytes, str], None] = lambda peer, refusal: None
         """Called with the peer that does not admit this node, and the reason that it gives."""
-        self._author = author
+        self._key = key
+        self._author = public_bytes(key)
         self._connections = connections
         self._run_id = b""
         self.roster: Roster | None = None
         """The members; None: any peer may open streams to this node."""
-        self.knows_members = False
-        """Whether the roster has the run state's members; then a peer that is not on it is a newcomer."""
+        self.stored: Iterable[bytes] = ()
+        """The holders of seats that an earlier life has stored; for the roster, once there is one."""
+        self.store: Callable[[dict[Place, bytes | None]], Awaitable[None]] | None = None
+        """Stores changed seats. Until it is set, this node is nobody's witness."""
         self._secret: InviteSecret | None = None
         self._pass = b""
         self._admitted: set[bytes] = set()
@@ -140,8 +150,8 @@ class Gate:
         self._pass = b"" if visitor_pass is None else encode(visitor_pass)
         if secret is None or visitor_pass is not None:
             return
-        if not admission or decode_admission(admission).invitation != secret.invitation:
-            self._take_seat(0)
+        if not admission or decode_admission(admission).invitation.bearer not in secret.bearers:
+            self.admission = self._at_seat(0)
 
     def close(self, run_id: bytes, roster: Roster) -> None:
         """Serve application protocols to members only.
@@ -149,6 +159,11 @@ class Gate:
         Connected peers are asked for their admissions again: without a roster, none could be checked.
         """
         self._run_id, self.roster = run_id, roster
+        roster.load(self.stored)
+        self.introduce_again()
+
+    def introduce_again(self) -> None:
+        """Introduce this node again to each connected peer, before its next stream."""
         for conn in self._connections.live:
             conn.is_introduced = False
 
@@ -184,18 +199,20 @@ class Gate:
 
     async def _introduce(self, conn: Connection) -> None:
         """Try the admission or the pass, and then seat after seat of the invite."""
-        answer = await self._ask(conn)
+        shown = self.admission
+        answer = await self._ask(conn, shown)
         if self._secret is not None:
-            num_tried, num_seats = int(bool(self.admission)), min(self._secret.invitation.num_seats, MAX_SEATS_TRIED)
+            num_tried, num_seats = int(bool(shown)), min(self._secret.invitation.num_seats, MAX_SEATS_TRIED)
             while num_tried < num_seats and (answer.why == "seat" or (answer.why == "admission" and not num_tried)):
-                self._take_seat(num_tried)
+                shown = self._at_seat(num_tried)
                 num_tried += 1
-                answer = await self._ask(conn)
+                answer = await self._ask(conn, shown)
         if not answer.refusal:
             self.refusal = ""
+            self._take_witness(shown, answer.witness)
             if self.roster is not None and answer.admission and not self.roster.is_member(conn.peer):
                 try:  # with expired and used invites, too, only before the members are known
-                    _admit(self.roster, conn.peer, answer.admission, is_newcomer=self.knows_members)
+                    _admit(self.roster, conn.peer, answer.admission, is_newcomer=self.roster.is_settled)
                 except RemoteProtocolError as error:
                     raise NotAdmittedError(f"{short_name(conn.peer)} is no member of this run: {error}") from error
             return
@@ -204,12 +221,12 @@ class Gate:
             self.on_refused(conn.peer, answer.refusal)
         raise NotAdmittedError(f"{short_name(conn.peer)} does not admit this node: {answer.refusal}")
 
-    async def _ask(self, conn: Connection) -> IntroductionAnswer:
+    async def _ask(self, conn: Connection, shown: bytes) -> IntroductionAnswer:
         try:
             with trio.fail_after(INTRODUCTION_TIMEOUT):
                 stream = await conn.open_stream(ADMISSION_PROTOCOL)
                 try:
-                    introduction = encode_introduction(Introduction(self._run_id, self.admission, self._pass))
+                    introduction = encode_introduction(Introduction(self._run_id, shown, self._pass))
                     await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
                     return decode_introduction_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
                 finally:
@@ -217,17 +234,36 @@ class Gate:
         except (trio.TooSlowError, trio.BrokenResourceError, RemoteProtocolError) as error:
             raise PeerUnreachableError(f"{short_name(conn.peer)} answers no introduction: {error!r}") from error
 
-    def _take_seat(self, number: int) -> None:
-        """Sign an admission for the ``number``-th try; members of one invite begin at different seats."""
+    def _at_seat(self, number: int) -> bytes:
+        """Return an admission for the ``number``-th try; members of one invite begin at different seats."""
         assert self._secret is not None
         invitation = self._secret.invitation
         seat = invitation.first_seat + (self._author[0] + number) % invitation.num_seats
-        self.admission = encode(self._secret.admit(self._run_id, self._author, seat))
+        return encode(self._secret.admit(self._run_id, self._author, seat))
+
+    def _take_witness(self, shown: bytes, raw: bytes) -> None:
+        """Keep the admission that a peer has accepted, with its word for it unless there is one that others trust."""
+        if not shown:
+            return
+        admission = decode_admission(shown)
+        own = decode_admission(self.admission) if self.admission else admission
+        if own is admission or (own.seat, own.invitation) != (admission.seat, admission.invitation):
+            self.admission = shown
+        if not raw:
+            return
+        admission = decode_admission(self.admission)  # another peer may have given a witness since
+        witness = admission.witness
+        is_known = witness is not None and (self.roster is None or self.roster.is_member(witness.key))
+        if not is_known:
+            with contextlib.suppress(RemoteProtocolError):
+                witnessed = msgspec.structs.replace(admission, witness=decode_witness(raw))
+                check_witness(witnessed, self._run_id)
+                self.admission = encode(witnessed)
 
     # The other side
 
     async def _serve(self, stream: Libp2pStream) -> None:
-        refusal, peer = "", stream.peer
+        refusal, peer, witness = "", stream.peer, b""
         why: _Why = ""
         with trio.fail_after(INTRODUCTION_TIMEOUT):
             introduction = decode_introduction(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
@@ -240,17 +276,51 @@ class Gate:
                     refusal = str(error)[:MAX_REFUSAL_CHARS]
                     why = "seat" if isinstance(error, SeatTakenError) else "admission"
                     logger.info("%s is not admitted: %s", short_name(peer), refusal)
-            answer = IntroductionAnswer(refusal, why, b"" if refusal else self.admission)
+            elif self.roster is not None and introduction.admission:
+                with contextlib.suppress(RemoteProtocolError):  # a member may have another seat now
+                    _admit(self.roster, peer, introduction.admission, is_newcomer=True)
+            if not refusal and introduction.admission:
+                witness = await self._witness(introduction.admission)
+            answer = IntroductionAnswer(refusal, why, b"" if refusal else self.admission, witness)
             await stream.send_all(frame(encode(answer), MAX_INTRODUCTION_BYTES))
 
+    async def _witness(self, raw: bytes) -> bytes:
+        """Sign for the admission that a member has shown, if this node knows it and remembers it from now on."""
+        if self.roster is None or self.store is None:
+            return b""
+        try:
+            witness = self.roster.witness(decode_admission(raw), self._key, time.time())
+            await self.save()
+        except FarandoleError as error:
+            logger.warning("no witness of an admission: %s", error)
+            return b""
+        return b"" if witness is None else encode(witness)
+
+    async def save(self) -> None:
+        """Store the seats that have changed. Raises `FarandoleError` if the disk does not take them."""
+        if self.roster is None or self.store is None:
+            return
+        changed = self.roster.take_unsaved()
+        if not changed:
+            return
+        try:
+            await self.store(changed)
+        except BaseException:  # also a cancellation
+            self.roster.put_back(changed)
+            raise
+
     async def run(self) -> None:
-        """Disconnect members whose admission is revoked, and their visitors, until cancelled."""
+        """Disconnect members whose admission is revoked, and their visitors; store changed seats. Until cancelled."""
         roster = self.roster
         if roster is None:
             return
         while True:
             self._admitted |= {peer for peer in self._connections.connected if roster.admits(peer)}
             await trio.sleep(LOOK_INTERVAL)
+            try:
+                await self.save()
+            except FarandoleError as error:
+                logger.warning("the members' seats are not on disk: %s", error)
             admitted, self._admitted = self._admitted, set()
             for peer in admitted & self._connections.connected:
                 if not roster.admits(peer):
@@ -262,10 +332,7 @@ def _admit(roster: Roster, peer: bytes, raw: bytes, *, is_newcomer: bool) -> Non
     admission = decode_admission(raw)
     if admission.member != peer:
         raise InvitationError("this is another member's admission")
-    if is_newcomer:
-        roster.admit_newcomer(admission, time.time())
-    else:
-        roster.admit(admission)
+    roster.admit(admission, time.time() if is_newcomer else None)
 
 
 def _admit_stranger(roster: Roster, peer: bytes, introduction: Introduction) -> None:

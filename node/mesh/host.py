@@ -276,7 +276,7 @@ class Host:
         self.acceptor = Acceptor(nursery, self.connections, self.upgrader, self.own)
         self.ports: dict[str, int] = {}
         """The multiaddrs to listen on, without those of a family that this system lacks -> their ports."""
-        self.gate = Gate(self.author, self.handlers, self.connections)
+        self.gate = Gate(key, self.handlers, self.connections)
         self.dialler = Dialler(self.author, nursery, self.connections, self.upgrader, self.own, self.gate)
         self.dht = Dht(self.dialler, self.handlers)
         self.relays = RelayClient(self.dialler, self.handlers)

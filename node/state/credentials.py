@@ -1,6 +1,6 @@
 """Publishes this node's admission to a run; signs invitations and, for the creator, revocations.
 
-Entries of both kinds expire after three weeks, and their author's node renews them daily.
+An admission expires after three weeks, and its author's node renews it daily. A revocation stays for the run's life.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -17,14 +18,16 @@ from farandole.protocol.run.invitations import (
     CREATOR_SEATS,
     MAX_SEATS,
     SECRET_BYTES,
+    Admission,
     InviteSecret,
-    Roster,
     decode_admission,
     invite_members,
 )
+from farandole.protocol.run.roster import Roster
 from farandole.protocol.state.entries import REVOKED_PER_ENTRY, RULES, AdmissionProof, Kind, Revocation
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES, short_name
+from farandole.protocol.wire.messagepack import encode
 
 from ..base.errors import NotAdmittedError
 from ..mesh.gate import Gate
@@ -36,9 +39,14 @@ RENEW_INTERVAL: Final = 86_400.0
 ADMISSION_FACT: Final = "admission"
 # Seats that this node has given away, so that no seat is given to two invites.
 SEATS_FACT: Final = "seats"
-# Concatenated keys that the creator has revoked, in the order of the entries: `REVOKED_PER_ENTRY` for each. The run
-# state may lag: a slot takes a new entry only every 10 s.
-REVOKED_FACT: Final = "revoked"
+# The keys that the creator has revoked, and those that it has readmitted, in the order of the entries:
+# `REVOKED_PER_ENTRY` places for each. The run state may lag: a slot takes a new entry only every 10 s.
+WORDS_FACT: Final = "words"
+# Bearer keys of the creator's invites with several, the newest invites: who has an invite's text has all of them.
+BEARERS_FACT: Final = "bearers"
+MAX_INVITES_REMEMBERED: Final = 1_024
+# Between two requests for another witness, after this node's own was revoked.
+WITNESS_INTERVAL: Final = 30.0
 # In the place of a restored key. If the later keys moved up, other nodes could miss one of them until they have all
 # entries.
 NO_KEY: Final = bytes(PUBLIC_KEY_BYTES)
@@ -46,6 +54,16 @@ NO_KEY: Final = bytes(PUBLIC_KEY_BYTES)
 
 class CredentialsError(FarandoleError):
     """This node cannot invite or revoke; the message says why and who can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """A member that was revoked."""
+
+    member: bytes
+    admission: Admission
+    num_others: int
+    """Members that came by the same bearer key, and stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,8 @@ class Credentials:
     journal: Journal
     _lock: trio.Lock = field(default_factory=trio.Lock)
     """Held while seats are given, and while the set of revoked keys changes."""
+    _published: list[bytes] = field(default_factory=list)
+    """The admission as it was published last."""
 
     @property
     def is_creator(self) -> bool:
@@ -79,13 +99,14 @@ class Credentials:
                     "this run is for invited members: join it with an invite that is for you; if you made this run, "
                     "with the data directory that signed it (--home)"
                 )
-            self.roster.admit(decode_admission(self.gate.admission))
+            self.roster.admit_own(decode_admission(self.gate.admission))
         except RemoteProtocolError as error:
             raise NotAdmittedError(f"not admitted to this run: {error}") from error
 
     async def publish(self) -> None:
         """Publish how this node was admitted, before any other entry."""
         if self.gate.admission:
+            self._published[:] = [self.gate.admission]
             await self.gossip.publish(Kind.ADMISSION, 0, AdmissionProof(self.gate.admission))
             try:
                 await self.store.put_fact(ADMISSION_FACT, self.gate.admission)
@@ -94,7 +115,8 @@ class Credentials:
 
     async def run(self) -> None:
         """Renew entries, and warn if this node is no longer a member, until cancelled."""
-        renewed_at = trio.current_time()
+        renewed_at = asked_at = trio.current_time()
+        told_of: set[bytes] = set()  # at most as many as there are members
         refused_by: set[bytes] = set()  # at most as many as this node has dialled
 
         def tell_refusal(peer: bytes, refusal: str) -> None:  # a revoked member may never receive the revocation
@@ -117,10 +139,19 @@ class Credentials:
                         "its seat. Ask the run's creator for a new invite, and join again with it"
                     )
                     await trio.sleep_forever()
-                if trio.current_time() - renewed_at >= RENEW_INTERVAL:
-                    renewed_at = trio.current_time()
+                for peer in self.roster.false_witnesses - told_of:
+                    told_of.add(peer)
+                    self.journal.warn(
+                        f"{short_name(peer)} has admitted two members to one seat: no admission of its own counts from "
+                        "now on. If it is no mistake, the run's creator can revoke it (`farandole run revoke`)"
+                    )
+                now = trio.current_time()
+                if self.roster.needs_witness(self.author) and now - asked_at >= WITNESS_INTERVAL:
+                    asked_at = now
+                    self.gate.introduce_again()
+                if now - renewed_at >= RENEW_INTERVAL or self._published != [self.gate.admission]:
+                    renewed_at = now
                     await self.publish()
-                    await self._renew_revoked()
 
     # Inviting
 
@@ -144,44 +175,74 @@ class Credentials:
             await self.store.put_fact(SEATS_FACT, b"%d" % (first + uses))
         sponsor = None if self.is_creator else admission
         seats, secret = range(first, first + uses), secrets.token_bytes(SECRET_BYTES)
-        return invite_members(self.key, self.run_id, secret, seats, int(expires_at), quota=quota, sponsor=sponsor)
+        invite = invite_members(self.key, self.run_id, secret, seats, int(expires_at), quota=quota, sponsor=sponsor)
+        if len(invite.bearers) > 1:
+            async with self._lock:
+                known = [*await self._bearers(), invite.bearers][-MAX_INVITES_REMEMBERED:]
+                await self.store.put_fact(BEARERS_FACT, encode(known))
+        return invite
+
+    async def _bearers(self) -> list[list[bytes]]:
+        raw = await self.store.get_fact(BEARERS_FACT)
+        return [] if raw is None else msgspec.msgpack.decode(raw, type=list[list[bytes]])
 
     # Revoking
 
-    async def _revoked(self) -> list[bytes]:
-        """Return the revoked keys at their places in the entries; `NO_KEY` where there is none."""
-        raw = await self.store.get_fact(REVOKED_FACT)
+    async def _places(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the revoked and the readmitted keys at their places in the entries; `NO_KEY` where there is none."""
+        raw = await self.store.get_fact(WORDS_FACT)
         if raw is not None:
-            return [raw[at : at + PUBLIC_KEY_BYTES] for at in range(0, len(raw), PUBLIC_KEY_BYTES)]
-        places: list[bytes] = []
+            return msgspec.msgpack.decode(raw, type=tuple[list[bytes], list[bytes]])
+        revoked, readmitted = list[bytes](), list[bytes]()
         for entry in sorted(self.gossip.state.entries(Kind.REVOCATION), key=lambda entry: entry.index):
-            places += [NO_KEY] * (entry.index * REVOKED_PER_ENTRY - len(places))
-            places += entry.payload.keys
-        return places
+            empty = [NO_KEY] * (entry.index * REVOKED_PER_ENTRY - len(revoked))
+            payload = entry.payload
+            revoked += [*empty, *payload.keys, *[NO_KEY] * len(payload.readmitted)]
+            readmitted += [*empty, *[NO_KEY] * len(payload.keys), *payload.readmitted]
+        return revoked, readmitted
 
-    async def revoke(self, keys: Iterable[bytes]) -> None:
-        """End these memberships, and the ones that follow from these invites.
+    async def revoke(self, keys: Iterable[bytes], *, keeps_invites: bool = False) -> list[Revoked]:
+        """End these memberships, and the ones that follow from these invites; return how each member came.
 
+        The invite that a member came by admits nobody any more, unless ``keeps_invites``; others that came by it stay.
         Raises `CredentialsError` if this node is not the creator's, and `StoreError`.
         """
         self._require_creator()
         async with self._lock:
-            places = await self._revoked()
-            for key in dict.fromkeys(keys):
-                if key in places:
+            ended, told = list(dict.fromkeys(keys)), []
+            staying: set[bytes] = set()
+            for key in list(ended):
+                admission = self.roster.admission_of(key)
+                if admission is None:
                     continue
-                if NO_KEY in places:
-                    places[places.index(NO_KEY)] = key
-                else:
-                    places.append(key)
-            await self._set_revoked(places)
+                others = frozenset(self.roster.invited_with(key)) - {*ended}
+                told.append(Revoked(key, admission, len(others)))
+                if not keeps_invites:
+                    ended += await self._closing(admission.invitation.bearer)
+                    staying |= others
+            revoked, readmitted = await self._places()
+            readmitted = [NO_KEY if key in ended else key for key in readmitted]
+            await self._set_words(revoked, readmitted, dict.fromkeys(ended), sorted(staying))
+        return told
+
+    async def _closing(self, bearer: bytes) -> list[bytes]:
+        """Return the bearers of an invite's text that must be revoked so that it admits nobody any more."""
+        together = next((bearers for bearers in await self._bearers() if bearer in bearers), [bearer])
+        return [each for each in together if each == bearer or not self.roster.has_admitted(each)]
 
     async def restore(self, keys: Iterable[bytes]) -> None:
-        """Undo `revoke` for these keys; raises as it does."""
+        """Undo `revoke` for these keys; a member is in again whatever else keeps it out. Raises as `revoke` does."""
         self._require_creator()
         async with self._lock:
             restored = frozenset(keys)
-            await self._set_revoked([NO_KEY if key in restored else key for key in await self._revoked()])
+            before, readmitted = await self._places()
+            revoked = [NO_KEY if key in restored else key for key in before]
+            kept_out = [key for key in sorted(restored) if key not in before or self._is_kept_out(key, revoked)]
+            await self._set_words(revoked, readmitted, [], kept_out)
+
+    def _is_kept_out(self, member: bytes, revoked: Iterable[bytes]) -> bool:
+        admission = self.roster.latest_admission(member)
+        return admission is not None and not admission.keys.isdisjoint(revoked)
 
     def _require_creator(self) -> None:
         if not self.is_creator:
@@ -190,21 +251,30 @@ class Credentials:
     async def _renew_revoked(self) -> None:
         if self.is_creator:
             async with self._lock:
-                await self._publish_revoked(await self._revoked())
+                await self._publish_words(*await self._places())
 
-    async def _set_revoked(self, places: Sequence[bytes]) -> None:
-        num_entries = RULES[Kind.REVOCATION].slots
-        if len(places) > num_entries * REVOKED_PER_ENTRY:
-            raise CredentialsError(
-                f"a run has at most {num_entries * REVOKED_PER_ENTRY} revoked keys: restore some that have expired"
-            )
-        await self.store.put_fact(REVOKED_FACT, b"".join(places))
-        await self._publish_revoked(places)
+    async def _set_words(
+        self, revoked: list[bytes], readmitted: list[bytes], to_revoke: Iterable[bytes], to_readmit: Iterable[bytes]
+    ) -> None:
+        """Add keys at free places, and publish. Raises `CredentialsError` if there are too few, and `StoreError`."""
+        for wanted, places, others in ((to_revoke, revoked, readmitted), (to_readmit, readmitted, revoked)):
+            for key in wanted:
+                if key in places:
+                    continue
+                free = (at for at, pair in enumerate(zip(places, others, strict=True)) if pair == (NO_KEY, NO_KEY))
+                at = next(free, len(places))
+                places[at : at + 1] = [key]
+                others[at:at] = [NO_KEY] if len(others) < len(places) else []
+        num_places = RULES[Kind.REVOCATION].slots * REVOKED_PER_ENTRY
+        if len(revoked) > num_places:
+            raise CredentialsError(f"a run has room for {num_places} revoked keys: restore some that have expired")
+        await self.store.put_fact(WORDS_FACT, encode((revoked, readmitted)))
+        await self._publish_words(revoked, readmitted)
 
-    async def _publish_revoked(self, places: Sequence[bytes]) -> None:
-        num_entries = RULES[Kind.REVOCATION].slots
+    async def _publish_words(self, revoked: Sequence[bytes], readmitted: Sequence[bytes]) -> None:
         told = {entry.index for entry in self.gossip.state.entries(Kind.REVOCATION)}
-        for index in range(num_entries):
-            part = places[index * REVOKED_PER_ENTRY : (index + 1) * REVOKED_PER_ENTRY]
-            if part or index in told:
-                await self.gossip.publish(Kind.REVOCATION, index, Revocation(tuple(sorted({*part} - {NO_KEY}))))
+        for index in range(RULES[Kind.REVOCATION].slots):
+            part = slice(index * REVOKED_PER_ENTRY, (index + 1) * REVOKED_PER_ENTRY)
+            if revoked[part] or index in told:
+                words = (tuple(sorted({*places[part]} - {NO_KEY})) for places in (revoked, readmitted))
+                await self.gossip.publish(Kind.REVOCATION, index, Revocation(*words))

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from farandole.protocol.run.roster import Place
 from farandole.protocol.state.writer import MAX_SPANS, Mark
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import sync_file, sync_folder
@@ -44,6 +45,8 @@ _NO_SPAN = (0, 0)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS authors (author BLOB PRIMARY KEY, entries BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS seats
+    (issuer BLOB, seat INTEGER, admission BLOB NOT NULL, PRIMARY KEY (issuer, seat)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS peers (peer BLOB PRIMARY KEY, addresses BLOB NOT NULL, seen_at REAL NOT NULL) WITHOUT ROWID;
 """
 _Result = TypeVar("_Result")
@@ -108,6 +111,19 @@ class Store:
         kept = [(author, entries) for author, entries in rows.items() if entries is not None]
         await self._write(
             ("DELETE FROM authors WHERE author = ?", gone), ("INSERT OR REPLACE INTO authors VALUES (?, ?)", kept)
+        )
+
+    async def load_seats(self) -> list[bytes]:
+        """Return the admissions of the holders of seats. The caller verifies them."""
+        return [row[0] for row in await self._read("SELECT admission FROM seats")]
+
+    async def save_seats(self, changed: Mapping[Place, bytes | None]) -> None:
+        """Replace the holders of these seats, all or none; None deletes one."""
+        gone = [place for place, admission in changed.items() if admission is None]
+        held = [(*place, admission) for place, admission in changed.items() if admission is not None]
+        await self._write(
+            ("DELETE FROM seats WHERE issuer = ? AND seat = ?", gone),
+            ("INSERT OR REPLACE INTO seats VALUES (?, ?, ?)", held),
         )
 
     # the writer's mark

@@ -35,9 +35,9 @@ VERSION: Final = "1"
 MAX_ADDRESSES: Final = 8
 # The longest in use, a relayed address under a DNS name, has about 200.
 MAX_ADDRESS_CHARS: Final = 256
-MAX_ADMISSION_BYTES: Final = 512
+MAX_ADMISSION_BYTES: Final = 1_024
 # 8 addresses, an admission and a network key, all of the longest, in base32.
-MAX_INVITE_CHARS: Final = 5_000
+MAX_INVITE_CHARS: Final = 6_000
 _CHECKSUM_BYTES: Final = 4
 _ALPHABET: Final = string.ascii_lowercase + "234567"
 _WITHOUT_ALPHABET: Final = str.maketrans("", "", _ALPHABET)

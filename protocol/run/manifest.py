@@ -20,8 +20,8 @@ from ..wire.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, pub
 from .exclusions import exclusions_in
 from .families import HFConfig
 from .families.base import NumLayers
-from .invitations import Roster
 from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
+from .roster import Roster
 from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_kind
 from .slices import NUM_PARTS, PART_BYTES
 

@@ -27,8 +27,8 @@ from ..wire.messagepack import PRINTABLE
 
 DOMAIN = b"farandole/entry/1"
 ID_BYTES = 16
-MAX_BODY_BYTES = 600
-"""At most 512 bytes of payload and 15 bytes around them, with room to spare."""
+MAX_BODY_BYTES = 640
+"""At most 592 bytes of payload and 15 bytes around them, with room to spare."""
 MAX_COMMITMENT_BYTES = 272
 MAX_COMMITMENT_BODY_BYTES = MAX_COMMITMENT_BYTES + 16
 """An accusation, of at most 512 bytes, contains a whole commitment."""
@@ -48,7 +48,7 @@ _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MEMBER_ADDRE
 MAX_SUSPECTS = 48
 """The number of 8-byte prefixes that a payload of 512 bytes holds."""
 REVOKED_PER_ENTRY = 14
-"""The number of 32-byte keys that a payload of 512 bytes holds."""
+"""The number of 32-byte keys, revoked and readmitted together, that a payload of 512 bytes holds."""
 MAX_NOTES = 8
 """The notes of all programs of one author."""
 MAX_NOTE_BYTES = 448
@@ -198,10 +198,12 @@ class AdmissionProof(Payload, frozen=True):
 
 
 class Revocation(Payload, frozen=True):
-    """The creator revokes these members, and the ones that they invited."""
+    """The creator's last word: it revokes some members with the ones that they invited, and readmits others."""
 
     keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=REVOKED_PER_ENTRY)]
     """Keys of members, or of bearers, whose invites become invalid."""
+    readmitted: Annotated[tuple[Key, ...], msgspec.Meta(max_length=REVOKED_PER_ENTRY)] = ()
+    """Members that stay although their invite was revoked, or their seat is another's."""
 
 
 class Commitment(Payload, frozen=True):
@@ -282,9 +284,10 @@ RULES: dict[Kind, Rule] = {
     Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=2),
     # Renewed during a move; after a node that dies during one, the lease soon expires and blocks no other node.
     Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False, checked=3),
-    # Both are renewed daily while their authors are online.
-    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True, checked=1),
-    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True, checked=1),
+    # Renewed daily while its author is online.
+    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=592, is_metered=True, checked=1),
+    # For as long as any run lasts, whether the creator's node is on or not.
+    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=3_650 * _DAY, max_bytes=512, is_metered=True, checked=2),
     # The last four rounds, which is how long an author keeps their starts.
     Kind.COMMITMENT: Rule(
         Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, is_metered=False, checked=12
@@ -303,7 +306,7 @@ ALL_RULES: Final[dict[int, Rule]] = {**LATER_KINDS, **{int(kind): rule for kind,
 """The limits of each kind, known or of a later release. There are no others."""
 MAX_SLOTS = sum(rule.slots for rule in ALL_RULES.values())
 PROOF_TTL = 30 * _DAY
-"""A proof outlives every entry (21 days at most)."""
+"""A proof outlives every entry but a revocation, which counts again after it."""
 
 
 class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -25,7 +25,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from ..run.invitations import InvitationError, RevokedError, Roster, SeatTakenError, decode_admission
+from ..run.invitations import InvitationError, RevokedError, SeatTakenError, UnwitnessedError, decode_admission
+from ..run.roster import Roster
 from ..wire.errors import RemoteProtocolError
 from ..wire.token_bucket import PeerMeters, TokenBucket
 from .author_places import AuthorPlaces, Introducer
@@ -324,10 +325,12 @@ class RunState:
         admission = decode_admission(entry.payload.admission)
         if admission.member != entry.author:
             raise InvitationError("the admission of another member")
+        if not self.checker.is_genuine(entry):  # its author chooses its seat and its witness
+            raise RemoteProtocolError("not a valid entry: its signature")
         try:
             self.roster.admit(admission)
-        except (RevokedError, SeatTakenError):  # the sender may not have received the other entry yet
-            return False
+        except (RevokedError, SeatTakenError, UnwitnessedError):  # others may know more than this node, or less
+            return self.roster.is_member(entry.author)
         self._has_roster_changed = True
         return True
 
@@ -336,8 +339,10 @@ class RunState:
         if self.roster is None:
             return
         self._has_roster_changed = False
-        said = (entry for entry in self.entries_of(self.creator) if entry.kind is Kind.REVOCATION)
-        self.roster.set_revoked(frozenset(key for entry in said for key in entry.payload.keys))
+        for entry in self.entries_of(self.creator):
+            if entry.kind is Kind.REVOCATION:
+                said = frozenset(entry.payload.keys), frozenset(entry.payload.readmitted)
+                self.roster.hear_creator(entry.index, entry.tick, *said)
         gone = [record for author, record in self._authors.items() if not self.roster.is_member(author)]
         for record in gone:
             self._drop(record)

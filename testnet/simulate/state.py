@@ -16,7 +16,8 @@ from functools import cache, lru_cache, partial
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.run.invitations import Admission, Roster
+from farandole.protocol.run.invitations import Admission
+from farandole.protocol.run.roster import Roster
 from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.entries import (
     AdmissionProof,
@@ -44,6 +45,8 @@ SESSION_TIMEOUT = 5.0
 REFUSAL_SECONDS = 1.0
 """Until a sender learns that nobody is there: a reset, or a few retransmissions."""
 NUM_JOIN_SESSIONS = 3
+JOINING_SECONDS = 10.0
+"""After which a node has the members' entries from its first sessions."""
 
 _PUSH, _TO_RESPONDER, _TO_INITIATOR = 0, 1, 2
 
@@ -123,6 +126,8 @@ class SimulatedNode:
         """Join the run through these peers: sync with each, and announce the node."""
         self._contacts = contacts
         self._run()
+        if (roster := self.state.roster) is not None:
+            self._later(JOINING_SECONDS, roster.settle)
         self._sync_later(sync_periods())
         for contact in contacts[:1]:
             self._open_session(contact, with_beats=True)
@@ -134,6 +139,8 @@ class SimulatedNode:
         """Start as a node that has been a member for some time and is connected to these peers."""
         self._contacts = contacts
         self._run()
+        if self.state.roster is not None:
+            self.state.roster.settle()
         first = SYNC_PERIOD * self._rng.random()
         self._sync_later(itertools.chain([first], itertools.repeat(SYNC_PERIOD)))
         self._later(self.gossip.liveness.period * self._rng.random(), self._beat)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, Literal
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.run.invitations import Admission, invite_members
+from farandole.protocol.run.invitations import Admission, invite_members, sign_witness
 from farandole.protocol.state.entries import AdmissionProof, Delta, Kind, Member
 from farandole.protocol.state.state import MAX_AUTHORS
 from farandole.protocol.state.writer import Writer
@@ -111,10 +112,16 @@ def sybil_admissions(number: int, sponsor: Admission, sponsor_key: Ed25519Privat
     for index in range(number):
         writer = Writer(key_of(FIRST_SYBIL + index), RUN_ID)
         writer.marked(((0, int(now) + 100),))
-        admission = encode(invite.admit(RUN_ID, writer.author, index % QUOTA))
-        entries.append(writer.write(Kind.ADMISSION, 0, AdmissionProof(admission), now).signed)
+        admission = invite.admit(RUN_ID, writer.author, index % QUOTA)
+        proof = AdmissionProof(encode(witnessed(admission, sponsor_key)))
+        entries.append(writer.write(Kind.ADMISSION, 0, proof, now).signed)
         entries.append(writer.write(Kind.MEMBER, 0, Member(device="invented"), now).signed)
     return Delta(tuple(entries))
+
+
+def witnessed(admission: Admission, by: Ed25519PrivateKey) -> Admission:
+    """Return an admission with a member's word for it."""
+    return msgspec.structs.replace(admission, witness=sign_witness(by, RUN_ID, admission, int(UNIX_EPOCH)))
 
 
 def let_lie(world: World, liar: SimulatedNode, sybils: Delta) -> None:
@@ -154,9 +161,10 @@ def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
     @cache
     def admission_of(author_number: int) -> bytes:
         if author_number == liar:
-            return encode(sponsor)
+            return encode(witnessed(sponsor, creator))
         invite = invites[author_number // _SEATS]
-        return encode(invite.admit(RUN_ID, public_bytes(key_of(author_number)), author_number))
+        admission = invite.admit(RUN_ID, public_bytes(key_of(author_number)), author_number)
+        return encode(witnessed(admission, creator))
 
     numbers = {public_bytes(key_of(number)): number for number in range(1, 2 * scenario.honest)}
     world = World(

@@ -184,20 +184,32 @@ def show_members(home: Home, as_json: AsJson = False) -> None:
 
 
 @run_app.command("revoke")
-def revoke(home: Home, who: Who) -> None:
+def revoke(
+    home: Home,
+    who: Who,
+    keep_invite: Annotated[
+        bool, typer.Option("--keep-invite", help="The invite that a removed member came by still admits others.")
+    ] = False,
+) -> None:
     """Remove members from a run of invited members, and those whom they invited; or make an invite useless.
 
-    It needs the creator's node. The others disconnect whom it removes within seconds of hearing of it.
+    It needs the creator's node. Others that came by a member's invite stay; an invite that is named ends them too.
 
     Example: [cyan]farandole run revoke 12D3KooW...[/cyan]
     """
-    _tell_admission(home, who, is_admitted=False)
+    for row in _tell_admission(home, who, is_admitted=False, keeps_invites=keep_invite):
+        until = time.strftime("%Y-%m-%d", time.localtime(row["expires_at"]))
+        others = f"; {row['others']} that came by it stay" if row["others"] else ""
+        typer.echo(
+            f"{row['peer_id']} came by an invite of {row['invited_by']}, valid until {until}, which "
+            f"{'stays valid' if keep_invite else 'admits nobody any more'}{others}"
+        )
     typer.echo("revoked; `farandole run admit` with the same words takes it back")
 
 
 @run_app.command("admit")
 def admit(home: Home, who: Who) -> None:
-    """Undo [cyan]farandole run revoke[/cyan].
+    """Undo [cyan]farandole run revoke[/cyan], or decide for a member where others refuse it as its seat is taken.
 
     Example: [cyan]farandole run admit 12D3KooW...[/cyan]
     """
@@ -268,7 +280,9 @@ def notify(
     typer.echo("published: connected members hear of it within seconds")
 
 
-def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
+def _tell_admission(
+    home: Path, who: list[str], *, is_admitted: bool, keeps_invites: bool = False
+) -> list[dict[str, Any]]:
     from farandole.protocol.run.invitations import InviteSecret
     from farandole.protocol.run.invite import decode_invite, is_invite
     from farandole.protocol.wire.identity import public_key_of
@@ -280,10 +294,11 @@ def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
         if not is_invite(each):
             keys.append(public_key_of(each).hex())
         elif secret := decode_invite(each).admission:
-            keys.append(InviteSecret.decode(secret).invitation.bearer.hex())
+            keys += [bearer.hex() for bearer in InviteSecret.decode(secret).bearers]
         else:
             raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
-    call(home, "admit", keys=keys, is_admitted=is_admitted)
+    rows: list[dict[str, Any]] = call(home, "admit", keys=keys, is_admitted=is_admitted, keeps_invites=keeps_invites)
+    return rows
 
 
 def parse_duration(text: str) -> float:

@@ -25,7 +25,8 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import HOP_PROTOCOL
-from farandole.protocol.run.invitations import InviteSecret, Roster, invite_members, sign_pass
+from farandole.protocol.run.invitations import InviteSecret, invite_members, sign_pass
+from farandole.protocol.run.roster import Roster
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes
@@ -65,9 +66,9 @@ async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[b
         invited = run.invite()
         member.gate.show(RUN_ID, b"", invited)
         roster = run.roster()
-        roster.admit(invited.admit(RUN_ID, member.author, invited.invitation.first_seat))
+        roster.admit_own(invited.admit(RUN_ID, member.author, invited.invitation.first_seat))
         member.gate.close(RUN_ID, roster)
-        member.gate.knows_members = True
+        roster.settle()
 
         async def serve(stream: Libp2pStream) -> None:
             served.append(stream.peer)
@@ -134,13 +135,13 @@ async def show_wrong(kind: str, run: Run, member: Host, visitor: Host) -> None:
             # With the earlier ones: the host may be introducing itself with one of these at this moment, for a stream
             # of its own.
             run.revoked.add(invited.invitation.bearer)
-            member.gate.roster.set_revoked(frozenset(run.revoked))
+            member.gate.roster.hear_creator(0, 1, frozenset(run.revoked))
             visitor.gate.show(RUN_ID, b"", invited)
         case "another's":
             visitor.gate.show(RUN_ID, encode(invited.admit(RUN_ID, os.urandom(32), seat)), None)
         case "used":
             assert member.gate.roster is not None
-            member.gate.roster.admit_newcomer(invited.admit(RUN_ID, os.urandom(32), seat), time.time())
+            member.gate.roster.admit(invited.admit(RUN_ID, os.urandom(32), seat), time.time())
             visitor.gate.show(RUN_ID, b"", invited)
         case "of another run":
             visitor.gate.show(b"x" * 32, b"", invited)
@@ -255,7 +256,7 @@ async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
         key, invited, roster = Ed25519PrivateKey.generate(), run.invite(), member.gate.roster
         assert roster is not None
         if is_visitor:
-            roster.admit(invited.admit(RUN_ID, public_bytes(key), invited.invitation.first_seat))
+            roster.admit(invited.admit(RUN_ID, public_bytes(key), invited.invitation.first_seat), time.time())
             show_pass(visitor, key)
         else:
             visitor.gate.show(RUN_ID, b"", invited)
@@ -267,7 +268,7 @@ async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
             nursery.start_soon(member.gate.run)
             await trio.testing.wait_all_tasks_blocked(0.05)
         with visitor.connections.events() as events:
-            roster.set_revoked(frozenset((public_bytes(key) if is_visitor else visitor.author,)))
+            roster.hear_creator(0, 1, frozenset((public_bytes(key) if is_visitor else visitor.author,)))
             async for _, is_connected in events:
                 if not is_connected:
                     break
@@ -328,7 +329,7 @@ async def test_what_a_later_release_appends_admits_nobody_and_keeps_nobody_out(r
             assert bool(decode_introduction_answer(raw).refusal) is not is_admitted
             assert member.gate.admits(visitor.author, ECHO) is is_admitted
         assert not served
-    answer = decode_introduction_answer(encode(["too old", "release", b"", 5]))
+    answer = decode_introduction_answer(encode(["too old", "release", b"", b"", 5]))
     assert (answer.refusal, answer.why) == ("too old", "release")
     with pytest.raises(RemoteProtocolError):
         decode_introduction_answer(encode(["too old", "release", b"a" * 1_000]))

@@ -11,7 +11,8 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.state.credentials import Credentials, CredentialsError
-from farandole.protocol.run.invitations import Roster
+from farandole.protocol.run.invitations import InvitationError
+from farandole.protocol.run.roster import Roster
 from farandole.protocol.state.entries import REVOKED_PER_ENTRY, Kind, Payload, Revocation
 from farandole.protocol.wire.identity import public_bytes
 
@@ -114,3 +115,38 @@ async def test_only_the_creator_revokes() -> None:
         await credentials.revoke([ANNA])
     with pytest.raises(CredentialsError, match="may not invite"):
         await credentials.invite(1, 2e9, 0)
+
+
+@pytest.mark.parametrize("uses", [4, 20])
+async def test_a_revoked_members_invite_admits_nobody_any_more_and_the_others_that_came_by_it_stay(uses: int) -> None:
+    """A few seats have a bearer each, of which the free ones close; many share one, and its other members are named."""
+    store, gossip = SlowStore(), PostponingGossip()
+    credentials = credentials_of(CREATOR, store, gossip)
+    roster, invite = credentials.roster, await credentials.invite(uses, 2e9, 0)
+    roster.settle()
+    for seat, member in enumerate((ANNA, BEN)):
+        roster.admit(invite.admit(RUN_ID, member, seat), 1e9)
+
+    def hear() -> None:
+        said = gossip.postponed[Kind.REVOCATION, 0]
+        assert isinstance(said, Revocation)
+        roster.hear_creator(0, 1, frozenset(said.keys), frozenset(said.readmitted))
+
+    (told,) = await credentials.revoke([ANNA])
+    assert (told.member, told.num_others) == (ANNA, 0 if uses == 4 else 1)
+    hear()
+    assert [roster.is_member(who) for who in (ANNA, BEN)] == [False, True]
+    for seat in range(uses):
+        with pytest.raises(InvitationError):
+            roster.admit(invite.admit(RUN_ID, b"c" * 32, seat), 1e9)
+    await credentials.restore([ANNA])
+    hear()
+    assert [roster.is_member(who) for who in (ANNA, BEN)] == [True, True]
+    await credentials.restore(invite.bearers)
+    await credentials.revoke([BEN], keeps_invites=True)
+    hear()
+    roster.admit(invite.admit(RUN_ID, b"c" * 32, 2), 1e9)
+    assert [roster.is_member(who) for who in (ANNA, BEN, b"c" * 32)] == [True, False, True]
+    await credentials.revoke(invite.bearers)
+    hear()
+    assert not any(map(roster.is_member, (BEN, b"c" * 32)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from itertools import permutations
 
@@ -14,18 +13,16 @@ from hypothesis import strategies as st
 from farandole.protocol.run.invitations import (
     MAX_ADMISSION_BYTES,
     MAX_PASS_BYTES,
-    MAX_VISITORS,
     Admission,
     InvitationError,
     InviteSecret,
-    Roster,
-    SeatTakenError,
     check_admission,
     decode_admission,
     decode_pass,
     invite_members,
     sign_pass,
 )
+from farandole.protocol.run.roster import MAX_VISITORS, Roster
 from farandole.protocol.state.entries import (
     AdmissionProof,
     Delta,
@@ -141,52 +138,18 @@ def test_no_changed_byte_admits(place: int, flip: int) -> None:
         members.admit(decode_admission(bytes(raw)))
 
 
-def test_a_seat_has_one_member_whoever_is_heard_of_first() -> None:
-    invited = invitation(seats=range(1))
-    admissions = [admit(invited, who) for who in (ANNA, BEN, CLEO, DORA)]
-    survivors = set()
-    for order in permutations(admissions):
-        members = roster()
-        for admission in order:
-            with contextlib.suppress(InvitationError):
-                members.admit(admission)
-        survivors.add(frozenset(who for who in (ANNA, BEN, CLEO, DORA) if members.is_member(author_of(who))))
-    (winners,) = survivors
-    assert len(winners) == 1
-
-
-def test_a_used_invite_is_of_no_use_to_who_comes_later() -> None:
-    invited = invitation(seats=range(1))
-    for first, second in permutations((ANNA, BEN), 2):
-        members = roster()
-        members.admit_newcomer(admit(invited, first), NOW)
-        with pytest.raises(SeatTakenError, match="has been used"):
-            members.admit_newcomer(admit(invited, second), NOW)
-        members.admit_newcomer(admit(invited, first), NOW)
-        assert [members.is_member(author_of(who)) for who in (first, second)] == [True, False]
-
-
-def test_an_invite_expires() -> None:
-    members = roster()
-    with pytest.raises(InvitationError, match="expired"):
-        members.admit_newcomer(admit(invitation(), ANNA), LATER + 1)
-    members.admit_newcomer(admit(invitation(), ANNA), LATER)
-    members.admit(admit(invitation(7, range(5, 6), expires_at=0), BEN, 5))
-    assert members.is_member(author_of(BEN)), "what the run state says is as good after it"
-
-
 def test_revoking_a_sponsor_or_an_invite_ends_all_that_follows_from_it() -> None:
     of_anna = admit(invitation(quota=2), ANNA)
     members, by_anna = roster(), sponsored(of_anna, ANNA, range(2))
     for admission in (of_anna, admit(by_anna, BEN, 1), admit(invitation(7, range(5, 6)), CLEO, 5)):
         members.admit(admission)
-    members.set_revoked(frozenset((author_of(ANNA),)))
+    members.hear_creator(0, 1, frozenset((author_of(ANNA),)))
     assert [members.is_member(author_of(who)) for who in (ANNA, BEN, CLEO)] == [False, False, True]
     with pytest.raises(InvitationError, match="revoked"):
         members.admit(admit(by_anna, DORA, 0))
-    members.set_revoked(frozenset((by_anna.invitation.bearer,)))
+    members.hear_creator(0, 2, frozenset(by_anna.bearers))
     assert [members.is_member(author_of(who)) for who in (ANNA, BEN, CLEO)] == [True, False, True]
-    members.set_revoked(frozenset((CREATOR,)))
+    members.hear_creator(0, 3, frozenset((CREATOR,)))
     assert members.is_member(CREATOR)
 
 
@@ -195,7 +158,7 @@ def test_a_run_may_list_its_members() -> None:
     assert [members.is_member(author_of(who)) for who in (ANNA, BEN, CREATOR_NUMBER)] == [True, False, True]
     with pytest.raises(InvitationError, match="listed"):
         members.admit(admit(invitation(), BEN))
-    members.set_revoked(frozenset((author_of(ANNA),)))
+    members.hear_creator(0, 1, frozenset((author_of(ANNA),)))
     assert not members.is_member(author_of(ANNA))
 
 
@@ -333,7 +296,7 @@ def test_visitors_go_with_their_member_and_are_few() -> None:
     of_ben = author_of(99)
     roster.admit_visitor(sign_pass(key_of(BEN), RUN_ID, of_ben, LATER), of_ben, NOW)
     assert [roster.admits(visitor) for visitor in visitors] == [False] * 2 + [True] * MAX_VISITORS
-    roster.set_revoked(frozenset({author_of(ANNA)}))
+    roster.hear_creator(0, 1, frozenset({author_of(ANNA)}))
     assert not any(map(roster.admits, visitors))
     assert roster.admits(of_ben)
     with pytest.raises(InvitationError):

@@ -35,7 +35,7 @@ invites = st.builds(
     Invite,
     st.binary(min_size=32, max_size=32),
     st.lists(addresses, max_size=MAX_ADDRESSES).map(tuple),
-    st.binary(max_size=512),
+    st.binary(max_size=1_024),
 )
 
 
@@ -92,7 +92,7 @@ def test_overlong_text_is_refused_before_it_is_parsed() -> None:
     [
         {"run_id": b"short"},
         {"run_id": bytes(32), "addresses": (ADDRESS,) * 9},
-        {"run_id": bytes(32), "admission": bytes(513)},
+        {"run_id": bytes(32), "admission": bytes(1_025)},
         {"run_id": bytes(32), "addresses": ("/ip4/1.2.3.4/tcp/1",)},
         {"run_id": bytes(32), "addresses": (f"ip4/1.2.3.4/p2p/{ALICE}",)},
         {"run_id": bytes(32), "addresses": (f"/ip4/1.2.3.4 /tcp/1/p2p/{ALICE}",)},

@@ -135,8 +135,8 @@ def test_the_limits_that_releases_agree_on_are_these() -> None:
         6: (1, 5, 3_600, 512, False, 1),
         9: (4, 10, 604_800, 512, True, 2),
         10: (1, 1, 180, 16, False, 3),
-        11: (1, 10, 1_814_400, 512, True, 1),
-        12: (8, 10, 1_814_400, 512, True, 1),
+        11: (1, 10, 1_814_400, 592, True, 1),
+        12: (8, 10, 315_360_000, 512, True, 2),
         16: (4, 1, 3_600, 272, False, 12),
         17: (4, 60, 86_400, 448, True, 3),
         **dict.fromkeys((18, 25), short),  # later than a release once
