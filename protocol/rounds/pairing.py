@@ -13,19 +13,22 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
   `PROPOSE_UNTIL`), and accepts proposals while it waits: by then all nodes are back from their exchanges. The window
   also lets groups meet that are out of phase with each other and would otherwise never mix.
 - *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. This is
-  gossip averaging of the phases: the network synchronises without a clock. Without boxes, nodes whose ends lie too far
+  gossip averaging of the phases: the network synchronises without a clock. A partner that is let go takes its word with
+  it, so peers that never come do not pull the phases apart. Without boxes, nodes whose ends lie too far
   apart do not pair.
 - *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
   exchanged least, named by the session's last byte. A node that is not ready yet accepts any fragment; a ready one only
   its own.
-- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``; an odd node
-  out, or one for which no peer is free, goes on at once. It waits for one partner until `MEETING_SHARE` after the time
-  at which that one should be ready by its own word. Then it seeks another, which most often was left waiting too.
+- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``, or of a round
+  if that is shorter; an odd node out, or one for which no peer is free, goes on at once. It waits for one partner until
+  `MEETING_SHARE` after the time at which that one should be ready by its own word. Then it takes a reserve: a peer that
+  is ready too, and shows it within the time of an answer.
 - *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
   that is met more often than by chance waits for its turn (`farandole.protocol.rounds.pairing_order`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
   node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, at
   most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
+- *Last resorts.* A peer that is put off is asked once no other is left, and given up for any better one.
 - *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), the node seeks another
   partner, once a round: so the deadline stands, and the other half of ``exchange_seconds`` is always left for the
   second transfer. A node that refused the contribution, or had its own refused, does not try again. Where rounds
@@ -44,6 +47,7 @@ from __future__ import annotations
 import enum
 import math
 import random
+from collections.abc import Set
 
 from ..run.manifest import RoundConfig
 from ..trainer.trainer_messages import FinishRound, UseFragment
@@ -162,7 +166,16 @@ class Pairing:
 
     @property
     def _longest_wait(self) -> float:
-        return WAIT_SHARE * self._config.exchange_seconds
+        return WAIT_SHARE * self._longest_meeting
+
+    @property
+    def _longest_meeting(self) -> float:
+        """Return ``exchange_seconds``, or the length of a round if that is shorter: the next one has a partner too."""
+        return min(self._config.exchange_seconds, self._inner_seconds or math.inf)
+
+    @property
+    def _answer_wait(self) -> float:
+        return min(max(ANSWER_SHARE * (self._inner_seconds or 0.0), MIN_ANSWER), MAX_ANSWER)
 
     @property
     def _meeting_wait(self) -> float:
@@ -254,8 +267,11 @@ class Pairing:
     def _await_partner(self, bond: Bond, now: float) -> None:
         """Tell the partner that this node is ready, and wait for it."""
         self._send(bond.peer, messages.Ready(bond.session))
-        if self._config.takes_steps(self.round) and not self._config.overlap:
-            self._timers[_Timer.PARTNER] = max(now, bond.due_at) + MEETING_SHARE * self._config.exchange_seconds
+        due_at = min(bond.due_at, self._current.ready_at + self._patience() / 2)  # whatever it says
+        wait = MEETING_SHARE * self._longest_meeting
+        if self._current.failure:  # a reserve is ready by its word
+            due_at, wait = now, min(wait, self._answer_wait)
+        self._timers[_Timer.PARTNER] = max(now, due_at) + wait
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
@@ -271,7 +287,7 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self._current.ready_at + self._config.exchange_seconds
-        offer_by = math.inf if self._config.overlap else now + OFFER_SHARE * (deadline - now)
+        offer_by = now + OFFER_SHARE * min(deadline - now, self._longest_meeting)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
@@ -307,11 +323,10 @@ class Pairing:
 
     def _seek(self, now: float) -> None:
         """Plan the next proposal; if no peer is left to ask and the node is ready, go on alone."""
-        current, to_ask, ask_at = self._current, self._order.to_ask, math.inf
-        if to_ask and not self._is_saving and current.num_proposals < MAX_PROPOSALS:
-            has_unasked = not to_ask <= current.ask_at.keys() or bool(self._to_ask_again(now))
-            next_at = current.propose_at if has_unasked else min(current.ask_at[peer] for peer in to_ask)
-            ask_at = max(current.propose_at, next_at)
+        current, ask_at = self._current, math.inf
+        if not self._is_saving and current.num_proposals < MAX_PROPOSALS:
+            next_at = min((current.ask_at.get(peer, 0.0) for peer in self._left()), default=math.inf)
+            ask_at = max(current.propose_at, 0.0 if self._to_ask_again(now) else next_at)
         if ask_at < self.wait_ends_at:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
             return
@@ -322,8 +337,8 @@ class Pairing:
             self._go_alone("this node saves its traffic" if self._is_saving else reason)
 
     def _propose(self, now: float) -> None:
-        not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
-        best, nearest = self._order.nearest(not_yet)
+        askable = {peer for peer in self._left() if self._current.ask_at.get(peer, 0.0) <= now}
+        best, nearest = self._order.nearest(askable)
         if best > 0 and (again := self._to_ask_again(now)):
             peer = self._rng.choice(sorted(again))
             self._current.matched.discard(peer)
@@ -338,8 +353,7 @@ class Pairing:
             session = session[:-1] + bytes((self._current.fragment,))
         self._bond = Bond(peer, session, is_proposer=True)
         self._current.num_proposals += 1
-        patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
-        self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
+        self._timers[_Timer.ANSWER] = now + self._answer_wait
         self._move(State.PROPOSED)
         self._send(peer, messages.Propose(self._bond.session, self._current.seconds_left(now)))
 
@@ -369,6 +383,7 @@ class Pairing:
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
         self._timers.pop(_Timer.PARTNER, None)
+        self._end_box_at(self._current.started_at + self._config.round_seconds)  # as before the agreement
         self._move(State.SEEKING)
 
     def _seek_another(self, now: float, ask_again_at: float = math.inf) -> None:
@@ -408,7 +423,7 @@ class Pairing:
 
     def _patience(self) -> float:
         """Return the seconds for which one partner may wait for the other at the end of a round."""
-        return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._config.exchange_seconds
+        return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._longest_meeting
 
     def _retry_after(self) -> float:
         is_over = self.state in (State.EXCHANGING, State.IDLE)
@@ -497,7 +512,7 @@ class Pairing:
             case messages.Ready() if bond is not None and self.state is State.MATCHED:
                 bond.is_partner_ready = True
                 if self._config.round_seconds and self._current.ends_at is not None:  # end the box soon
-                    self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
+                    self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._longest_meeting))
                 self._begin_if_both_ready(now)
             case messages.Begin() if bond is not None:  # else we gave up, and nothing awaits the stream that comes
                 if bond.is_proposer or not self._current.is_ready:
@@ -509,7 +524,8 @@ class Pairing:
         self._fragment_of(proposal.session)
         is_of_ours = self._bond is not None and self._bond.peer == peer
         if is_of_ours and self.state is State.MATCHED:
-            self._seek_another(now, ask_again_at=now)  # it has forgotten what we agreed on: it was restarted
+            self._order.note_failure(peer)  # it has forgotten what we agreed on: it was restarted, or lies
+            self._seek_another(now, ask_again_at=now)
         if is_of_ours and self.state is State.PROPOSED and self._bond and self._bond.session < proposal.session:
             return  # they cross, and ours holds: the peer accepts it
         answer = self._answer_to(peer, proposal, now)
@@ -557,8 +573,13 @@ class Pairing:
         return messages.Agree(session, self._current.seconds_left(now))
 
     def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
-        """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time."""
+        """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time.
+
+        A partner that is put off is a last resort: it is given up for any better one.
+        """
         assert self._bond is not None
+        if self._order.puts_off(self._bond.peer):
+            return peer in self._order.peers and self._order.tier(peer) < self._order.tier(self._bond.peer)
         may_swap = self._is_early(now) and not self._bond.is_partner_ready
         return may_swap and self._current.num_given_up < MAX_GIVEN_UP and peer in self._current.declined
 
@@ -571,8 +592,13 @@ class Pairing:
         """Return whether a peer of a lower tier may still be free in this round."""
         if not (tier := self._order.tier(peer)):
             return False
-        taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
-        return bool(self._to_ask_again(now)) or next(self._order.in_turn(taken), (math.inf,))[0] < tier
+        return bool(self._to_ask_again(now)) or self._order.nearest(self._left())[0] < tier
+
+    def _left(self) -> Set[bytes]:
+        """Return the peers that this node may still ask; those that are put off once no other is left."""
+        ends_at, asked = self.wait_ends_at, self._current.ask_at
+        left = {peer for peer in self._order.to_ask if asked.get(peer, 0.0) < ends_at}
+        return {peer for peer in left if not self._order.puts_off(peer)} or left
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""

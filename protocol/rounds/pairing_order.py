@@ -20,16 +20,19 @@ import hashlib
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
 # Decide which peers are asked last: peers with failed exchanges, and peers met more often than by chance.
 #
-# A refused contribution, a partner that was not ready in time or withdrew, a broken exchange: each costs a round, and
-# none proves malice. A peer is put off for some rounds, twice as many after each failure. A committed exchange ends
-# that and forgives half of the failures: so a peer that is good for one round in four is soon met last most of the
-# time.
+# A refused contribution, a partner that was not ready in time, withdrew late or proposed again instead, a broken
+# exchange: each costs a round, and none proves malice. A peer is put off for some rounds, twice as many after each
+# failure. A committed exchange ends that and forgives half of the failures: so a peer that is good for one round in
+# four is soon met last most of the time. Among peers that are put off, those with fewer failures come first: otherwise
+# a peer that never comes is soon as good as honest ones whose exchanges it has upset. For the same reason a peer that
+# never exchanged is put off for longer. Strangers, which came after this node and never exchanged with it, are put off
+# together, so fresh keys buy nothing.
 #
 # A peer that proposes early to all others at once would be the partner of all of them in each round. So each node keeps
 # its own counts: a peer may have `FAIR_SHARE` of the meetings that chance would give it, and no more than `FAIR_BURST`
@@ -47,6 +50,10 @@ from typing import Final
 
 # Rounds after the first failure; twice as many after each further one, up to a number of failures.
 FIRST_ROUNDS, MAX_FAILURES = 2, 8
+# A failure counts for as many if no exchange with the peer was committed yet: 16 rounds, then 256.
+FAILURES_OF_UNPROVEN = 4
+# Failures of all strangers together: who changes its key after each failure is met in one round of 33.
+MAX_FAILURES_OF_STRANGERS = 5
 MAX_ROUNDS = FIRST_ROUNDS << (MAX_FAILURES - 1)
 # A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
 # ones differ by chance, so a second meeting soon after the first is nothing unusual.
@@ -61,41 +68,54 @@ MAX_PEERS = 4_096
 
 
 @dataclass(slots=True)
-class _FailedExchanges:
-    number: int
+class _Failures:
+    number: int = 0
     """Failures that are not forgiven."""
-    until: int
+    until: int = 0
     """The round from which the peer is as good as any other."""
+
+    is_proven: bool = False
+    """Whether an exchange with the peer was ever committed."""
+
+    def add(self, round_: int, most: int = MAX_FAILURES) -> None:
+        self.number = min(self.number + (1 if self.is_proven else FAILURES_OF_UNPROVEN), most)
+        self.until = round_ + 1 + (FIRST_ROUNDS << (self.number - 1))
 
 
 class PartnerBackoff:
     """Failures of one node's peers, in this node's rounds."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[bytes, _FailedExchanges] = OrderedDict()
+        self._of: OrderedDict[bytes, _Failures] = OrderedDict()
+        self._of_strangers = _Failures()
+        self.strangers: set[bytes] = set()
+        """Live peers that came after this node, and with which no exchange was committed yet."""
 
     def note_failure(self, peer: bytes, round_: int) -> None:
-        """Put a peer off because the exchange with it failed."""
-        failures = self._of.setdefault(peer, _FailedExchanges(0, 0))
-        self._of.move_to_end(peer)
-        failures.number = min(failures.number + 1, MAX_FAILURES)
-        failures.until = round_ + 1 + (FIRST_ROUNDS << (failures.number - 1))
-        while len(self._of) > MAX_PEERS:
-            self._of.popitem(last=False)
+        """Put a peer off because it did not keep its word, or the exchange with it failed."""
+        self._record(peer).add(round_)
+        if peer in self.strangers:
+            self._of_strangers.add(round_, MAX_FAILURES_OF_STRANGERS)
 
     def note_success(self, peer: bytes) -> None:
         """Forgive a peer half of its failures: an exchange with it was committed."""
-        failures = self._of.get(peer)
-        if failures is None:
-            return
-        failures.number, failures.until = failures.number // 2, 0
-        if not failures.number:
-            del self._of[peer]
+        if peer in self.strangers:
+            self.strangers.discard(peer)
+            self._of_strangers.number //= 2
+        own = self._record(peer)
+        own.number, own.until, own.is_proven = own.number // 2, 0, True
 
-    def puts_off(self, peer: bytes, round_: int) -> bool:
-        """Return whether others come before this peer."""
-        failures = self._of.get(peer)
-        return failures is not None and round_ < failures.until
+    def level(self, peer: bytes, round_: int) -> int:
+        """Return 0, or if others come before this peer how many failures speak against it."""
+        counted = (self._of.get(peer), self._of_strangers if peer in self.strangers else None)
+        return sum(each.number for each in counted if each is not None and round_ < each.until)
+
+    def _record(self, peer: bytes) -> _Failures:
+        record = self._of.setdefault(peer, _Failures())
+        self._of.move_to_end(peer)
+        while len(self._of) > MAX_PEERS:
+            self._of.popitem(last=False)
+        return record
 
 
 class MeetingLimit:
@@ -164,6 +184,8 @@ class MeetingLimit:
 
 # Added to the tiers of near peers in rounds for far ones: above every tier of a far peer.
 BEHIND_FAR: Final = 64
+# Added to the number of failures of peers that are put off: above every other tier.
+PUT_OFF: Final = 128
 
 
 class PeerOrder:
@@ -179,6 +201,8 @@ class PeerOrder:
         self._far_every = far_every
         self._near = self._far = frozenset[bytes]()
         self._round = -1
+        self._is_settled = False
+        """Whether the first round is over."""
         self._last_far_round: int | None = None
         self._backoff = PartnerBackoff()
         self._near_meetings, self._far_meetings = MeetingLimit(own), MeetingLimit(own)
@@ -190,6 +214,7 @@ class PeerOrder:
 
     def begin(self, round_: int) -> None:
         """Begin a round; the first one counts."""
+        self._is_settled = self._round >= 0
         self._round = round_
         self._near_meetings.begin(self._turns(is_near=True))
         self._far_meetings.begin(self._turns(is_near=False))
@@ -198,9 +223,12 @@ class PeerOrder:
 
     def set_peers(self, peers: frozenset[bytes], near: frozenset[bytes] = frozenset()) -> None:
         """Replace the live peers; ``near``: the near ones among them."""
-        self.peers = peers - {self._own}
+        came_before, self.peers = self.peers, peers - {self._own}
         self._near = near & self.peers if self._far_every > 1 else frozenset()
         self._far = self.peers - self._near
+        if self._is_settled:
+            self._backoff.strangers |= self.peers - came_before
+        self._backoff.strangers &= self.peers
 
     def is_near(self, peer: bytes) -> bool:
         """Return whether a peer has the turns of near ones."""
@@ -212,24 +240,26 @@ class PeerOrder:
 
     def tier(self, peer: bytes) -> float:
         """Return a peer's tier: lower tiers are met first, and peers with failed exchanges last."""
-        if self._backoff.puts_off(peer, self._round):
-            return math.inf
+        if level := self._backoff.level(peer, self._round):
+            return PUT_OFF + level
         if self.is_near(peer):
             return self._tier(peer, is_near=True) + (BEHIND_FAR if self.seeks_far else 0)
         return self._tier(peer, is_near=False) if self._may_meet_far() else math.inf
 
-    def in_turn(self, besides: Set[bytes]) -> Iterator[tuple[float, bytes]]:
-        """Yield (tier, peer) of peers to ask ``besides`` some, lowest tier first, without peers that are put off."""
-        far = self._far_meetings.by_turn(self._far) if self.seeks_far else ()
-        for _, peer in itertools.chain(far, self._near_meetings.by_turn(self._near)):
-            if peer not in besides and (tier := self.tier(peer)) < math.inf:
-                yield tier, peer
+    def puts_off(self, peer: bytes) -> bool:
+        """Return whether all others come before this peer."""
+        return self._backoff.level(peer, self._round) > 0
 
-    def nearest(self, besides: Set[bytes]) -> tuple[float, Iterable[bytes]]:
-        """Return the lowest tier of the peers to ask ``besides`` some, and its peers."""
-        for tier, peers in itertools.groupby(self.in_turn(besides), key=lambda each: each[0]):
-            return tier, [peer for _, peer in peers]
-        return math.inf, self.to_ask - besides
+    def nearest(self, peers: Set[bytes]) -> tuple[float, Iterable[bytes]]:
+        """Return the lowest tier of these peers, and those in it; peers that are put off come last."""
+        far = self._far_meetings.by_turn(self._far) if self.seeks_far else ()
+        in_order = (peer for _, peer in itertools.chain(far, self._near_meetings.by_turn(self._near)) if peer in peers)
+        for tier, group in itertools.groupby(((self.tier(peer), peer) for peer in in_order), key=lambda each: each[0]):
+            if tier < PUT_OFF:
+                return tier, [peer for _, peer in group]
+        tiers = {peer: self.tier(peer) for peer in peers}
+        lowest = min(tiers.values(), default=math.inf)
+        return lowest, [peer for peer, tier in tiers.items() if tier == lowest]
 
     def note_meeting(self, peer: bytes) -> None:
         """Use a peer's turn."""

@@ -15,11 +15,12 @@ import heapq
 import math
 import random
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from typing import Literal
 
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
 from farandole.protocol.rounds import pairing_events, pairing_messages, training_events
@@ -45,8 +46,12 @@ PREPARED = messages.Prepared("none", 0, 0, bytes(32), 0, 0, 0, resumed=messages.
 RESOLVE_INTERVAL = 0.5
 # Between a greedy member's proposals to a node.
 PROPOSE_INTERVAL = 0.5
-# The same, to a node that has a partner.
-PARTNER_INTERVAL = 2.0
+# The same, to a node that has another partner, and to one that has a greedy one and does not give it up.
+PARTNER_INTERVAL, ABSENCE = 2.0, 60.0
+
+
+Capturing = Literal["exchange", "absent", "mute"]
+"""What hostile members do once they have a partner: exchange; never be ready; or begin, and never offer anything."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,11 @@ class PairingScenario:
     num_fragments: int = 1
     num_capturing: int = 0
     """Number of hostile members, in addition to the others: see `_Coalition`."""
-    do_capturing_exchange: bool = False
+    capturing: Capturing = "absent"
+    claimed_seconds: float | None = None
+    """When hostile members say that they will be ready, from now; None: they cannot tell."""
+    key_seconds: float = math.inf
+    """Hostile members change their keys after this time, one after another."""
     num_places: int = 0
     """Nodes are in this many places, in turns, and near those of their own; 0: nobody is near."""
 
@@ -105,6 +114,8 @@ class PairingReport:
     """Messages of honest nodes per round of theirs."""
     captured: Counter[int] = field(default_factory=Counter)
     """Rounds whose partner was a capturing member, by index."""
+    averaged: Counter[int] = field(default_factory=Counter)
+    """Rounds with an honest partner, by the minute of their outcome."""
     rounds_at: Counter[int] = field(default_factory=Counter)
     """Finished rounds, by index."""
     trace: str = ""
@@ -138,8 +149,7 @@ class _World:
         for index in range(scenario.num_nodes):
             simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start)
         if scenario.num_capturing:
-            names = [b"capturer" * 3 + index.to_bytes(8, "big") for index in range(scenario.num_capturing)]
-            _Coalition(self, names).start()
+            _Coalition(self).start()
         self.tell_peers()
         for index in range(scenario.num_nodes, scenario.num_nodes + scenario.num_late):
             simulation.call_at(self.rng.uniform(0, scenario.seconds / 2), partial(self.join_late, index))
@@ -235,22 +245,41 @@ class _Coalition:
 
     Proposals to a node alternate between two senders: the member whose turn at the node comes first, and a random one.
     A node that refuses both refuses the other members too, so these save their messages. A node that has a partner gets
-    no proposals for a while.
+    no proposals for a while, unless members are absent: these do not miss a node that gives them up.
     """
 
-    def __init__(self, world: _World, names: list[bytes]) -> None:
+    def __init__(self, world: _World) -> None:
         self._world = world
-        self._names = names
-        self._num_proposed = 0
+        self._kind = world.scenario.capturing
+        self._names: deque[bytes] = deque()
+        self._num_names = self._num_proposed = 0
         self._turns: dict[bytes, list[tuple[float, bytes]]] = {}  # by node, a heap of when each member's turn comes
         self._ask_at: dict[bytes, float] = {}  # by node
-        world.capturers.update(names)
-        for name in names:
-            world.network.attach(name, partial(self._receive, name))
+        for _ in range(world.scenario.num_capturing):
+            self._add_key()
 
     def start(self) -> None:
-        """Propose twice a second to each node."""
-        self._world.simulation.call_every(PROPOSE_INTERVAL, self._propose)
+        """Propose several times a round to each node; change keys."""
+        simulation, scenario = self._world.simulation, self._world.scenario
+        simulation.call_every(min(PROPOSE_INTERVAL, (scenario.rounds.round_seconds or math.inf) / 16), self._propose)
+        if scenario.key_seconds < math.inf:
+            simulation.call_every(scenario.key_seconds / scenario.num_capturing, self._change_key)
+
+    def _add_key(self) -> None:
+        name = b"capturer" * 3 + self._num_names.to_bytes(8, "big")
+        self._num_names += 1
+        self._names.append(name)
+        self._world.capturers.add(name)
+        self._world.network.attach(name, partial(self._receive, name))
+
+    def _change_key(self) -> bool:
+        name = self._names.popleft()
+        self._world.capturers.discard(name)
+        self._world.network.kill(name)
+        self._turns.clear()
+        self._add_key()
+        self._world.tell_peers()
+        return True
 
     def _propose(self) -> bool:
         now = self._world.simulation.now
@@ -262,7 +291,7 @@ class _Coalition:
             is_any = self._num_proposed // len(self._world.nodes) % 2
             name = self._world.rng.choice(self._names) if is_any else turns[0][1]
             session = self._num_proposed.to_bytes(8, "big") + name[-8:]
-            self._say(name, peer, pairing_messages.Propose(session, None))
+            self._say(name, peer, pairing_messages.Propose(session, self._world.scenario.claimed_seconds))
         return True
 
     def _turns_at(self, peer: bytes) -> list[tuple[float, bytes]]:
@@ -274,29 +303,42 @@ class _Coalition:
     def _receive(self, name: bytes, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _EXCHANGE:
             verb, session = _Verb(payload[1]), payload[2:]
+            if self._kind != "exchange":
+                return
             if verb is _Verb.HELLO:
                 self._tell(name, sender, _Verb.OFFER, session)
                 self._tell(name, sender, _Verb.ACCEPTED, session)
             elif verb in (_Verb.ACCEPTED, _Verb.RESOLVE):
                 self._tell(name, sender, _Verb.COMMITTED, session)
+            if verb in (_Verb.ACCEPTED, _Verb.COMMITTED):
+                self._ask_at[sender] = 0.0
             return
-        does_exchange = self._world.scenario.do_capturing_exchange
+        is_ready = self._kind != "absent"
         match pairing_messages.decode_message(payload[1:]):
             case pairing_messages.Propose(session=session):
-                self._say(name, sender, pairing_messages.Agree(session, None))
-                if does_exchange:
+                self._say(name, sender, pairing_messages.Agree(session, self._world.scenario.claimed_seconds))
+                self._rest(sender)
+                if is_ready:
                     self._say(name, sender, pairing_messages.Ready(session))
             case pairing_messages.Agree() | pairing_messages.Begin():
                 turns = self._turns_at(sender)
-                place = next(place for place, (_, other) in enumerate(turns) if other == name)
-                turns[place] = (turns[place][0] + 1.0, name)
-                heapq.heapify(turns)
-                self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
+                place = next((place for place, (_, other) in enumerate(turns) if other == name), None)
+                if place is not None:  # else the key has just changed
+                    turns[place] = (turns[place][0] + 1.0, name)
+                    heapq.heapify(turns)
+                self._rest(sender)
             case pairing_messages.Decline():
                 self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
-            case pairing_messages.Ready(session=session) if does_exchange and session[8:] == name[-8:]:
+            case pairing_messages.Withdraw():
+                self._ask_at[sender] = 0.0
+            case pairing_messages.Ready(session=session) if is_ready and session[8:] == name[-8:]:
                 self._say(name, sender, pairing_messages.Begin(session))
-                self._tell(name, sender, _Verb.HELLO, session)
+                if self._kind == "exchange":
+                    self._tell(name, sender, _Verb.HELLO, session)
+
+    def _rest(self, peer: bytes) -> None:
+        """Leave a node that has a partner alone until it gives that up, or has exchanged."""
+        self._ask_at[peer] = self._world.simulation.now + ABSENCE
 
     def _say(self, name: bytes, peer: bytes, message: pairing_messages.Message) -> None:
         self._world.network.send(name, peer, _PAIRING + pairing_messages.encode_message(message))
@@ -478,7 +520,9 @@ class _Node:
         if step.partner:
             if self.name < step.partner:
                 world.report.pairs[frozenset((self.name, step.partner))] += 1
-            world.report.captured[step.round] += step.partner in world.capturers
+            is_captured = step.partner not in world.nodes
+            world.report.captured[step.round] += is_captured
+            world.report.averaged[int(self.now // 60)] += not is_captured
             self.meetings += 1
             self.repeats += step.partner == self._last_partner
             self._last_partner = step.partner

@@ -55,6 +55,7 @@ class GreedyPairing:
         self._rng = rng
         self._does_exchange = does_exchange
         self._peers: frozenset[bytes] = frozenset()
+        self._bound: dict[bytes, float] = {}  # peer -> until when it waits for this member, or has declined
         self._waiting: OrderedDict[bytes, bytes] = OrderedDict()  # peer -> session of ours for which it is ready
         self._round = -1
         self._is_free = False  # a contribution waits for a partner
@@ -77,6 +78,7 @@ class GreedyPairing:
                 proposals = [
                     self._say(peer, messages.Propose(self._rng.randbytes(SESSION_BYTES), 0.0))
                     for peer in sorted(self._peers)
+                    if self._bound.get(peer, 0.0) <= now
                 ]
                 return [*proposals, SetTimer(now + PROPOSE_INTERVAL)]
         timer = [] if self._has_timer else [SetTimer(now)]
@@ -86,11 +88,15 @@ class GreedyPairing:
     def _answer(self, peer: bytes, message: messages.Message, now: float) -> list[Output]:
         match message:
             case messages.Propose(session=session):
+                self._bound[peer] = now + self._deadline
                 ready = [self._say(peer, messages.Ready(session))] if self._does_exchange else []
                 return [self._say(peer, messages.Agree(session, 0.0)), *ready]
             case messages.Ready(session=session) if self._does_exchange:
                 self._waiting[peer] = session
+            case messages.Agree():  # a second proposal to a node that waits is noticed
+                self._bound[peer] = now + self._deadline
             case messages.Withdraw():
+                self._bound.pop(peer, None)
                 self._waiting.pop(peer, None)
             case messages.Begin(session=session) if self._does_exchange and self._is_free:
                 self._is_free = False

@@ -146,7 +146,7 @@ class _Member:
         return Suspects(tuple(other.key[:PARTNER_BYTES] for other in others if not other.is_hostile))
 
     def puts_off(self, other: _Member, round_index: int) -> bool:
-        return not self.is_hostile and self.backoff.puts_off(other.key, round_index)
+        return not self.is_hostile and self.backoff.level(other.key, round_index) > 0
 
 
 def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:

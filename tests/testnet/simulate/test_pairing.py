@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections import Counter
 
@@ -7,7 +9,7 @@ import msgspec
 import pytest
 
 from farandole.protocol.run.manifest import RoundConfig
-from farandole.testnet.simulate.pairing import PairingReport, PairingScenario, simulate
+from farandole.testnet.simulate.pairing import Capturing, PairingReport, PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
 OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
@@ -79,6 +81,56 @@ def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConf
     assert chi_square(attacked.pairs, 16) < MAX_DEVIATION
 
 
+def boxed(round_seconds: float, exchange_seconds: float, *, overlap: bool) -> RoundConfig:
+    return RoundConfig(0, round_seconds, exchange_seconds, overlap)
+
+
+@functools.cache
+def averaged(scenario: PairingScenario) -> int:
+    """Return how often nodes averaged with an honest one from the third minute on."""
+    return sum(count for minute, count in simulate(scenario, seed=1).averaged.items() if minute >= 3)
+
+
+@pytest.mark.parametrize(
+    ("capturing", "claimed_seconds", "key_seconds"),
+    [
+        ("absent", None, math.inf),
+        ("absent", 1.0, math.inf),
+        ("absent", 1.0, 20.0),
+        ("mute", None, math.inf),
+        ("mute", None, 20.0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("rounds", "num_honest", "num_absent"),
+    [
+        (boxed(2.0, 4.0, overlap=True), 4, 1),
+        (boxed(2.0, 4.0, overlap=False), 4, 1),
+        (boxed(4.0, 8.0, overlap=True), 12, 4),
+    ],
+)
+def test_members_that_never_follow_through_cost_at_most_a_tenth(
+    rounds: RoundConfig,
+    num_honest: int,
+    num_absent: int,
+    capturing: Capturing,
+    claimed_seconds: float | None,
+    key_seconds: float,
+) -> None:
+    """They know the code: they say what harms most, propose twice to no node that waits for them, and change keys."""
+    honest = PairingScenario(
+        num_honest, rounds, 360.0, step_seconds=(0.1, 0.1), start_spread=2.0, transfer_seconds=(0.05, 0.2)
+    )
+    attacked = dataclasses.replace(
+        honest,
+        num_capturing=num_absent,
+        capturing=capturing,
+        claimed_seconds=claimed_seconds,
+        key_seconds=key_seconds,
+    )
+    assert averaged(attacked) >= 0.9 * averaged(honest)
+
+
 @pytest.mark.parametrize(
     ("rounds", "num_honest", "num_greedy"),
     [
@@ -94,7 +146,7 @@ def test_who_proposes_to_all_at_once_gets_at_most_half_more_than_its_share(
 ) -> None:
     seconds = 1_000.0  # 28 rounds
     scenario = PairingScenario(
-        num_honest, rounds, seconds, start_spread=5.0, num_capturing=num_greedy, do_capturing_exchange=True
+        num_honest, rounds, seconds, start_spread=5.0, num_capturing=num_greedy, capturing="exchange"
     )
     attacked = simulate(scenario, seed=1)
     share = num_greedy / (num_honest + num_greedy - 1)
@@ -138,7 +190,7 @@ def test_nodes_without_near_ones_meet_in_one_of_four_rounds() -> None:
 def test_far_members_that_propose_to_all_at_once_get_at_most_half_more_than_their_share_of_far_meetings() -> None:
     two_levels = msgspec.structs.replace(BOXED, far_every=4)
     scenario = PairingScenario(
-        16, two_levels, 4_000.0, start_spread=5.0, num_places=4, num_capturing=4, do_capturing_exchange=True
+        16, two_levels, 4_000.0, start_spread=5.0, num_places=4, num_capturing=4, capturing="exchange"
     )
     report = simulate(scenario, seed=1)
     num_far = 12 + 4

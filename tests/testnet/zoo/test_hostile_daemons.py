@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from farandole.node.base.settings import NodeSettings
+from farandole.node.status.round_log import read_rounds
 from farandole.testnet.play.launch import Testnet
 from farandole.testnet.play.scenario import HostileSettings, parse_scenario
 from farandole.testnet.zoo.conduct import conduct_of
@@ -38,3 +42,22 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
     assert conduct.warnings
     assert "refused a contribution of" in conduct.warnings[0] or "averaged nothing of" in conduct.warnings[0]
     assert max(conduct.losses) < 4.5, "they have learned: it was 5.5"
+
+
+@pytest.mark.soak
+async def test_a_member_that_agrees_and_never_comes_leaves_few_alone_where_rounds_overlap(tmp_path: Path) -> None:
+    rounds = {"inner_steps": 0, "round_seconds": 2.0, "exchange_seconds": 4.0, "overlap": True}
+    scenario = parse_scenario(
+        {
+            **{"run": {**RUN, "rounds": rounds}, "nodes": 4, "rounds": 60, "min_partners": 1, "validate_every": 0},
+            **{"start_interval": 0.0, "start_together": True, "step_seconds": 0.1, "timeout": PATIENCE},
+        }
+    )
+    settings = HostileSettings(members=1, trains=False, pairing="absent")
+    report = await Testnet(scenario, tmp_path, SilentView(), intruders=intruders_of(settings)).play()
+    assert report.reasons == []
+    homes = (tmp_path / "nodes" / f"{node.index:02d}" for node in report.nodes)
+    late = [record for home in homes for record in read_rounds(NodeSettings(home=home).rounds) if record.round >= 20]
+    alone = sum(not record.partner for record in late)
+    print(f"\n{alone} of {len(late)} rounds alone from the 20th on")
+    assert alone <= 0.06 * len(late)

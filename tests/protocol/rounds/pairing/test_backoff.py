@@ -18,18 +18,21 @@ from farandole.protocol.rounds.pairing_events import (
 )
 from farandole.protocol.rounds.pairing_messages import Agree, Busy, Decline, Propose
 from farandole.protocol.rounds.pairing_order import (
+    FAILURES_OF_UNPROVEN,
     FAIR_BURST,
     FAIR_SHARE,
     FIRST_ROUNDS,
     FIRST_ROUNDS_AHEAD,
+    MAX_FAILURES,
     MAX_PEERS,
     MAX_ROUNDS,
     MeetingLimit,
     PartnerBackoff,
+    PeerOrder,
 )
 from farandole.protocol.wire.timers import TimerFired
 
-from .nodes import ALICE, BOB, BOXED, CAROL, MIDDLE, Node, matched, started
+from .nodes import ALICE, BOB, BOXED, CAROL, MALLORY, MIDDLE, Node, matched, started
 
 
 def refused_by_bob(*peers: bytes) -> Node:
@@ -82,31 +85,70 @@ def test_a_partner_that_agreed_and_was_not_ready_in_time_is_put_off() -> None:
 
 def test_each_failure_puts_off_for_twice_as_long_and_a_success_forgives_half_of_them() -> None:
     backoff, round_ = PartnerBackoff(), 0
+    backoff.note_success(BOB)
     for number in range(12):
         backoff.note_failure(BOB, round_)
         rounds = min(FIRST_ROUNDS * 2**number, MAX_ROUNDS)
-        assert backoff.puts_off(BOB, round_ + rounds)
-        assert not backoff.puts_off(BOB, round_ + rounds + 1)
-        assert not backoff.puts_off(CAROL, round_ + 1)
+        assert backoff.level(BOB, round_ + rounds) == min(number + 1, MAX_FAILURES)
+        assert not backoff.level(BOB, round_ + rounds + 1)
+        assert not backoff.level(CAROL, round_ + 1)
         round_ += rounds
     for _ in range(4):  # of eight failures 4, 2, 1 and 0 are left
         backoff.note_success(BOB)
-        assert not backoff.puts_off(BOB, round_)
+        assert not backoff.level(BOB, round_)
     backoff.note_failure(BOB, round_)
-    assert not backoff.puts_off(BOB, round_ + FIRST_ROUNDS + 1)
+    assert not backoff.level(BOB, round_ + FIRST_ROUNDS + 1)
+
+
+ROUNDS_OF_UNPROVEN = FIRST_ROUNDS << (FAILURES_OF_UNPROVEN - 1)
+
+
+def test_a_peer_that_never_exchanged_is_put_off_for_longer() -> None:
+    backoff = PartnerBackoff()
+    backoff.note_failure(BOB, 0)
+    assert backoff.level(BOB, ROUNDS_OF_UNPROVEN)
+    assert not backoff.level(BOB, ROUNDS_OF_UNPROVEN + 1)
+
+
+def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> None:
+    """Whoever changes its key after each failure is put off with all that came since."""
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset((BOB,)))
+    order.begin(0)
+    order.begin(1)
+    order.set_peers(frozenset((BOB, CAROL, MALLORY)))
+    assert not order.puts_off(CAROL)
+    order.note_failure(MALLORY)
+    assert order.puts_off(CAROL)
+    assert order.tier(CAROL) < order.tier(MALLORY)
+    assert not order.puts_off(BOB), "it was here before"
+    order.begin(1 + ROUNDS_OF_UNPROVEN + 1)
+    assert not order.puts_off(CAROL)
+    order.note_success(CAROL)
+    order.note_failure(MALLORY)
+    assert not order.puts_off(CAROL), "no stranger any more"
+
+
+def test_of_peers_that_are_put_off_those_with_fewer_failures_come_first() -> None:
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset((BOB, MALLORY)))
+    order.begin(0)
+    for peer in (BOB, MALLORY, MALLORY):
+        order.note_failure(peer)
+    assert order.nearest(order.peers)[1] == [BOB]
 
 
 def test_a_peer_that_seldom_follows_through_is_put_off_in_most_rounds() -> None:
     backoff = PartnerBackoff()
     met = [0, 0]
     for round_ in range(200):
-        if not backoff.puts_off(BOB, round_):
+        if not backoff.level(BOB, round_):
             met[0] += 1
             if met[0] % 4:
                 backoff.note_failure(BOB, round_)
             else:
                 backoff.note_success(BOB)
-        if not backoff.puts_off(CAROL, round_):  # one exchange in twenty breaks, as over a bad line
+        if not backoff.level(CAROL, round_):  # one exchange in twenty breaks, as over a bad line
             met[1] += 1
             if met[1] % 20 == 0:
                 backoff.note_failure(CAROL, round_)
@@ -120,8 +162,8 @@ def test_what_is_remembered_is_bounded() -> None:
     backoff = PartnerBackoff()
     for number in range(MAX_PEERS + 10):
         backoff.note_failure(number.to_bytes(32, "big"), 0)
-    assert not backoff.puts_off(bytes(32), 1), "those that failed first are forgotten"
-    assert backoff.puts_off((MAX_PEERS + 9).to_bytes(32, "big"), 1)
+    assert not backoff.level(bytes(32), 1), "those that failed first are forgotten"
+    assert backoff.level((MAX_PEERS + 9).to_bytes(32, "big"), 1)
 
 
 def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others() -> None:

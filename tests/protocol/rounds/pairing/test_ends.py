@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 
@@ -36,11 +34,9 @@ from farandole.protocol.wire.timers import TimerFired
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, matched, only_proposal, started
 
 
-def begun(
-    session: bytes, peer: bytes, at: float, *, is_initiator: bool = True, overlaps: bool = False
-) -> StartExchange:
+def begun(session: bytes, peer: bytes, at: float, *, is_initiator: bool = True) -> StartExchange:
     """Return the start of an exchange of round 7, for which the node is ready at 40 s."""
-    offer_by = at + OFFER_SHARE * (70.0 - at) if not overlaps else math.inf
+    offer_by = at + OFFER_SHARE * (70.0 - at)
     return StartExchange(session, peer, 7, is_initiator, 70.0, offer_by)
 
 
@@ -181,11 +177,38 @@ def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> N
     assert alice.outputs[1:] == [begun(session, BOB, 54.0)]
 
 
-def test_a_late_partner_and_a_late_offer_are_awaited_where_rounds_overlap() -> None:
-    alice, session = late_partner(msgspec.structs.replace(BOXED, overlap=True), 10.0)
-    assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
-    alice.hear(BOB, Ready(session), 54.9)
-    assert alice.outputs[1:] == [begun(session, BOB, 54.9, overlaps=True)]
+def test_no_wait_is_longer_than_rounds_are_where_they_overlap() -> None:
+    """Otherwise a partner that never comes also takes the time in which the next one is found."""
+    config = msgspec.structs.replace(BOXED, overlap=True, exchange_seconds=400.0)
+    alice, session = late_partner(config, 80_000.0)
+    assert alice.handle(TimerFired(), 40.0 + 1.5 * MEETING_SHARE * 40.0 - 0.1) == []
+    alice.handle(TimerFired(), 40.0 + 1.5 * MEETING_SHARE * 40.0)
+    assert [(peer, type(message)) for peer, message in alice.sent] == [(BOB, Withdraw), (CAROL, Propose)]
+    alice, session = late_partner(config, 10.0)
+    alice.hear(BOB, Ready(session), 41.0)
+    (start,) = [output for output in alice.outputs if isinstance(output, StartExchange)]
+    assert (start.offer_by, start.deadline) == (41.0 + OFFER_SHARE * 40.0, 440.0)
+
+
+def test_a_partner_that_is_let_go_leaves_the_box_as_it_was() -> None:
+    alice, session = matched(seconds_left=4.0)
+    assert alice.machine.box_ends_at == pytest.approx(37.0)
+    alice.hear(BOB, Withdraw(session), 31.0)
+    assert alice.machine.box_ends_at == 40.0
+
+
+def test_a_last_resort_is_given_up_for_a_better_peer_and_for_no_other() -> None:
+    alice = started(ALICE, BOXED, BOB)
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    alice.handle(ExchangeEnded(MIDDLE, BOB, committed=False), 41.0)
+    alice.handle(RoundStarted(8), 100.0)
+    alice.hear(BOB, Propose(LOW, 35.0), 101.0)
+    assert alice.machine.partner == BOB
+    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 102.0)
+    alice.hear(CAROL, Propose(HIGH, 35.0), 103.0)
+    assert alice.machine.partner == CAROL
+    alice.hear(BOB, Propose(MIDDLE, 35.0), 104.0)
+    assert alice.machine.partner == CAROL
 
 
 @pytest.mark.parametrize("peers", [frozenset(), frozenset((ALICE,))])
