@@ -1,7 +1,7 @@
 """A node's status: the value behind ``farandole status``, its ``--json``, and the testnet's report.
 
 The daemon makes it on request and sends it over the control socket as JSON. Times are seconds: ``*_at`` Unix
-time, ``*_seconds`` durations. Fields are added, never renamed: scripts read them.
+time, ``*_seconds`` durations. Fields are added, never renamed: scripts read them. The changelog names one that goes.
 """
 
 from __future__ import annotations

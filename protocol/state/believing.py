@@ -132,9 +132,9 @@ class Acquaintance:
 # with it are good.
 #
 # Keys cost nothing, so a list counts only if this node has committed exchanges with its author, and enough such lists
-# must name a peer. Even then the lists do not decide: they lower the amount of evidence of its own that a node needs
+# must name a peer. Even then the lists do not decide: they lower what the mean with its weights may cost
 # (`farandole.training.screening.guard`). With false suspicions, liars can only make a node ignore an honest member
-# while that node itself finds the member's weights worse than its own, for example after a long absence.
+# while that node itself finds the mean worse than its own weights, for example after a long absence.
 
 # Enough accusers: a third of the members whose lists count, which a quarter of liars cannot reach, within these bounds.
 # The upper one is for large runs, in which few members have met the peer at all.

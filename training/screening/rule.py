@@ -149,7 +149,7 @@ class Encounter:
     chance: float = 1.0
     """A number from [0, 1) that this node has drawn for the exchange, which no peer can foresee; 1: none."""
     is_suspected: bool = False
-    """Whether enough members suspect the partner that this node has averaged with (`protocol.state.suspicion`)."""
+    """Whether enough members that this node has averaged with suspect the partner (`protocol.state.believing`)."""
     is_near: bool = False
     """Whether the partner is met more often than far ones (`RoundConfig.far_every`): its weights are usually closer."""
 

@@ -98,6 +98,20 @@ async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
             assert friend.author in bob.connected
 
 
+async def test_who_does_not_even_identify_itself_makes_room_before_others_without_streams() -> None:
+    async with host_at_loopback() as bob, host_at_loopback() as carol, host_at_loopback() as dave:
+        bob.connections.max_connections = 2
+        async with attacked(bob, ["idle connections"], 1):
+            while not bob.connected:
+                await wait_all_tasks_blocked(0.05)
+            await carol.connect(bob.author, bob.addresses)
+            while any(conn.muxed.streams for conn in bob.connections.of(carol.author)):
+                await wait_all_tasks_blocked(0.05)
+            await dave.connect(bob.author, bob.addresses)
+            await wait_all_tasks_blocked(0.1)
+            assert bob.connected == {carol.author, dave.author}
+
+
 async def test_a_connection_negotiates_few_streams_at_once() -> None:
     async with host_at_loopback() as bob, attacked(bob, ["thousands of streams"], 1):
         while not (conns := bob.connections.live):

@@ -139,7 +139,7 @@ def test_how_many_accusers_are_enough(num_believed: int, enough: int) -> None:
 
 @pytest.mark.parametrize("members", range(4, 19))
 def test_a_quarter_of_liars_among_few_is_not_enough(members: int) -> None:
-    """Beyond 18 members a quarter of them is more than six: then a node's own evidence alone protects the honest."""
+    """Beyond 18 members a quarter of them is more than six: then only a node's own losses protect the honest."""
     liars = members // 4
     assert not is_suspected(ALICE, lists(*(ALICE,) * liars), members - 2)
 

@@ -12,6 +12,7 @@ from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import (
     cut,
     layers_of,
+    preset,
     stage_parameters,
 )
 from farandole.protocol.wire.errors import ManifestError
@@ -54,6 +55,15 @@ def test_every_node_cuts_alike(model: ModelConfig) -> None:
     given = msgspec.structs.replace(staged, stage_layers=(0, 1, 1), num_layers=2)
     assert layers_of(given) == (range(0, 0), range(0, 1), range(1, 2))
     assert layers_of(msgspec.structs.replace(given, stage_layers=(1, 1), num_stages=2)) == (range(1), range(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "context", "num_layers"),
+    [(256, 1_024, [3, 5, 5, 5]), (50_257, 1_024, [0, 6, 6, 6]), (50_257, 8_192, [3, 5, 5, 5])],
+)
+def test_every_release_cuts_alike(vocabulary: int, context: int, num_layers: list[int]) -> None:
+    model = msgspec.structs.replace(preset("125M"), num_stages=4, vocabulary=vocabulary, context=context)
+    assert [len(layers) for layers in layers_of(model)] == num_layers
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

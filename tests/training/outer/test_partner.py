@@ -146,6 +146,7 @@ def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeR
 
 MOST = 2_048
 SECONDS_LEFT = 4.0
+MAX_SECONDS = 3.0
 
 
 class Machine:
@@ -187,6 +188,18 @@ def test_a_machine_that_gets_slower_takes_fewer_windows_and_at_least_one() -> No
     for seconds, num_windows in ((SECONDS_LEFT / 600, 100), (SECONDS_LEFT / 3, 1)):
         machine.seconds = seconds
         assert [machine.judge() for _ in range(8)][-1] == pytest.approx(num_windows, abs=2)
+
+
+def test_nobody_waits_often_for_a_machine_that_is_far_too_slow() -> None:
+    machine = Machine(100.0 * SECONDS_LEFT)
+    assert {machine.judge() for _ in range(20)} == {0}
+    assert len(machine.keys) <= 4, "a warm-up, and now and then a window"
+
+
+def test_judging_takes_seconds_even_where_there_are_minutes() -> None:
+    machine = Machine(0.01)
+    machine.judge(seconds_left=600.0)
+    assert MAX_SECONDS / 2 < machine.took <= MAX_SECONDS + 2 * machine.seconds
 
 
 def test_judging_ends_in_time_on_a_machine_whose_speed_is_known() -> None:
