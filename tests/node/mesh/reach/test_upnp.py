@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 import trio
@@ -74,6 +75,25 @@ async def test_whatever_a_router_says_is_an_answer_or_an_error(reply: bytes) -> 
         await ask(reply)
 
 
+async def test_where_a_port_is_taken_another_is_opened_and_without_a_lease_if_the_router_knows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[tuple[str, str]] = []
+
+    async def ask(self: UpnpRouter, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
+        if action == "AddPortMapping":
+            outer, lease = arguments["NewExternalPort"], arguments["NewLeaseDuration"]
+            if outer == "4001" or lease != "0":
+                raise MappingError("no", 718 if outer == "4001" else 725)
+            opened.append((outer, arguments["NewInternalPort"]))
+        return {"NewExternalIPAddress": OUTER_IP}
+
+    monkeypatch.setattr(UpnpRouter, "_ask", ask)
+    ip, outer = await UpnpRouter("http://127.0.0.1/control", SERVICE, "127.0.0.1").open_port(4001, 4001, LEASE_SECONDS)
+    assert opened == [(str(outer), "4001")]
+    assert (ip, outer != 4001) == (OUTER_IP, True)
+
+
 def test_declarations_are_not_read_in_any_encoding() -> None:
     with pytest.raises(MappingError):
         _parse('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'.encode("utf-16"))
@@ -125,11 +145,15 @@ class Home:
         self.is_on = True
         self.mapped: dict[int, int] = {}
         self.refused = 0
+        self.is_shared = False
+        """Whether another machine has this one's ports."""
         self.num_asked = 0
 
     async def open_port(self, port: int, outer: int, seconds: int) -> Address:
         self.num_asked += 1
         self.answer(port)
+        if self.is_shared and outer == port:
+            outer = random.randint(49_152, 65_535)
         self.mapped[outer] = seconds
         return OUTER_IP, outer
 
@@ -181,6 +205,16 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
         await until(lambda: home.mapped[6_000] == 0 and len(host.own.mapped) == 1)
         assert changes == [1]  # others still dial the host at the same address
     assert home.mapped == {port: 0, 6_000: 0}
+
+
+async def test_the_port_that_a_router_gave_instead_is_renewed_and_no_other_is_opened(home: Home) -> None:
+    home.is_shared = True
+    async with open_kept() as (host, kept, changes):
+        await kept.has_tried.wait()
+        asked = home.num_asked
+        await until(lambda: home.num_asked >= asked + 3)
+        assert [(OUTER_IP, outer) for outer in home.mapped] == list(host.own.mapped.values())
+        assert changes == [1]
 
 
 async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
