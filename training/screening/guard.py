@@ -25,7 +25,12 @@ is behind, or was away for some rounds, is weighted as a liar is, by what it is 
 So the harm of an exchange is bounded, whatever the partner knows of the guard, since it cannot know the text. The bound
 shrinks with the distance: what lies nearer than inner steps lead may cost as much less. It is wider where means have
 usually cost something, as at learning rates at which good weights lie far apart, if the partner's own weights are as
-good as this node's; and where all members' texts differ, since there a partner is always worse on this node's.
+good as this node's.
+
+Where all members' texts differ, a partner is always worse on this node's, and one whose text is unlike the others'
+costs each of them more than most liars do. A node cannot tell them apart, and members that count for nothing drift away
+until no mean is any good. So as much of each contribution counts there as costs no more than the bound: half, a quarter
+and so on (`MAX_HALVINGS`). A liar gains no more by it than by lies that cost as much as the bound.
 
 A peer of which nothing counted is met last the next time. Members report to each other which peers these are
 (`farandole.protocol.state.believing`): of a peer that enough of them suspect, a mean may cost no more than noise. Nodes
@@ -73,6 +78,8 @@ USUAL_COSTS: Final = 2.0
 CHECKED_RADIUS: Final = 4.0
 # The share that counts of a contribution whose loss was not known in time, and is tried of one that costs too much.
 HALF: Final = 0.5
+# So often half is tried, before nothing counts, where members' texts differ.
+MAX_HALVINGS: Final = 4
 # After this number of consecutive partners of which nothing counted, the node takes over the weights of a better one.
 MAX_APART: Final = 3
 # A newcomer is still behind if the mean is worse than the partner's own weights by more than this share of the loss.
@@ -142,10 +149,12 @@ class Guard(ScreeningRule):
             of_partner = partner.evaluate(1.0)
             if of_partner is not None and of_partner <= before:
                 return Accept(1.0)
-        less = replace(verdict, clip=HALF * verdict.clip)
-        tried = partner.evaluate(less.shares[1])
-        if tried is not None and tried <= before:
-            return less
+        may_cost = 0.0 if partner.shares_text else self._allowed(partner, verdict, before, after)
+        for _ in range(1 if partner.shares_text else MAX_HALVINGS):
+            verdict = replace(verdict, clip=HALF * verdict.clip)
+            tried = partner.evaluate(verdict.shares[1])
+            if tried is not None and tried <= before + may_cost:
+                return verdict
         self._is_astray = True
         return replace(verdict, clip=0.0)
 
