@@ -108,10 +108,11 @@ def links_table(status: NodeStatus, now: float, width: int) -> Table:
     paths = {member.peer_id: member for member in status.members if member.is_connected}
     newest = sorted(ended, key=lambda peer: -ended[peer].ended_at)
     for peer in sorted(dict.fromkeys((*newest, *paths)), key=lambda peer: peer not in paths):
-        bandwidth, last, verdict, member = "-", "-", "no exchange yet", paths.get(peer)
+        bandwidth, last, verdict, style, member = "-", "-", "no exchange yet", "yellow", paths.get(peer)
         if exchange := ended.get(peer):
             last, verdict = f"{duration(now - exchange.ended_at)} ago", f"round {exchange.round} {exchange.verdict}"
             moved = exchange.bytes_sent + exchange.bytes_received
+            style = "green" if exchange.verdict == "committed" else style
             if exchange.verdict == "committed" and exchange.seconds > 0:
                 bandwidth = f"{moved / exchange.seconds / BYTES_PER_MBIT:.1f} Mbit/s"
         round_trip = status.round_trips.get(peer)
@@ -120,7 +121,7 @@ def links_table(status: NodeStatus, now: float, width: int) -> Table:
             "-" if member is None else member.path or "-",
             "-" if round_trip is None else f"{round_trip * 1_000:.1f} ms",
             *((bandwidth, last) if is_wide else ()),
-            Text(verdict, style="green" if verdict.endswith(" committed") else "yellow"),
+            Text(verdict, style),
         )
     if not (ended or paths):
         table.add_row("none")

@@ -17,6 +17,7 @@ from farandole.node.join.address_book import (
     MAX_PEERS,
     NUM_LATEST,
     NUM_OTHERS,
+    NUM_PARTNERS,
     SAVE_INTERVAL,
     AddressBook,
 )
@@ -95,6 +96,9 @@ async def test_partners_have_half_of_the_book_and_no_more(store: Store, clock: C
     kept = {peer for peer, _, _ in await store.load_peers()}
     assert kept & partners == {key(number) for number in range(2 * MAX_PEERS - MAX_KEPT_PARTNERS, 2 * MAX_PEERS)}
     assert len(kept) == MAX_PEERS
+    again = AddressBook(store, partners.__contains__, clock=clock, rng=random.Random(0))
+    await again.load()
+    assert len(again.peers().keys() & partners) == NUM_PARTNERS, "a crowd of newcomers displaces none"
 
 
 async def test_who_was_not_reached_for_long_is_forgotten_on_disk_too(store: Store, clock: Clock) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.planning.needs import USUAL_RATE
+from farandole.protocol.planning.needs import USUAL_RATE, needs_of
 from farandole.protocol.planning.planning import (
     RATES,
     Machine,
@@ -68,5 +68,7 @@ def test_every_choice_has_a_reason(model: str) -> None:
     run = msgspec.structs.replace(RUN, model=preset(model))
     cut = plan(best_known(run, ()), Machine(USUAL_RATE, USUAL_RATE, memory=4 * 10**9)).manifest
     thin = plan(best_known(run, ()), Machine(USUAL_RATE / 50, USUAL_RATE / 50)).manifest
-    for chosen in (complete(run, ()), cut, thin):
+    completed = complete(run, ())
+    assert (completed.model, needs_of(completed).rate <= USUAL_RATE) == (run.model, True), "homes can exchange it"
+    for chosen in (completed, cut, thin):
         assert all(reason_for(name, value) for name, value in changes(run, chosen).items())

@@ -112,6 +112,17 @@ def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Ru
     assert len(warnings) == 1
 
 
+def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange_and_a_word_about_memory(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "1B"\n')
+
+    _, _, err = run("run", "create", "run.toml")
+    assert needs_of(manifest_in(tmp_path / "run.manifest")).rate <= USUAL_RATE
+    assert "each member needs 37.5 GB of memory" in err
+    assert "[model] num_stages" in err
+
+
 def test_a_small_run_gets_the_best_known_settings_each_with_its_reason(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.system.terminal import without_controls
+from farandole.node.inspect.sample import Sample
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
@@ -95,6 +97,17 @@ async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Pa
 
 def command(home: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "farandole.node", "sample", "--home", str(home), *arguments]
+
+
+def test_ctrl_c_ends_the_text(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces(text: Sample) -> Iterator[str]:
+        yield "a token"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sample, "pieces", pieces)
+    code, out, err = run("sample", model)
+    assert (code, out) == (Exit.INTERRUPTED, "a token\n")
+    assert "Traceback" not in err
 
 
 def test_a_model_trained_to_emit_escape_sequences_is_shown_and_not_obeyed(run: Run, tmp_path: Path) -> None:
