@@ -39,8 +39,7 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
     assert conduct.honest_exchanges > 0
     assert conduct.hostile_met > conduct.hostile_used - conduct.hostile_clipped
     assert any(after is not None for after in conduct.detected_after)
-    assert conduct.warnings
-    assert "refused a contribution of" in conduct.warnings[0] or "averaged nothing of" in conduct.warnings[0]
+    assert any("sent contributions that counted in part, or not at all" in warning for warning in conduct.warnings)
     assert max(conduct.losses) < 4.5, "they have learned: it was 5.5"
 
 

@@ -212,6 +212,7 @@ def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeRepl
     before = trained(node)
     ended = node.round_end.ended
     assert ended is not None
+    node.round_end.partner.exam.begin(1.0, math.inf)
     assert node.round_end._partner_of(UNKNOWN, ended.contribution.sent).loss_before() is not None
     assert torch.equal(trained(node), before)
     node.round_end.screen(sent(partner))

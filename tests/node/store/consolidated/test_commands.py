@@ -62,7 +62,7 @@ def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsy
     manifest, _ = decode_manifest(out.read_bytes())
     assert manifest.model.hf is not None
     assert manifest.model.num_stages == 3
-    assert '[outer] codec = "int8"' in capsys.readouterr().err
+    assert 'codec = "int8"' in capsys.readouterr().err
     assert (manifest.outer.codec, manifest.inner) == ("int8", InnerConfig())
     verify_hashes(read_folder(to))
 
