@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.state.credentials import Credentials, CredentialsError
+from farandole.node.status.journal import Journal
 from farandole.protocol.run.invitations import InvitationError
 from farandole.protocol.run.roster import Roster
-from farandole.protocol.state.entries import REVOKED_PER_ENTRY, Kind, Payload, Revocation
+from farandole.protocol.state.entries import REVOKED_PER_ENTRY, AdmissionProof, Kind, Payload, Revocation
 from farandole.protocol.wire.identity import public_bytes
 
 RUN_ID = b"r" * 32
@@ -40,12 +42,14 @@ class PostponingGossip:
     def __init__(self) -> None:
         self.state = SimpleNamespace(entries=lambda kind: iter(()))
         self.postponed: dict[tuple[Kind, int], Payload] = {}
+        self.change = trio.Event()
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.postponed[kind, index] = payload
 
     async def changed(self) -> None:
-        await trio.sleep_forever()
+        await self.change.wait()
+        self.change = trio.Event()
 
 
 def credentials_of(key: Ed25519PrivateKey, store: SlowStore, gossip: PostponingGossip) -> Credentials:
@@ -94,6 +98,26 @@ async def test_a_revoked_key_stays_in_its_entry() -> None:
     assert published() == [{*keys, ANNA} - {*keys[3:5]}, {newest}]
     await credentials.restore([newest])
     assert published() == [{*keys, ANNA} - {*keys[3:5]}, set()]
+
+
+async def test_a_member_that_is_readmitted_renews_its_admission_and_warns_no_longer() -> None:
+    gossip, journal = PostponingGossip(), Journal(lambda text: None)
+    plain = credentials_of(Ed25519PrivateKey.generate(), SlowStore(), gossip)
+    gate: Any = SimpleNamespace(run=trio.sleep_forever, admission=b"an admission", introduce_again=lambda: None)
+    credentials = replace(plain, gate=gate, journal=journal)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(credentials.run)
+        await trio.testing.wait_all_tasks_blocked()
+        gossip.change.set()  # the roster lacks it: it was revoked
+        await trio.testing.wait_all_tasks_blocked()
+        assert "no longer a member" in journal.standing[0].text
+        assert gossip.postponed == {}
+        credentials.roster.hear_creator(0, 1, frozenset(), frozenset([credentials.author]))
+        gossip.change.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert journal.standing == []
+        assert gossip.postponed == {(Kind.ADMISSION, 0): AdmissionProof(b"an admission")}
+        nursery.cancel_scope.cancel()
 
 
 async def test_invites_at_the_same_moment_are_for_different_seats() -> None:
