@@ -29,8 +29,8 @@ good as this node's.
 
 Where all members' texts differ, a partner is always worse on this node's, and one whose text is unlike the others'
 costs each of them more than most liars do. A node cannot tell them apart, and members that count for nothing drift away
-until no mean is any good. So as much of each contribution counts there as costs no more than the bound: half, a quarter
-and so on (`MAX_HALVINGS`). A liar gains no more by it than by lies that cost as much as the bound.
+until no mean is any good. So as much of each contribution counts there as costs no more than half of the bound: half, a
+quarter and so on (`MAX_HALVINGS`). A liar gains no more by it than by lies that cost as much as the bound.
 
 A peer of which nothing counted is met last the next time. Members report to each other which peers these are
 (`farandole.protocol.state.believing`): of a peer that enough of them suspect, a mean may cost no more than noise. Nodes
@@ -149,7 +149,7 @@ class Guard(ScreeningRule):
             of_partner = partner.evaluate(1.0)
             if of_partner is not None and of_partner <= before:
                 return Accept(1.0)
-        may_cost = 0.0 if partner.shares_text else self._allowed(partner, verdict, before, after)
+        may_cost = 0.0 if partner.shares_text else HALF * self._allowed(partner, verdict, before, after)
         for _ in range(1 if partner.shares_text else MAX_HALVINGS):
             verdict = replace(verdict, clip=HALF * verdict.clip)
             tried = partner.evaluate(verdict.shares[1])

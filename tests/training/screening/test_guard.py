@@ -229,12 +229,12 @@ def test_where_every_mean_costs_something_that_is_usual_if_the_partner_is_as_goo
 def test_where_members_texts_differ_a_partner_is_worse_on_this_nodes() -> None:
     node = Node()
     clips = [clip(node.meets(away(1.0), loss=sloping(0.04), shares_text=False)) for _ in range(2 * MIN_KNOWN)]
-    assert clips[:MIN_KNOWN] == [0.25] * MIN_KNOWN
+    assert clips[:MIN_KNOWN] == [0.125] * MIN_KNOWN
     assert clips[MIN_KNOWN:] == [1.0] * MIN_KNOWN
 
 
-@pytest.mark.parametrize(("cost", "part"), [(1.5, 0.5), (3.0, 0.25), (15.0, 0.0625), (40.0, 0.0)])
-def test_where_members_texts_differ_as_much_counts_as_costs_no_more_than_noise(cost: float, part: float) -> None:
+@pytest.mark.parametrize(("cost", "part"), [(1.5, 0.25), (3.0, 0.125), (7.0, 0.0625), (40.0, 0.0)])
+def test_where_members_texts_differ_as_much_counts_as_costs_half_of_noise(cost: float, part: float) -> None:
     """A member whose text is unlike all others' would drift away if nothing of it counted."""
     assert clip(Node().meets(away(1.0), loss=sloping(2 * cost * NOISE), shares_text=False)) == part
     assert clip(Node().meets(away(1.0), loss=sloping(2 * cost * NOISE))) == 0.0
@@ -244,7 +244,7 @@ def test_fewer_than_half_of_liars_do_not_make_their_cost_usual() -> None:
     node = Node()
     for number in range(4 * WINDOW):
         is_liar = number % 5 > 2
-        verdict = node.meets(away(1.0), loss=sloping(0.1 if is_liar else -0.001), shares_text=False)
+        verdict = node.meets(away(1.0), loss=sloping(0.09 if is_liar else -0.001), shares_text=False)
         assert clip(verdict) == (1 / 16 if is_liar else 1.0)
 
 
