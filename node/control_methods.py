@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
+
+import trio
 
 from farandole.protocol.wire.identity import peer_id_of
 
@@ -17,6 +19,10 @@ from .loop.rest_service import NoticeError, RestService
 from .member.run_member import RunMember
 from .state.credentials import CredentialsError, Revoked
 from .state.store import StoreError
+
+# A node with its manifest is in its run within seconds, unless all whom it dials are silent: it is looked for so long.
+LOOKS_FOR_RUN: Final = 60
+LOOK_INTERVAL: Final = 0.1
 
 FindMember = Callable[[], RunMember | None]
 """This node in its run; None until it knows its run."""
@@ -50,10 +56,17 @@ def roster_of(member: RunMember) -> list[dict[str, Any]]:
 def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
     """Return the control handlers by the names of their methods."""
 
+    async def in_run() -> RunMember:
+        for _ in range(LOOKS_FOR_RUN):
+            if (member := find_member()) is not None:
+                return member
+            await trio.sleep(LOOK_INTERVAL)
+        raise ControlError("no_run", "this node is not in its run yet; `farandole status` says what it waits for")
+
     async def invite(params: dict[str, Any]) -> object:
         """Return the secret of an invite in hex; empty if the run is open to all."""
-        member = find_member()
-        if member is None or member.credentials is None:
+        member = await in_run()  # before, it does not know whether the run is for invited members
+        if member.credentials is None:
             return ""
         uses, expires_at, quota = _taken(params, uses=int, expires_at=float, quota=int)
         try:
@@ -64,13 +77,12 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
 
     async def network_key(params: dict[str, Any]) -> object:
         """Return the network key of a private run in hex; empty where strangers may connect."""
-        member = find_member()
-        return "" if member is None else member.mesh.host.upgrader.network_key.hex()
+        return (await in_run()).mesh.host.upgrader.network_key.hex()
 
     async def admit(params: dict[str, Any]) -> object:
         """Revoke keys, or admit them again; return the members revoked, and the invite that each came by."""
-        member = find_member()
-        if member is None or member.credentials is None:
+        member = await in_run()
+        if member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
         names, is_admitted, keeps_invites = _taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
         try:
@@ -90,9 +102,7 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
 
     async def notice(params: dict[str, Any]) -> object:
         """Publish a notice of the creator."""
-        member = find_member()
-        if member is None:
-            raise ControlError("no_run", "this node is not in its run yet")
+        member = await in_run()
         action, text = _taken(params, action=str, text=str)
         try:
             await member.notices.publish(action, text)

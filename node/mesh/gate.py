@@ -221,6 +221,14 @@ class Gate:
             self.on_refused(conn.peer, answer.refusal)
         raise NotAdmittedError(f"{short_name(conn.peer)} does not admit this node: {answer.refusal}")
 
+    async def refusal_of(self, peer: bytes) -> str:
+        """Return why a connected peer admits nobody that has nothing to show; empty if it does not say so."""
+        try:
+            answer = await self._ask(self._connections.best(peer), b"")
+        except PeerUnreachableError:
+            return ""
+        return answer.refusal if answer.why == "admission" else ""
+
     async def _ask(self, conn: Connection, shown: bytes) -> IntroductionAnswer:
         try:
             with trio.fail_after(INTRODUCTION_TIMEOUT):
@@ -253,8 +261,7 @@ class Gate:
             return
         admission = decode_admission(self.admission)  # another peer may have given a witness since
         witness = admission.witness
-        is_known = witness is not None and (self.roster is None or self.roster.is_member(witness.key))
-        if not is_known:
+        if witness is None or (self.roster is not None and not self.roster.is_witnessed(admission)):
             with contextlib.suppress(RemoteProtocolError):
                 witnessed = msgspec.structs.replace(admission, witness=decode_witness(raw))
                 check_witness(witnessed, self._run_id)

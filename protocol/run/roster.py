@@ -30,7 +30,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ..wire.errors import RemoteProtocolError
-from ..wire.identity import is_signed_by
+from ..wire.identity import is_signed_by, public_bytes
 from ..wire.messagepack import encode
 from .invitations import (
     PASS_DOMAIN,
@@ -156,7 +156,7 @@ class Roster:
                 raise SeatTakenError("the invite has been used: ask for one of your own")
             if self._admissions.get(held.member) is held:
                 del self._admissions[held.member]
-        elif self._is_witnessed(held) or not self._is_witnessed(admission):
+        elif self.is_witnessed(held) or not self.is_witnessed(admission):
             admission = held
         self._hold(place, admission)
 
@@ -173,14 +173,14 @@ class Roster:
         self._held[place] = self._admissions[admission.member] = admission
 
     def _require_evidence(self, admission: Admission, shown_at: float | None) -> None:
-        if self._is_witnessed(admission):
+        if self.is_witnessed(admission):
             return
         if shown_at is None:
             raise UnwitnessedError("no member has admitted it")
         if admission.invitation.expires_at < shown_at:
             raise InvitationError("the invite has expired: ask for another one")
 
-    def _is_witnessed(self, admission: Admission) -> bool:
+    def is_witnessed(self, admission: Admission) -> bool:
         """Return whether a member that is trusted has admitted it before the invite expired."""
         witness = admission.witness
         if witness is None or witness.since > admission.invitation.expires_at:
@@ -189,7 +189,7 @@ class Roster:
 
     def _rank(self, admission: Admission) -> tuple[int, int]:
         """Order the holders of one seat for a node that knew neither; the lower one stays."""
-        if admission.witness is None or not self._is_witnessed(admission):
+        if admission.witness is None or not self.is_witnessed(admission):
             return 2, 0
         of_witness = self._admissions.get(admission.witness.key)
         admitted_at = 0 if of_witness is None or of_witness.witness is None else of_witness.witness.since
@@ -220,22 +220,40 @@ class Roster:
     def witness(self, admission: Admission, key: Ed25519PrivateKey, now: float) -> Witness | None:
         """Sign for a member that shows its admission; None if this node does not know it in that seat for sure.
 
-        Before the witness leaves this node, the seat must be stored (`take_unsaved`). ``now``: Unix seconds.
+        After the invite's expiry it signs only where witnesses lead to the creator or to itself: while it joined, it
+        may have been told of anybody by somebody with an expired invite, and its word makes members elsewhere. Before
+        the witness leaves this node, the seat must be stored (`take_unsaved`). ``now``: Unix seconds.
         """
         place = admission.place(self._creator)
         held = self._held.get(place)
         if held is None or held.member != admission.member or place in self._unsettled or self._is_revoked(held):
             return None
+        if held.invitation.expires_at < now and not self._is_traced(held, public_bytes(key)):
+            return None
         since = min(int(now), held.invitation.expires_at) if held.witness is None else held.witness.since
         signed = sign_witness(key, self._run_id, held, since)
-        if not self._is_witnessed(held):
+        if not self.is_witnessed(held):
             self._hold(place, msgspec.structs.replace(held, witness=signed))
         return signed
+
+    def _is_traced(self, admission: Admission, own: bytes) -> bool:
+        """Return whether witnesses lead from an admission to the creator, or to this node, whose key is ``own``."""
+        passed = set[bytes]()
+        following: Admission | None = admission
+        while following is not None and following.witness is not None and following.witness.key not in passed:
+            witness = following.witness
+            if witness.since > following.invitation.expires_at:
+                return False
+            if witness.key in (self._creator, own):
+                return True
+            passed.add(witness.key)
+            following = self._admissions.get(witness.key)
+        return False
 
     def needs_witness(self, key: bytes) -> bool:
         """Return whether a member's admission has no witness that others trust."""
         admission = self.admission_of(key)
-        return admission is not None and not self._is_witnessed(admission)
+        return admission is not None and not self.is_witnessed(admission)
 
     # Storing
 

@@ -264,7 +264,11 @@ def check_admission(raw: bytes) -> None:
 
 
 _INVITED = invitations.invite_members(KEY, RUN_ID, SECRET, range(3), int(NOW))
-_ADMISSION = msgspec.msgpack.encode(_INVITED.admit(RUN_ID, authors.author_of(2), 0))
+_ADMITTED = _INVITED.admit(RUN_ID, authors.author_of(2), 0)
+_ADMISSION = msgspec.msgpack.encode(_ADMITTED)
+_WITNESSED = msgspec.structs.replace(
+    _ADMITTED, witness=invitations.sign_witness(authors.key_of(3), RUN_ID, _ADMITTED, int(NOW))
+)
 _MANIFEST = msgspec.msgpack.encode(a_manifest())
 _INVITE = Invite(RUN_ID, (f"/ip4/1.2.3.4/tcp/1/p2p/{peer_id_of(authors.author_of(1))}",))
 _INVITE_BODY = msgspec.msgpack.encode([RUN_ID, [[authors.author_of(1), "/ip4/1.2.3.4/tcp/1"]], b""])
@@ -324,7 +328,7 @@ DECODERS: dict[str, Decoder] = {
         lambda data: hear_link(data, is_upstream=True), [b"".join(links.TRANSCRIPTS[False])]
     ),
     "activations-question": of(activations.decode_question, activations.Question | activations.Answer),
-    "admission": Decoder(check_admission, [_ADMISSION]),
+    "admission": Decoder(check_admission, [_ADMISSION, msgspec.msgpack.encode(_WITNESSED)]),
     "admission-secret": Decoder(invitations.InviteSecret.decode, [_INVITED.encode()]),
     "antientropy-frame": of(antientropy.decode_frame, antientropy.Frame),
     "antientropy-initiator": Decoder(lambda data: sync(data, is_initiator=True), _synced()[1]),
@@ -398,6 +402,7 @@ DECODERS: dict[str, Decoder] = {
     "sketch-answer": Decoder(sketches.decode_answer, [sketches.encode_answer(bytes(size)) for size in (0, 1_024)]),
     "sketch-question": of(sketches.decode_question, sketches.SketchQuestion),
     "visitor-pass": of(invitations.decode_pass, invitations.VisitorPass),
+    "witness": of(invitations.decode_witness, invitations.Witness),
     "yamux-dialled": Decoder(lambda data: hear_yamux(data, is_initiator=True), [_yamux_talk(is_initiator=False)]),
     "yamux-accepted": Decoder(lambda data: hear_yamux(data, is_initiator=False), [_yamux_talk(is_initiator=True)]),
 }

@@ -12,7 +12,7 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.errors import JoinError
+from farandole.node.base.errors import JoinError, NotAdmittedError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest, serve_manifest
@@ -20,6 +20,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.status.journal import Journal
 from farandole.protocol.run.invite import Invite, encode_invite, network_key_of
 from farandole.protocol.run.manifest import Manifest, ModelConfig, decode_manifest, sign_manifest
+from farandole.protocol.run.roster import Roster
 from farandole.protocol.wire.errors import UnknownManifestError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
@@ -29,7 +30,8 @@ from ..relayed import open_public, until
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 MANIFEST = Manifest("tiny", MODEL)
-SIGNED = sign_manifest(MANIFEST, Ed25519PrivateKey.from_private_bytes(bytes(32)))
+CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(32))
+SIGNED = sign_manifest(MANIFEST, CREATOR)
 RUN = SIGNED.run_id
 # Nothing listens on port 1, and no peer has these keys.
 NOWHERE = "/ip4/127.0.0.1/tcp/1"
@@ -132,6 +134,28 @@ async def test_a_newcomer_among_strangers_waits_for_a_member(journal: Journal) -
                 await member.connect(newcomer.author, newcomer.addresses)
                 await until(lambda: not nursery.child_tasks)
     assert found == [SIGNED.encode()]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+async def test_who_has_an_invite_without_an_admission_is_told_so_by_whom_it_names_alone(
+    is_named: bool, journal: Journal
+) -> None:
+    """The attack: a stranger says that a run is for invited members, and a newcomer to an open run gives up."""
+    invited = sign_manifest(msgspec.structs.replace(MANIFEST, admission="invited"), CREATOR)
+    with trio.fail_after(PATIENCE):
+        async with open_public() as newcomer, open_host(CREATOR, LOOPBACK) as member, trio.open_nursery() as nursery:
+            member.gate.show(invited.run_id, b"", None)
+            member.gate.close(invited.run_id, Roster(invited.run_id, member.author))
+            serve_manifest(member, invited.run_id, invited.encode())
+            await newcomer.connect(member.author, member.addresses)
+            newcomer.gate.show(invited.run_id, b"", None)
+            if is_named:
+                with pytest.raises(NotAdmittedError, match=r"do not admit this node: .*for invited members.*invite"):
+                    await obtain_manifest(newcomer, Target(invited.run_id, None, {member.author: []}), journal)
+                return
+            nursery.start_soon(obtain_manifest, newcomer, Target(invited.run_id, None, DEAD), journal)
+            await until(lambda: "no member found; looking again" in journal.state.phase_detail)
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_node_that_is_too_old_for_the_run_is_told_so(journal: Journal) -> None:

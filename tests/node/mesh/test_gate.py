@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -25,7 +26,7 @@ from farandole.node.mesh.host import Host
 from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import HOP_PROTOCOL
-from farandole.protocol.run.invitations import InviteSecret, invite_members, sign_pass
+from farandole.protocol.run.invitations import InviteSecret, decode_admission, invite_members, sign_pass, sign_witness
 from farandole.protocol.run.roster import Roster
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -77,6 +78,10 @@ async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[b
         member.set_handler(ECHO, serve)
         visitor.dialler.add_addresses(member.author, member.addresses)
         yield member, visitor, served
+
+
+async def forget(changed: object) -> None:
+    """Stand for a disk that takes all seats."""
 
 
 async def is_echoed(host: Host, peer: bytes) -> bool:
@@ -194,6 +199,26 @@ async def test_a_refusal_that_a_terminal_would_obey_is_not_shown(refusal: str, r
             await visitor.open_stream(member.author, ECHO)
         assert refusal not in str(caught.value)
         assert not visitor.gate.refusal
+
+
+async def test_a_witness_that_others_do_not_trust_is_replaced(run: Run) -> None:
+    """The attack: a member lets a newcomer in with a word that no other takes, and the newcomer is stuck with it."""
+    async with member_and_visitor(run) as (member, visitor, _):
+        invited, liar = run.invite(), Ed25519PrivateKey.generate()
+        roster, of_liar = run.roster(), run.invite()
+        roster.admit_own(of_liar.admit(RUN_ID, public_bytes(liar), of_liar.invitation.first_seat))
+        own = invited.admit(RUN_ID, visitor.author, invited.invitation.first_seat)
+        for since in (2**40, 0):
+            sign_late = sign_witness(liar, RUN_ID, own, since)
+            visitor.gate.show(RUN_ID, encode(msgspec.structs.replace(own, witness=sign_late)), None)
+            if visitor.gate.roster is None:
+                visitor.gate.close(RUN_ID, roster)
+            visitor.gate.introduce_again()
+            member.gate.store = forget
+            assert await is_echoed(visitor, member.author)
+            witness = decode_admission(visitor.gate.admission).witness
+            assert witness is not None
+            assert witness.key == (member.author if since else public_bytes(liar))
 
 
 async def test_a_newcomer_speaks_to_members_whose_invites_have_expired_since(run: Run) -> None:

@@ -188,7 +188,7 @@ def test_a_witness_of_two_holders_of_a_seat_is_not_believed_again_and_its_earlie
 
 def test_a_member_of_a_revoked_witness_stays_where_it_is_known_and_gets_another_witness() -> None:
     cleo = admitted(CLEO, 2, by=MALLORY)
-    members = settled(admitted(ANNA, 0), admitted(MALLORY, 1), cleo)
+    members = settled(admitted(ANNA, 0), admitted(MALLORY, 1, by=CREATOR_NUMBER), cleo)
     elsewhere = settled(admitted(ANNA, 0), admitted(MALLORY, 1))
     for each in (members, elsewhere):
         each.hear_creator(0, 1, frozenset({author_of(MALLORY)}))
@@ -202,6 +202,24 @@ def test_a_member_of_a_revoked_witness_stays_where_it_is_known_and_gets_another_
     elsewhere.admit(msgspec.structs.replace(cleo, witness=again))
     assert are_members(elsewhere, CLEO) == [True]
     assert not members.needs_witness(author_of(CLEO))
+
+
+def test_what_a_newcomer_was_told_by_the_holder_of_an_expired_invite_gets_no_witness_of_it() -> None:
+    """The attack: keys in free seats of an expired invite pass for members with one that joins, and show themselves."""
+    invited = invitation(0, 8)
+    alone, stranger, late = (admitted(10 + seat, seat, by=by, invited=invited) for seat, by in enumerate((None, 99, 1)))
+    late = msgspec.structs.replace(late, witness=sign_witness(key_of(1), RUN_ID, late, EXPIRY + 1))
+    one, other = (admitted(20 + way, 3 + way, by=21 - way, invited=invited) for way in (0, 1))
+    honest, later = admitted(BEN, 5, by=CREATOR_NUMBER, invited=invited), admitted(CLEO, 6, by=BEN, invited=invited)
+    members = settled(admitted(ANNA, 9, by=CREATOR_NUMBER), alone, stranger, late, one, other, honest, later)
+    members.admit(own := admitted(DORA, 7, invited=invited), T0)
+    assert members.witness(own, key_of(30), T0) is not None
+    for admission, is_signed in (
+        *((each, False) for each in (alone, stranger, late, one, other)),
+        *((each, True) for each in (honest, later, own)),
+    ):
+        assert (members.witness(admission, key_of(30), EXPIRY + DAY) is not None) is is_signed
+        assert members.witness(admission, key_of(30), EXPIRY) is not None, "as long as the invite is valid"
 
 
 def test_nobody_signs_for_a_seat_that_it_does_not_know_for_sure() -> None:
