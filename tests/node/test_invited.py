@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
+from farandole.node.control_methods import admission_handlers
 from farandole.node.join.invites import own_invite
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
@@ -47,6 +49,14 @@ async def revoke(daemon: Daemon, key: bytes) -> list[dict[str, Any]]:
 async def ends(daemon: Daemon) -> int:
     with trio.fail_after(PATIENCE):
         return await daemon.process.wait()
+
+
+async def test_a_node_that_is_not_in_its_run_invites_nobody(autojump_clock: trio.testing.MockClock) -> None:
+    handlers = admission_handlers(lambda: None)
+    for deed in ("invite", "network_key", "admit", "notice"):
+        with pytest.raises(ControlError, match="not in its run yet"):
+            await handlers[deed]({})
+    assert trio.current_time() < 4 * 10.0, "a command waits for 10 s"
 
 
 async def test_who_is_invited_trains_and_nobody_else(tmp_path: Path, texts: Path) -> None:
