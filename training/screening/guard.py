@@ -175,7 +175,7 @@ class Guard(ScreeningRule):
         if as_sent is not None:
             allowed += max(as_sent - before, 0.0)
         costs = partner.everybody["cost"][-WINDOW:]
-        usual = USUAL_COSTS * statistics.median(costs) if len(costs) >= MIN_KNOWN else 0.0
+        usual = USUAL_COSTS * statistics.median_low(costs) if len(costs) >= MIN_KNOWN else 0.0
         if usual > allowed:
             of_partner = partner.evaluate(1.0) if partner.shares_text else before
             if of_partner is not None and of_partner <= before + noise:
