@@ -75,12 +75,12 @@ def unusual_needs(manifest: Manifest) -> list[str]:
 
 def slow_steps(manifest: Manifest, step_seconds: float) -> str:
     """Return a warning if partners give up while they wait for this node's last inner step of a round, else nothing."""
-    patience = MEETING_SHARE * min(manifest.rounds.exchange_seconds, manifest.rounds.round_seconds)
+    patience = MEETING_SHARE * min(manifest.rounds.exchange_seconds, 2 * manifest.rounds.round_seconds)
     if not manifest.rounds.round_seconds or step_seconds <= patience:
         return ""
     return (
         f"an inner step takes {duration(step_seconds)} on this machine, and a partner waits {duration(patience)} for "
-        f"it at the end of a round (a quarter of exchange_seconds, or of round_seconds if that is less), so some "
+        f"it at the end of a round (a quarter of exchange_seconds, or of two rounds if that is less), so some "
         "exchanges fail. Give the node a faster device, or more of this one (--threads, no other programs); the run's "
         "creator can make a run with a smaller inner.batch_size or a longer rounds.exchange_seconds"
     )

@@ -19,10 +19,9 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
 - *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
   exchanged least, named by the session's last byte. A node that is not ready yet accepts any fragment; a ready one only
   its own.
-- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``, or of a round
-  if that is shorter; an odd node out, or one for which no peer is free, goes on at once. It waits for one partner until
-  `MEETING_SHARE` after the time at which that one should be ready by its own word. Then it takes a reserve: a peer that
-  is ready too, and shows it within the time of an answer.
+- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``, or of two
+  rounds if these are shorter; an odd node out, or one for which no peer is free, goes on at once. In rounds with boxes
+  a partner that never exchanged with this node is left for another after `MEETING_SHARE`.
 - *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
   that is met more often than by chance waits for its turn (`farandole.protocol.rounds.pairing_order`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
@@ -38,8 +37,10 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
 - *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
   node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
 
-Rejected: a leader or a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing
-when ready (each exchange would then wait for its matching).
+Rejected: leaving any late partner for another before the wait is over (where rounds are short or machines unequal, most
+late partners are honest, each then leaves a third one late, and five times as many rounds are taken alone); a leader or
+a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing when ready (each exchange
+would then wait for its matching).
 """
 
 from __future__ import annotations
@@ -170,8 +171,9 @@ class Pairing:
 
     @property
     def _longest_meeting(self) -> float:
-        """Return ``exchange_seconds``, or the length of a round if that is shorter: the next one has a partner too."""
-        return min(self._config.exchange_seconds, self._inner_seconds or math.inf)
+        """Return ``exchange_seconds``, or two rounds if these are shorter: the next ones have partners too."""
+        round_seconds = self._config.round_seconds or self._inner_seconds or math.inf
+        return min(self._config.exchange_seconds, 2 * round_seconds)
 
     @property
     def _answer_wait(self) -> float:
@@ -265,13 +267,10 @@ class Pairing:
             self._seek(now)
 
     def _await_partner(self, bond: Bond, now: float) -> None:
-        """Tell the partner that this node is ready, and wait for it."""
+        """Tell the partner that this node is ready, and wait for it; less for one that never came before."""
         self._send(bond.peer, messages.Ready(bond.session))
-        due_at = min(bond.due_at, self._current.ready_at + self._patience() / 2)  # whatever it says
-        wait = MEETING_SHARE * self._longest_meeting
-        if self._current.failure:  # a reserve is ready by its word
-            due_at, wait = now, min(wait, self._answer_wait)
-        self._timers[_Timer.PARTNER] = max(now, due_at) + wait
+        if not self._order.is_proven(bond.peer):
+            self._timers[_Timer.PARTNER] = now + self._patience()
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
@@ -287,7 +286,7 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self._current.ready_at + self._config.exchange_seconds
-        offer_by = now + OFFER_SHARE * min(deadline - now, self._longest_meeting)
+        offer_by = now + max(OFFER_SHARE * min(deadline - now, self._longest_meeting), MIN_ANSWER)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
@@ -364,15 +363,13 @@ class Pairing:
         self._timers.pop(_Timer.PROPOSE, None)
         self._timers.pop(_Timer.ANSWER, None)
         self._move(State.MATCHED)
-        bond.due_at = now + (seconds_left or 0.0)
         if self._current.is_ready:
             if not self._config.takes_steps(self.round):  # the partner is ready within `_meeting_wait`, by its word
                 at = min(now + 2 * self._meeting_wait, self._current.ready_at + self._longest_wait)
                 self._timers[_Timer.PATIENCE] = max(at, self.wait_ends_at)
             self._await_partner(bond, now)
         elif self._config.round_seconds and self._current.ends_at is not None and seconds_left is not None:
-            self._end_box_at((self._current.ends_at + bond.due_at) / 2)
-            bond.due_at = self._current.ends_at
+            self._end_box_at((self._current.ends_at + now + seconds_left) / 2)
 
     def _part(self, ask_again_at: float) -> None:
         """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""
@@ -619,17 +616,16 @@ class Pairing:
             case _Timer.BOX:
                 self._outputs.append(FinishRound(self.round))
             case _Timer.PARTNER:
-                others, ask_at = self._order.to_ask - {self.partner}, self._current.ask_at
-                if any(ask_at.get(peer, -math.inf) < self.wait_ends_at for peer in others):
+                asked, ends_at = self._current.ask_at, self.wait_ends_at
+                if any(asked.get(peer, 0.0) < ends_at for peer in self._order.to_ask - {self.partner}):
                     self._give_partner_up()
-                    self._seek_another(now)
+                    self._seek(now)
             case _Timer.PATIENCE:
                 is_matched = self.state is State.MATCHED
                 if is_matched:
                     self._give_partner_up()
                 elif self.state is not State.SEEKING:
                     self._withdraw()
-                if self.state is not State.SEEKING:
                     self._part(math.inf)
                 self._go_alone(NOT_READY if is_matched else "no partner in time")
 
@@ -640,6 +636,7 @@ class Pairing:
         self._order.note_failure(self._bond.peer)
         self._order.note_meeting(self._bond.peer)
         self._withdraw()
+        self._part(math.inf)
 
     def _move(self, state: State) -> None:
         if state not in FOLLOWING[self.state]:

@@ -193,8 +193,6 @@ class Bond:
     session: bytes
     is_proposer: bool
     is_partner_ready: bool = False
-    due_at: float = 0.0
-    """When the partner should be ready, by its word and ours; known once we have agreed."""
 
 
 @dataclass(slots=True)

@@ -110,6 +110,10 @@ class PartnerBackoff:
         counted = (self._of.get(peer), self._of_strangers if peer in self.strangers else None)
         return sum(each.number for each in counted if each is not None and round_ < each.until)
 
+    def is_proven(self, peer: bytes) -> bool:
+        """Return whether an exchange with the peer was ever committed."""
+        return peer in self._of and self._of[peer].is_proven
+
     def _record(self, peer: bytes) -> _Failures:
         record = self._of.setdefault(peer, _Failures())
         self._of.move_to_end(peer)
@@ -271,6 +275,10 @@ class PeerOrder:
     def note_failure(self, peer: bytes) -> None:
         """Ask a peer last, for longer after each failure."""
         self._backoff.note_failure(peer, self._round)
+
+    def is_proven(self, peer: bytes) -> bool:
+        """Return whether an exchange with the peer was ever committed."""
+        return self._backoff.is_proven(peer)
 
     def note_success(self, peer: bytes) -> None:
         """Forgive a peer half of its failures; if it is far, none is due for some rounds."""

@@ -132,6 +132,21 @@ def test_members_that_never_follow_through_cost_at_most_a_tenth(
 
 
 @pytest.mark.parametrize(
+    ("step_seconds", "transfer_seconds"),
+    [((0.1, 0.1), (0.05, 0.2)), ((0.1, 0.5), (0.05, 0.2)), ((0.1, 0.1), (0.5, 1.5))],
+)
+def test_what_keeps_absent_members_out_costs_honest_ones_nothing_in_short_rounds(
+    step_seconds: tuple[float, float], transfer_seconds: tuple[float, float]
+) -> None:
+    """Messages take up to a tenth of such a round, so a partner that is left too early is most often an honest one."""
+    scenario = PairingScenario(
+        12, boxed(2.0, 4.0, overlap=True), 400.0, step_seconds, start_spread=2.0, transfer_seconds=transfer_seconds
+    )
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.03 * report.rounds
+
+
+@pytest.mark.parametrize(
     ("rounds", "num_honest", "num_greedy"),
     [
         (BOXED, 16, 2),

@@ -27,7 +27,6 @@ from farandole.protocol.rounds.pairing_messages import (
     Withdraw,
     encode_message,
 )
-from farandole.protocol.run.manifest import RoundConfig
 from farandole.protocol.trainer.trainer_messages import FinishRound
 from farandole.protocol.wire.timers import TimerFired
 
@@ -145,19 +144,21 @@ def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over()
     assert alice.outputs[1:] == [GoAlone(7, "the partner was not ready in time")]
 
 
-def late_partner(config: RoundConfig, seconds_left: float) -> tuple[Node, bytes]:
+def late_partner(seconds_left: float, *, has_exchanged: bool) -> tuple[Node, bytes]:
     """Return Alice, who is ready at 40 s, with a partner that agreed at 30 s, and another live peer."""
-    alice, session = matched(config, seconds_left=seconds_left)
+    alice, session = matched(seconds_left=seconds_left)
+    if has_exchanged:
+        alice.handle(ExchangeEnded(HIGH, BOB, committed=True), 30.5)
     alice.handle(PeersChanged(frozenset((BOB, CAROL))), 31.0)
     alice.handle(ContributionReady(7), 40.0)
     assert alice.sent == [(BOB, Ready(session))]
     return alice, session
 
 
-@pytest.mark.parametrize("seconds_left", [0.0, 4.0, 14.0])
-def test_a_partner_that_is_later_than_it_said_is_left_for_another(seconds_left: float) -> None:
-    alice, session = late_partner(STEPS, seconds_left)
-    late_at = max(30.0 + seconds_left, 40.0) + MEETING_SHARE * 30.0
+@pytest.mark.parametrize("seconds_left", [0.0, 14.0, 80_000.0])
+def test_a_partner_that_is_late_and_never_came_is_left_for_another(seconds_left: float) -> None:
+    alice, session = late_partner(seconds_left, has_exchanged=False)
+    late_at = 40.0 + MEETING_SHARE * 30.0
     assert alice.handle(TimerFired(), late_at - 0.1) == []
     alice.handle(TimerFired(), late_at)
     (withdrawn, (peer, proposal)) = alice.sent
@@ -169,6 +170,13 @@ def test_a_partner_that_is_later_than_it_said_is_left_for_another(seconds_left: 
     assert alice.outputs[1:] == [begun(proposal.session, CAROL, late_at)]
 
 
+def test_a_partner_that_is_late_is_awaited_if_it_has_come_before() -> None:
+    alice, session = late_partner(10.0, has_exchanged=True)
+    assert alice.handle(TimerFired(), 53.9) == []
+    alice.hear(BOB, Ready(session), 54.0)
+    assert alice.outputs[1:] == [begun(session, BOB, 54.0)]
+
+
 def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
@@ -177,17 +185,19 @@ def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> N
     assert alice.outputs[1:] == [begun(session, BOB, 54.0)]
 
 
-def test_no_wait_is_longer_than_rounds_are_where_they_overlap() -> None:
+def test_no_wait_is_longer_than_two_rounds_allow() -> None:
     """Otherwise a partner that never comes also takes the time in which the next one is found."""
     config = msgspec.structs.replace(BOXED, overlap=True, exchange_seconds=400.0)
-    alice, session = late_partner(config, 80_000.0)
-    assert alice.handle(TimerFired(), 40.0 + 1.5 * MEETING_SHARE * 40.0 - 0.1) == []
-    alice.handle(TimerFired(), 40.0 + 1.5 * MEETING_SHARE * 40.0)
-    assert [(peer, type(message)) for peer, message in alice.sent] == [(BOB, Withdraw), (CAROL, Propose)]
-    alice, session = late_partner(config, 10.0)
+    alice, _ = matched(config, seconds_left=80_000.0)
+    alice.handle(ContributionReady(7), 40.0)
+    assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 80.0 - 0.1) == []
+    alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 80.0)
+    assert alice.outputs[1:] == [GoAlone(7, "the partner was not ready in time")]
+    alice, session = matched(config, seconds_left=10.0)
+    alice.handle(ContributionReady(7), 40.0)
     alice.hear(BOB, Ready(session), 41.0)
     (start,) = [output for output in alice.outputs if isinstance(output, StartExchange)]
-    assert (start.offer_by, start.deadline) == (41.0 + OFFER_SHARE * 40.0, 440.0)
+    assert (start.offer_by, start.deadline) == (41.0 + OFFER_SHARE * 80.0, 440.0)
 
 
 def test_a_partner_that_is_let_go_leaves_the_box_as_it_was() -> None:
