@@ -212,19 +212,14 @@ def test_what_no_honest_peer_sends_ends_the_connection(bad: bytes) -> None:
 
 
 def test_too_many_streams_are_refused_one_by_one_and_those_that_nobody_takes_up_are_fewer() -> None:
-    conn, _ = inbound()
-    for number in range(MAX_INBOUND_STREAMS + 1):
-        stream_id = 2 * number + 1
-        conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
-        flags = ACK if number < MAX_INBOUND_STREAMS else RST
-        assert sent(conn) == encode(WINDOW_UPDATE, flags, stream_id, 0)
-        conn.accept_stream()
-    conn, _ = inbound()
-    for number in range(MAX_WAITING_STREAMS + 1):
-        stream_id = 2 * number + 1
-        conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
-        flags = ACK if number < MAX_WAITING_STREAMS else RST
-        assert sent(conn) == encode(WINDOW_UPDATE, flags, stream_id, 0)
+    for most, is_taken_up in ((MAX_INBOUND_STREAMS, True), (MAX_WAITING_STREAMS, False)):
+        conn, _ = inbound()
+        for number in range(most + 1):
+            stream_id = 2 * number + 1
+            conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
+            assert sent(conn) == encode(WINDOW_UPDATE, ACK if number < most else RST, stream_id, 0)
+            if is_taken_up:
+                conn.accept_stream()
 
 
 def test_the_stream_with_most_unread_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
