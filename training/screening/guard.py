@@ -143,13 +143,14 @@ class Guard(ScreeningRule):
     def _compare(self, partner: Partner, verdict: Accept, before: float, after: float) -> Verdict:
         """Return the verdict, or less of the contribution, if its mean costs too much."""
         self._losses = before, after
-        if after - before <= self._allowed(partner, verdict, before, after):
+        allowed = self._allowed(partner, verdict, before, after)
+        if after - before <= allowed:
             return self._as_newcomer(partner, verdict, after)
         if all(partner.everybody["astray"][-MAX_APART:]) and len(partner.everybody["astray"]) >= MAX_APART:
             of_partner = partner.evaluate(1.0)
             if of_partner is not None and of_partner <= before:
                 return Accept(1.0)
-        may_cost = 0.0 if partner.shares_text else HALF * self._allowed(partner, verdict, before, after)
+        may_cost = 0.0 if partner.shares_text else HALF * allowed
         for _ in range(1 if partner.shares_text else MAX_HALVINGS):
             verdict = replace(verdict, clip=HALF * verdict.clip)
             tried = partner.evaluate(verdict.shares[1])
