@@ -10,23 +10,21 @@ it, the inner steps since its last outer step.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
 import trio
 
-from farandole.protocol.epochs.lease_claims import median_epoch
-from farandole.protocol.epochs.leases import Announce, EpochBegan, Event, Heard, Leases, Left, Output, Ticked, news
+from farandole.protocol.epochs.lease_claims import Standing, median_epoch
+from farandole.protocol.epochs.leases import Leases, Output
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.slices import parts
 from farandole.protocol.state.believing import Acquaintance
 from farandole.protocol.state.entries import Beat, Kind, Lease
 from farandole.protocol.trainer import trainer_messages as messages
 
-from ..base.driver import Driver
 from ..state.gossip import GossipService
 from ..state.membership import Membership
 from ..state.store import Store, StoreError
@@ -39,7 +37,6 @@ TICK_SECONDS: Final = 1.0
 # The run state keeps the same for an hour; this is for runs from which all nodes have been away for longer.
 SAVE_SECONDS: Final = 10.0
 LEASES_FACT: Final = "leases"
-SALT_BYTES: Final = 16
 
 _Saved = tuple[bytes, list[tuple[int, Lease]]]
 """The hash of the text, and what `Leases.saved` gave."""
@@ -67,10 +64,8 @@ class LeaseService:
         self._journal = journal
         self._membership = membership
         self._leases: Leases | None = None
-        self._driver = Driver[Event, Output](self._carry_out)
         self._send: Callable[[messages.DrawSlices], None] | None = None
-        self._seen: dict[tuple[bytes, int], int] = {}
-        self._unsaid: deque[Announce] = deque()
+        self._unsaid: deque[tuple[int, Lease]] = deque()
         self._acquaintance = Acquaintance()
         self._restored: _Saved | None = None
         self._saved_at = 0.0
@@ -117,7 +112,8 @@ class LeaseService:
 
     async def leave(self) -> None:
         """Give the leases back to the run, so that a next life has none of them."""
-        self._driver.handle(Left())
+        if self._leases is not None:
+            self._carry_out(self._leases.leave())
         await self._say()
         await self._save()
 
@@ -126,15 +122,15 @@ class LeaseService:
     def begin(self, prepared: messages.Prepared, send: Callable[[messages.DrawSlices], None]) -> None:
         """Start with a ready trainer. One without slices holds a stage that draws none: the leases are given back."""
         if not prepared.num_slices:
-            self._driver.handle(Left())
+            if self._leases is not None:
+                self._carry_out(self._leases.leave())
             self._leases = None
-            self._driver.end()
             return
         leases = self._leases
         if leases is None or (leases.corpus, leases.sections.num_slices) != (prepared.corpus, prepared.num_slices):
             leases = self._begin_leases(prepared.corpus, prepared.num_slices)
         self._send = send
-        self._carry_out(leases.assignment())
+        self._carry_out([leases.assignment()])
 
     def _begin_leases(self, corpus: bytes, num_slices: int) -> Leases:
         self._leases = leases = Leases(
@@ -143,16 +139,12 @@ class LeaseService:
             num_slices,
             self._manifest.data.epochs,
             exchange_seconds=self._manifest.rounds.exchange_seconds,
-            salt=os.urandom(SALT_BYTES),
         )
-        self._driver.begin(leases)
         self._go_on_from_start(leases)
         if self._restored is not None and self._restored[0] == corpus:
             for index, lease in self._restored[1]:
-                self._driver.handle(Heard(self._author, index, lease))
-        self._seen.clear()
-        for event in news(self._state, self._seen):
-            self._driver.handle(event)
+                leases.hear(self._author, index, lease)
+        leases.follow(self._state)
         return leases
 
     def _go_on_from_start(self, leases: Leases) -> None:
@@ -166,7 +158,7 @@ class LeaseService:
             return
         done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
         for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
-            self._driver.handle(Heard(self._author, index, lease))
+            leases.hear(self._author, index, lease)
         if self._restored is None:  # an earlier life of this run is further
             share = leases.done.count / leases.sections.num_slices
             where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
@@ -175,7 +167,8 @@ class LeaseService:
     def trained(self, report: messages.SlicesTrained) -> None:
         """Note that the trainer has trained on slices."""
         logger.debug("trained on slices of epoch %d: %s", report.epoch, report.ranges)
-        self._driver.handle(report)
+        if self._leases is not None:
+            self._leases.trained(report, trio.current_time())
 
     def end(self) -> None:
         """Note that the trainer is gone."""
@@ -184,9 +177,7 @@ class LeaseService:
     # The machine
 
     def _tick(self, leases: Leases) -> None:
-        for event in news(self._state, self._seen):
-            if event.author != self._author:
-                self._driver.handle(event)
+        leases.follow(self._state)
         origins = self._membership.origins()  # the live members that draw data, and what weighs their claims
         found = ((author, self._state.payload(author, Beat)) for author in origins)
         beats = {author: beat for author, beat in found if beat is not None}
@@ -194,32 +185,30 @@ class LeaseService:
         partners = {author: beat.partner for author, beat in beats.items()}
         proven = self._acquaintance.proven(self._membership.partners.keys, partners)
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
-        num_strangers = len(leases.strangers)
-        self._driver.handle(Ticked(origins, self._gossip.liveness.period, proven, speeds))
+        num_strangers, epoch = len(leases.strangers), leases.epoch
+        standing = Standing(origins, proven, speeds, self._gossip.liveness.period)
+        self._carry_out(leases.tick(standing, trio.current_time()))
         if leases.is_over:
             self.over.set()
+        elif leases.epoch != epoch:
+            self._journal.say(f"epoch {leases.epoch + 1} of {leases.num_epochs} begins")
         if len(leases.strangers) > num_strangers:
             self._journal.warn(
                 f"{len(leases.strangers)} of {len(origins)} other nodes train on another text than this one, and "
                 "share no slices with it: all should name the same files or folders with --data"
             )
 
-    def _carry_out(self, output: Output) -> None:
-        match output:
-            case Announce():
+    def _carry_out(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            if not isinstance(output, messages.DrawSlices):
                 self._unsaid.append(output)
-            case messages.DrawSlices():
-                if self._send is not None:
-                    self._send(output)
-            case EpochBegan(epoch):
-                if epoch < self._manifest.data.epochs:
-                    self._journal.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")
+            elif self._send is not None:
+                self._send(output)
 
     async def _say(self) -> None:
         """Publish in order, since `leave` may be called while `run` is publishing."""
         while self._unsaid:
-            announce = self._unsaid.popleft()
-            await self._gossip.publish(Kind.LEASE, announce.index, announce.lease)
+            await self._gossip.publish(Kind.LEASE, *self._unsaid.popleft())
 
     async def _save(self) -> None:
         if self._leases is None:

@@ -14,25 +14,20 @@ author holds what it may have done since its first lease was heard of.
 
 *Bits*, of all sections that are done, count if most of the live proven members set them.
 
-*The sample.* `SAMPLE_SHARE` of each epoch is trained again, split among the nodes. Each node draws its own part, and no
-other node knows which it is.
-
 What a liar gains: without exchanges, nothing; with exchanges, the work of `FASTEST_RATIO` usual nodes; with most of the
 members that a node has met, everything. Sans-IO.
 """
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..run.slices import DoneSlices, part_mask, said_by
+from ..run.slices import DoneSlices, Sections, part_mask, said_by
 from ..state.entries import Kind, Lease, LeasedSlices
 from ..state.state import RunState
-from ..wire.identity import framed
 
 # A data-centre GPU is about a hundred times as fast as a laptop, so this hurts no honest node.
 FASTEST_RATIO = 128.0
@@ -43,8 +38,6 @@ SIGNED_SLACK = 4.0
 BUCKET_SECONDS = 180.0
 # Proven members, or all live ones if they are fewer, that must be live before a node follows their majority.
 QUORUM = 3
-# Share of an epoch that all nodes together sample: its cost, in passes over the data.
-SAMPLE_SHARE = 0.01
 # A lease has at most 1/16 of an epoch's sections: with two leases, a peer can keep an eighth from the others.
 MAX_SHARE = 16
 # Unfinished leases of one node: the one that it works on, and the next.
@@ -52,6 +45,12 @@ MAX_UNFINISHED = 2
 # Leases that an author claims to have done and that are not believed yet: two entries' worth. Older ones wait for its
 # bits.
 MAX_OWED = 16
+# Time until a lease has reached all nodes: some pushes of the run state, at most a second apart.
+SETTLE_SECONDS = 5.0
+# A lease is work for this number of heartbeat periods, so its entries add little traffic to the heartbeats. It is work
+# for at least `MIN_LEASE_SECONDS`, since the next lease has to settle in this time.
+LEASE_PERIODS = 6.0
+MIN_LEASE_SECONDS = 3 * SETTLE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,18 @@ class Standing:
     live: frozenset[bytes] = frozenset()
     """The other nodes that draw data."""
     proven: frozenset[bytes] = frozenset()
+    """Authors whose claims count (`farandole.protocol.state.believing`), live or not."""
     signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
     """Speeds of live members, as each signs its own."""
+    period: float = 10.0
+    """Seconds between heartbeats."""
     own_speed: float | None = None
     """As measured here; None: not known yet."""
-    lease_seconds: float = 60.0
-    """Time that the work of a lease takes."""
+
+    @property
+    def lease_seconds(self) -> float:
+        """Time that the work of a lease takes."""
+        return max(MIN_LEASE_SECONDS, LEASE_PERIODS * self.period)
 
     @property
     def voters(self) -> frozenset[bytes]:
@@ -107,16 +112,12 @@ class Claimant:
 
 
 class Claims:
-    """The claims of other authors about an epoch. The believed ones go into ``done``.
+    """The claims of other authors about an epoch. The believed ones go into ``done``."""
 
-    ``salt``: random bytes that place the sample and that no other node knows; empty: there is no sample.
-    """
-
-    def __init__(self, done: DoneSlices, salt: bytes = b"") -> None:
-        self._sample = range(0)  # slices about which this node believes no author
-        self._salt = salt
-        self._done = done
-        self._sections = done.sections
+    def __init__(self, sections: Sections) -> None:
+        self.done = DoneSlices(sections)
+        """Slices that this node believes to be done."""
+        self._sections = sections
         self._claimants: dict[bytes, Claimant] = {}
         self._has_news = False
         self._voters: frozenset[bytes] = frozenset()
@@ -166,13 +167,6 @@ class Claims:
 
     def believe(self, standing: Standing, seconds: float) -> None:
         """Add to ``done`` what counts by now, ``seconds`` after the last call."""
-        if standing.live and self._salt:
-            # This node's part of the sample: consecutive sections, so that they fit into one lease or two.
-            if count := int(SAMPLE_SHARE * self._sections.count / (len(standing.live) + 1)):
-                digest = hashlib.sha256(framed(b"farandole/sample/1", self._salt)).digest()
-                first = int.from_bytes(digest[:8], "big") % (self._sections.count - count + 1)
-                self._sample = range(self._sections.begin(first), self._sections.end(first + count - 1))
-            self._salt = b""
         fastest = standing.fastest
         for author, claimant in self._claimants.items():
             speed = standing.speed(author, fastest)
@@ -181,54 +175,44 @@ class Claims:
             if author in standing.proven:
                 # A slice that is done already costs nothing.
                 for first, end in list(claimant.owed.items()):
-                    unpaid = [part for part in self._without_sample(first, end) if not self._pay(claimant, *part)]
-                    if not unpaid:
+                    if self._pay(claimant, first, end):
                         del claimant.owed[first]
         voters = standing.voters
         if (self._has_news or voters != self._voters) and standing.has_quorum:
             self._has_news, self._voters = False, voters
             told = [self._claimants[author].told for author in voters if author in self._claimants]
-            believed = said_by(told, len(voters) // 2 + 1)
-            self._done.add_sections(believed & ~self._sections.mask(self._sample.start, self._sample.stop))
+            self.done.add_sections(said_by(told, len(voters) // 2 + 1))
 
     def _pay(self, claimant: Claimant, first: int, end: int) -> bool:
         """Pay for the slices from ``first`` to ``end``; return whether all of them count now.
 
         What precedes them in their section counts with them (`DoneSlices.add_lease`), so it is paid as well.
         """
-        start = self._done.next(self._sections.begin(self._sections.of(first)))
+        start = self.done.next(self._sections.begin(self._sections.of(first)))
         while start < end:
             stop = min(end, start + int(claimant.credit))
             if start == stop:
                 return False
             claimant.credit -= stop - start
-            self._done.add_lease(start, stop)
-            start = self._done.next(stop)
+            self.done.add_lease(start, stop)
+            start = self.done.next(stop)
         return True
-
-    def _without_sample(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        if not self._sample:
-            yield first, end
-            return
-        for a, b in ((first, min(end, self._sample.start)), (max(first, self._sample.stop), end)):
-            if a < b:
-                yield a, b
 
     # Where to lease
 
     @property
     def doubted(self) -> int:
-        """The sections that any author claims to be done, believed or not, without the sample."""
+        """The sections that any author claims to be done, believed or not."""
         return self.claimed(self._claimants)
 
     def claimed(self, authors: Iterable[bytes]) -> int:
-        """Return the sections that any of ``authors`` claims to be done, without the sample."""
+        """Return the sections that any of ``authors`` claims to be done."""
         mask = 0
         for claimant in (self._claimants[author] for author in authors if author in self._claimants):
             mask |= claimant.told
             for first, end in claimant.owed.items():
                 mask |= self._sections.mask(first, end)
-        return mask & ~self._sections.mask(self._sample.start, self._sample.stop)
+        return mask
 
     def held(self, live: frozenset[bytes], overdue: frozenset[bytes]) -> Iterator[tuple[bytes, Claimant]]:
         """Yield the authors whose leases count, with their claims."""

@@ -21,106 +21,24 @@ members report, and does not take it for certain. The others wait for an unfinis
 then they do its work, like the backup tasks of MapReduce (Dean and Ghemawat, 2004). A node gives way to one author once
 in `GIVE_WAY_SECONDS`, so keys that were chosen for their hashes do not drive it from place to place.
 
-Sans-IO: `handle(event, now)`, with `Ticked` about once a second.
+Sans-IO: `Leases.tick`, about once a second, returns what to publish and what to train on.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from ..run.slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
 from ..state.entries import Kind, Lease, LeasedSlices
 from ..state.state import RunState
 from ..trainer.trainer_messages import DrawSlices, SlicesTrained
 from ..wire.identity import framed
-from .lease_claims import MAX_SHARE, MAX_UNFINISHED, Claimant, Claims, EpochVote, Standing, max_sections
+from .lease_claims import MAX_SHARE, MAX_UNFINISHED, SETTLE_SECONDS, Claimant, Claims, EpochVote, Standing, max_sections
 
-# Events and outputs of `farandole.protocol.epochs.leases`.
-#
-# The trainer's reports and the instructions what to draw are the messages of
-# `farandole.protocol.trainer.trainer_messages`.
-
-# Events
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A new entry of the run state, by any author, including this node in an earlier life."""
-
-    author: bytes
-    index: int
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The run state has no lease entries of this author any more: it has been away for a long time."""
-
-    author: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """About a second has passed."""
-
-    live: frozenset[bytes]
-    """The live members that draw data, this node excluded."""
-    period: float
-    """Seconds between heartbeats."""
-    proven: frozenset[bytes] = frozenset()
-    """Authors whose claims count (`farandole.protocol.state.believing`), live or not."""
-    signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
-    """Speeds of live members in slices per second, as each signs its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Event: this node stops training."""
-
-
-Event = Heard | Forgotten | SlicesTrained | Ticked | Left
-
-
-# Outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Output: write this entry to the run state."""
-
-    index: int
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class EpochBegan:
-    """Output: an epoch began. If ``epoch`` is the run's number of epochs, the last one is over instead."""
-
-    epoch: int
-
-
-Output = Announce | DrawSlices | EpochBegan
-
-
-def news(state: RunState, seen: dict[tuple[bytes, int], int]) -> Iterator[Heard | Forgotten]:
-    """Yield the lease entries that ``seen`` (author and slot -> tick) lacks, and the authors without entries now."""
-    there: set[tuple[bytes, int]] = set()
-    for entry in state.entries(Kind.LEASE):
-        slot = entry.author, entry.index
-        there.add(slot)
-        if seen.get(slot) != entry.tick:
-            seen[slot] = entry.tick
-            yield Heard(entry.author, entry.index, entry.payload)
-    if len(there) == len(seen):
-        return
-    gone = seen.keys() - there
-    for slot in gone:
-        del seen[slot]
-    for author in {author for author, _ in gone} - {author for author, _ in there}:
-        yield Forgotten(author)
-
+Output = tuple[int, Lease] | DrawSlices
+"""An entry to publish, after the index of its slot, or what the trainer draws from now on."""
 
 # Measure a node's training speed.
 
@@ -161,12 +79,6 @@ class Pace:
             self._seconds, self._count = self._seconds / 2, self._count / 2
 
 
-# Time until a lease has reached all nodes: some pushes of the run state, at most a second apart.
-SETTLE_SECONDS = 5.0
-# A lease is work for this number of heartbeat periods, so its entries add little traffic to the heartbeats. It is work
-# for at least `MIN_LEASE_SECONDS`, since the next lease has to settle in this time.
-LEASE_PERIODS = 6.0
-MIN_LEASE_SECONDS = 3 * SETTLE_SECONDS
 # The next lease is claimed when the work left is for less than this.
 CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
 # Finished leases that are still announced; older ones are in the bits.
@@ -197,7 +109,6 @@ class _OwnLease:
 class _Epoch:
     """State of one epoch, forgotten with it."""
 
-    done: DoneSlices
     claims: Claims
     own: list[_OwnLease] = field(default_factory=list)
     finished: list[LeasedSlices] = field(default_factory=list)
@@ -224,84 +135,99 @@ class _Announced:
 
 
 class Leases:
-    """One node's leases.
-
-    ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest. ``salt``: 16 random bytes that no other node
-    knows; empty: this node trains no sample of what others have done.
-    """
+    """One node's leases. ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest."""
 
     def __init__(
-        self,
-        author: bytes,
-        corpus: bytes,
-        num_slices: int,
-        num_epochs: int,
-        *,
-        exchange_seconds: float = 0.0,
-        salt: bytes = b"",
+        self, author: bytes, corpus: bytes, num_slices: int, num_epochs: int, *, exchange_seconds: float = 0.0
     ) -> None:
         self.corpus = corpus
         self.num_epochs = num_epochs
         self.epoch = 0
+        """The current epoch; ``num_epochs`` if the last one is over."""
         self.sections = Sections(num_slices)
         self._author = author
         self._exchange_seconds = exchange_seconds
+        self._seen: dict[tuple[bytes, int], int] = {}  # author and slot -> tick of the entry heard last
         self._heard: dict[bytes, dict[int, Lease]] = {}
         self._corpora: dict[bytes, bytes] = {}  # authors with another text
         self._standing = Standing()
-        self._salt = salt
         self._vote = EpochVote()
-        self._period = 10.0
         self._ticked_at: float | None = None
         self._has_left = False
         self._pace = Pace()
         self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
         self._announced = _Announced()
-        self._current = self._epoch_of()
-
-    def _epoch_of(self) -> _Epoch:
-        done = DoneSlices(self.sections)
-        return _Epoch(done, Claims(done, self._salt and self._salt + self.epoch.to_bytes(4, "big")))
+        self._current = _Epoch(Claims(self.sections))
 
     @property
     def done(self) -> DoneSlices:
         """Slices of the current epoch that any node has done, as far as this node believes it."""
-        return self._current.done
+        return self._current.claims.done
 
     @property
     def num_doubted(self) -> int:
         """Number of slices that others claim to be done and this node does not believe; whole sections."""
         return (self._current.claims.doubted & ~self.done.whole).bit_count() * self.sections.size
 
-    def handle(self, event: Event, now: float) -> list[Output]:
-        """Handle an event, and return what to do now."""
-        match event:
-            case Heard(author, index, lease):
-                self._hear(author, index, lease)
-            case Forgotten(author):
-                self._heard.pop(author, None)
-                self._corpora.pop(author, None)
-                self._current.claims.forget(author)
-            case SlicesTrained(epoch, ranges) if epoch == self.epoch:
-                self._vote.is_new = False
-                for first, count in ranges:
-                    for index in range(first, first + count):
-                        self.done.add(index)
-                    self._pace.note(count, now)
-            case Ticked(live, period, proven, speeds):
-                self._period = period
-                pace = self._pace.slices_per_second
-                self._standing = Standing(live, proven, speeds, pace, self._lease_seconds)
-                return [] if self._has_left else list(self._tick(now))
-            case Left():  # release the slices that are not done
-                self._has_left = True
-                for own in self._current.own:
-                    self._put_aside(own.first, min(self.done.next(own.first), own.end))
-                self._current.own.clear()
-                parts_done = list(self._announce_parts(is_old=False))
-                del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
-                return [*parts_done, Announce(0, self._entry())]
-        return []
+    # What is heard
+
+    def follow(self, state: RunState) -> None:
+        """Hear the lease entries that are new in the run state, at first this node's own of an earlier life as well."""
+        is_first = self._ticked_at is None
+        gone = set(self._seen)
+        for entry in state.entries(Kind.LEASE):
+            slot = entry.author, entry.index
+            gone.discard(slot)
+            if self._seen.get(slot) != entry.tick:
+                self._seen[slot] = entry.tick
+                if is_first or entry.author != self._author:
+                    self.hear(entry.author, entry.index, entry.payload)
+        for slot in gone:
+            del self._seen[slot]
+        for author in {author for author, _ in gone} - {author for author, _ in self._seen}:
+            self._heard.pop(author, None)
+            self._corpora.pop(author, None)
+            self._current.claims.forget(author)
+
+    def hear(self, author: bytes, index: int, lease: Lease) -> None:
+        """Take in an entry of any author, including this node in an earlier life."""
+        if lease.corpus != self.corpus:
+            if author != self._author and index == 0:
+                self._corpora[author] = lease.corpus
+            return
+        self._corpora.pop(author, None)
+        self._heard.setdefault(author, {})[index] = lease
+        if lease.epoch == self.epoch:
+            self._take_in(author, index, lease)
+        elif lease.epoch > self.epoch and author != self._author:
+            self._current.claims.release(author)
+        elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
+            self._vote.is_new = False
+            self._begin_epoch(lease.epoch)
+
+    def trained(self, report: SlicesTrained, now: float) -> None:
+        """Note the slices that this node's trainer has trained on."""
+        if report.epoch == self.epoch:
+            self._vote.is_new = False
+            for first, count in report.ranges:
+                for index in range(first, first + count):
+                    self.done.add(index)
+                self._pace.note(count, now)
+
+    def leave(self) -> list[Output]:
+        """Release the slices that are not done; return what to publish. There are no leases from now on."""
+        self._has_left = True
+        for own in self._current.own:
+            self._put_aside(own.first, min(self.done.next(own.first), own.end))
+        self._current.own.clear()
+        parts_done = list(self._announce_parts(is_old=False))
+        del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
+        return [*parts_done, (0, self._entry())]
+
+    def tick(self, standing: Standing, now: float) -> list[Output]:
+        """Decide what to lease, about once a second. ``standing``: of others; ``own_speed`` is set here."""
+        self._standing = replace(standing, own_speed=self._pace.slices_per_second)
+        return [] if self._has_left else list(self._tick(now))
 
     # For people
 
@@ -326,28 +252,7 @@ class Leases:
     @property
     def patience(self) -> float:
         """Seconds that this node waits, with nothing left to lease, for the holders of the rest."""
-        return 2 * self._lease_seconds + 2 * self._exchange_seconds
-
-    @property
-    def _lease_seconds(self) -> float:
-        return max(MIN_LEASE_SECONDS, LEASE_PERIODS * self._period)
-
-    # Claims of others
-
-    def _hear(self, author: bytes, index: int, lease: Lease) -> None:
-        if lease.corpus != self.corpus:
-            if author != self._author and index == 0:
-                self._corpora[author] = lease.corpus
-            return
-        self._corpora.pop(author, None)
-        self._heard.setdefault(author, {})[index] = lease
-        if lease.epoch == self.epoch:
-            self._take_in(author, index, lease)
-        elif lease.epoch > self.epoch and author != self._author:
-            self._current.claims.release(author)
-        elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
-            self._vote.is_new = False
-            self._begin_epoch(lease.epoch)
+        return 2 * self._standing.lease_seconds + 2 * self._exchange_seconds
 
     def _take_in(self, author: bytes, index: int, lease: Lease) -> None:
         if author != self._author:
@@ -385,7 +290,7 @@ class Leases:
             if not self._left(lease):
                 self._current.own.remove(lease)
                 self._put_aside(lease.first, lease.end)
-        yield from self._follow_epoch(now)
+        self._follow_epoch(now)
         if not self.is_over:
             self._give_way(now)
             self._trim()
@@ -393,7 +298,7 @@ class Leases:
         yield from self._assign(now)
         yield from self._announce(now)
 
-    def _follow_epoch(self, now: float) -> Iterator[Output]:
+    def _follow_epoch(self, now: float) -> None:
         """Begin the next epoch when all is done and the others have heard of it, or else the others' epoch."""
         said = {author: entries[0].epoch for author, entries in self._heard.items() if 0 in entries}
         epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
@@ -404,12 +309,11 @@ class Leases:
                 epoch += 1
         if epoch != self.epoch:
             self._begin_epoch(epoch)
-            yield EpochBegan(epoch)
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self._announced.is_outdated = True
-        self._current = self._epoch_of()
+        self._current = _Epoch(Claims(self.sections))
         for author, entries in self._heard.items():
             for index, lease in entries.items():
                 if lease.epoch == epoch:
@@ -471,7 +375,7 @@ class Leases:
         pace = self._pace.slices_per_second
         if pace is None:
             return
-        budget = int(2 * self._lease_seconds * pace)
+        budget = int(2 * self._standing.lease_seconds * pace)
         for lease in self._current.own:
             last = self.done.next(lease.first) + budget
             if last < lease.end and (end := self.sections.end(self.sections.of(last))) < lease.end:
@@ -544,7 +448,8 @@ class Leases:
         if pace is None:
             return max(1, min(share, max_sections(self.sections.count)))
         least, most = (
-            -(-int(seconds * pace) // self.sections.size) for seconds in (CLAIM_AHEAD_SECONDS, self._lease_seconds)
+            -(-int(seconds * pace) // self.sections.size)
+            for seconds in (CLAIM_AHEAD_SECONDS, self._standing.lease_seconds)
         )
         return max(1, min(max(share, least), most, max_sections(self.sections.count)))
 
@@ -588,16 +493,16 @@ class Leases:
         lease = self._entry()
         announced = self._announced
         age = now - announced.at
-        is_due = announced.is_outdated or age >= max(self._period, MIN_ANNOUNCE_SECONDS)
+        is_due = announced.is_outdated or age >= max(self._standing.period, MIN_ANNOUNCE_SECONDS)
         if (is_due and lease != announced.lease) or age >= MAX_REFRESH_SECONDS:
             announced.lease, announced.at, announced.is_outdated = lease, now, False
-            yield Announce(0, lease)
+            yield 0, lease
 
     def _announce_parts(self, *, is_old: bool) -> Iterator[Output]:
         for part, raw in enumerate(parts(self.done.whole)):
             if raw and (is_old or raw != self._current.told_parts.get(part)):
                 self._current.told_parts[part] = raw
-                yield Announce(part + 1, Lease(self.epoch, self.corpus, (), raw))
+                yield part + 1, Lease(self.epoch, self.corpus, (), raw)
 
     def _entry(self) -> Lease:
         unfinished = tuple(

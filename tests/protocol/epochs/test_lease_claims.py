@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from farandole.protocol.epochs.lease_claims import (
     BUCKET_SECONDS,
     FASTEST_RATIO,
-    SAMPLE_SHARE,
     SIGNED_SLACK,
     Claims,
     EpochProgress,
@@ -36,9 +35,9 @@ STANDING = Standing(
 )
 
 
-def claims_of(salt: bytes = b"") -> tuple[Claims, DoneSlices]:
-    done = DoneSlices(SECTIONS)
-    return Claims(done, salt), done
+def claims_of() -> tuple[Claims, DoneSlices]:
+    claims = Claims(SECTIONS)
+    return claims, claims.done
 
 
 def finished(number: int, count: int = 6_000) -> tuple[LeasedSlices, ...]:
@@ -177,29 +176,11 @@ def test_ghosts_hold_less_than_half_of_an_epoch_together() -> None:
 
 
 def test_a_gpu_holds_what_it_trains_on_in_time() -> None:
-    standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 50.0}, lease_seconds=60.0)
+    standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 50.0}, period=10.0)
     claims, _ = claims_of()
     claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 6_000), LeasedSlices(6_000, 6_000))), standing)
     [(_, claimant)] = claims.held(standing.live, frozenset())
     assert claimant.mask == SECTIONS.mask(0, 12_000)
-
-
-def test_a_sample_is_trained_again_whatever_all_say() -> None:
-    claims, done = claims_of(b"salt of this node")
-    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(99_990, 10), *finished(7))), STANDING)
-    pass_time(claims, 3_000)
-    for author in (BOB, CAROL, DAVE):
-        for index, lease in bits(SECTIONS.all):
-            claims.hear(author, index, lease, STANDING)
-    pass_time(claims, 1)
-    left = SECTIONS.count - done.whole.bit_count()
-    assert left == int(SECTIONS.count * SAMPLE_SHARE / 5)
-    other, other_done = claims_of(b"another one's")
-    for author in (BOB, CAROL, DAVE):
-        for index, lease in bits(SECTIONS.all):
-            other.hear(author, index, lease, STANDING)
-    pass_time(other, 1)
-    assert other_done.whole != done.whole
 
 
 @given(st.lists(st.integers(0, 255), max_size=9), st.integers(1, 10))

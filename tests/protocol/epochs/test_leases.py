@@ -6,18 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from farandole.protocol.epochs.lease_claims import MAX_SHARE
+from farandole.protocol.epochs.lease_claims import MAX_SHARE, SETTLE_SECONDS, Standing
 from farandole.protocol.epochs.leases import (
     ASLEEP_SECONDS,
-    SETTLE_SECONDS,
-    Announce,
-    EpochBegan,
-    Event,
-    Heard,
     Leases,
-    Left,
     Output,
-    Ticked,
 )
 from farandole.protocol.run.slices import parts
 from farandole.protocol.state.entries import Lease, LeasedSlices
@@ -48,27 +41,24 @@ class Node:
         self.epochs: list[int] = []
         self.trained: set[tuple[int, int]] = set()
 
-    def handle(self, event: Event) -> list[Output]:
-        outputs = self.leases.handle(event, self.now)
+    def take(self, outputs: list[Output]) -> None:
         for output in outputs:
-            match output:
-                case Announce(index, lease):
-                    self.entries[index] = lease
-                case DrawSlices():
-                    self.assigned = output
-                case EpochBegan(epoch):
-                    self.epochs.append(epoch)
-        return outputs
+            if isinstance(output, DrawSlices):
+                self.assigned = output
+            else:
+                self.entries[output[0]] = output[1]
 
     def tick(self, seconds: float = 0.0) -> None:
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            self.handle(Ticked(self.live, PERIOD, self.proven, self.speeds))
-        self.handle(Ticked(self.live, PERIOD, self.proven, self.speeds))
+        for second in range(int(seconds) + 1):
+            self.now += bool(second)
+            epoch = self.leases.epoch
+            self.take(self.leases.tick(Standing(self.live, self.proven, self.speeds, PERIOD), self.now))
+            if self.leases.epoch != epoch:
+                self.epochs.append(self.leases.epoch)
 
     def hear(self, author: bytes, *entries: tuple[int, Lease]) -> None:
         for index, lease in entries:
-            self.handle(Heard(author, index, lease))
+            self.leases.hear(author, index, lease)
 
     @property
     def slices(self) -> set[int]:
@@ -90,7 +80,7 @@ class Node:
     def train(self, count: int = NUM_SLICES) -> set[int]:
         trained = sorted(self.slices)[:count]
         self.trained |= {(self.leases.epoch, index) for index in trained}
-        self.handle(SlicesTrained(self.leases.epoch, [(index, 1) for index in trained]))
+        self.leases.trained(SlicesTrained(self.leases.epoch, [(index, 1) for index in trained]), self.now)
         return set(trained)
 
 
@@ -152,12 +142,12 @@ def test_who_leaves_gives_back_what_it_has_not_done() -> None:
     alice = Node()
     alice.tick(SETTLE_SECONDS)
     done = alice.train(4)
-    alice.handle(Left())
+    alice.take(alice.leases.leave())
     assert alice.leased == set()
     said = {index for lease in alice.entries[0].leases for index in range(lease.first, lease.first + lease.done)}
     assert said == done
     assert alice.leases.num_leased == 0
-    assert alice.handle(Ticked(frozenset(), PERIOD)) == []
+    assert alice.leases.tick(Standing(), alice.now) == []
 
 
 def test_who_comes_back_goes_on_where_it_was() -> None:

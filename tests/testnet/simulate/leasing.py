@@ -11,7 +11,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from farandole.protocol.epochs.leases import Announce, Event, Leases, Left, Ticked, news
+from farandole.protocol.epochs.lease_claims import Standing
+from farandole.protocol.epochs.leases import Leases, Output
 from farandole.protocol.state.entries import Kind, Lease
 from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained
 from farandole.testnet.simulate.state import SimulatedNode, World
@@ -27,34 +28,32 @@ class LeasingNode:
     def __init__(self, epochs: Epochs, node: SimulatedNode, pace: float) -> None:
         self.node = node
         self.pace = pace
-        self.leases = Leases(node.author, epochs.corpus, epochs.num_slices, epochs.num_epochs, salt=node.author)
+        self.leases = Leases(node.author, epochs.corpus, epochs.num_slices, epochs.num_epochs)
         self.is_training = True
         """Whether its trainer works; otherwise it leases and never trains."""
         self._epochs = epochs
         self._queue = SliceQueue(epochs.num_slices, epochs.corpus)
         self._credit = 0.0
-        self._seen: dict[tuple[bytes, int], int] = {}
         self._unwritten: dict[int, Lease] = {}
         epochs.world.simulation.call_every(TICK_SECONDS, self._tick)  # while the node lives
 
     def leave(self) -> None:
         """Leave properly: hand the leases over."""
         self._report()
-        self._handle(Left())
+        self._carry_out(self.leases.leave())
         self._write()
 
     def _tick(self) -> bool:
         if not self.node.is_running:
             return False
-        for event in news(self.node.state, self._seen):
-            if event.author != self.node.author:
-                self._handle(event)
+        self.leases.follow(self.node.state)
         self._train()
         self._report()
         liveness = self.node.gossip.liveness
         live = frozenset(liveness.live(self.node.clock.monotonic()))
         speeds = {author: self._epochs.speeds.get(author, 0.0) for author in live}
-        self._handle(Ticked(live, liveness.period, frozenset(self._epochs.proven), speeds))
+        standing = Standing(live, frozenset(self._epochs.proven), speeds, liveness.period)
+        self._carry_out(self.leases.tick(standing, self.node.clock.monotonic()))
         self._write()
         return True
 
@@ -71,15 +70,14 @@ class LeasingNode:
 
     def _report(self) -> None:
         if ranges := self._queue.take_trained():
-            self._handle(SlicesTrained(self._queue.epoch, ranges))
+            self.leases.trained(SlicesTrained(self._queue.epoch, ranges), self.node.clock.monotonic())
 
-    def _handle(self, event: Event) -> None:
-        for output in self.leases.handle(event, self.node.clock.monotonic()):
-            match output:
-                case Announce(index, lease):
-                    self._unwritten[index] = lease
-                case DrawSlices(epoch, ranges):
-                    self._queue.assign(epoch, ranges)
+    def _carry_out(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, DrawSlices):
+                self._queue.assign(output.epoch, output.ranges)
+            else:
+                self._unwritten[output[0]] = output[1]
 
     def _write(self) -> None:
         """Publish the leases that may be written already; only the newest of each slot."""
