@@ -6,7 +6,7 @@ An admission expires after three weeks, and its author's node renews it daily. A
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,7 +26,7 @@ from farandole.protocol.run.invitations import (
 from farandole.protocol.run.roster import Roster
 from farandole.protocol.state.entries import REVOKED_PER_ENTRY, RULES, AdmissionProof, Kind, Revocation
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES, short_name
+from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.messagepack import encode
 
 from ..base.errors import NotAdmittedError
@@ -39,17 +39,17 @@ RENEW_INTERVAL: Final = 86_400.0
 ADMISSION_FACT: Final = "admission"
 # Seats that this node has given away, so that no seat is given to two invites.
 SEATS_FACT: Final = "seats"
-# The keys that the creator has revoked, and those that it has readmitted, in the order of the entries:
-# `REVOKED_PER_ENTRY` places for each. The run state may lag: a slot takes a new entry only every 10 s.
-WORDS_FACT: Final = "words"
+# The creator's revocations as they are published. The run state may lag: a slot takes a new entry only every 10 s.
+REVOCATIONS_FACT: Final = "revocations"
 # Bearer keys of the creator's invites with several, the newest invites: who has an invite's text has all of them.
 BEARERS_FACT: Final = "bearers"
 MAX_INVITES_REMEMBERED: Final = 1_024
 # Between two requests for another witness, after this node's own was revoked.
 WITNESS_INTERVAL: Final = 30.0
-# In the place of a restored key. If the later keys moved up, other nodes could miss one of them until they have all
-# entries.
-NO_KEY: Final = bytes(PUBLIC_KEY_BYTES)
+
+_Words = list[tuple[set[bytes], set[bytes]]]
+"""Revoked and readmitted keys of each entry. A key stays in its entry: if it moved to another one, other nodes could
+miss it until they have both."""
 
 
 class CredentialsError(FarandoleError):
@@ -128,7 +128,9 @@ class Credentials:
                 )
 
         self.gate.on_refused = tell_refusal
-        await self._renew_revoked()  # an earlier life may have ended before the last one could be written
+        if self.is_creator:  # an earlier life may have ended before the last one could be written
+            async with self._lock:
+                await self._publish_words(await self._words())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.gate.run)
             while True:
@@ -190,18 +192,13 @@ class Credentials:
 
     # Revoking
 
-    async def _places(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the revoked and the readmitted keys at their places in the entries; `NO_KEY` where there is none."""
-        raw = await self.store.get_fact(WORDS_FACT)
+    async def _words(self) -> _Words:
+        raw = await self.store.get_fact(REVOCATIONS_FACT)
         if raw is not None:
-            return msgspec.msgpack.decode(raw, type=tuple[list[bytes], list[bytes]])
-        revoked, readmitted = list[bytes](), list[bytes]()
-        for entry in sorted(self.gossip.state.entries(Kind.REVOCATION), key=lambda entry: entry.index):
-            empty = [NO_KEY] * (entry.index * REVOKED_PER_ENTRY - len(revoked))
-            payload = entry.payload
-            revoked += [*empty, *payload.keys, *[NO_KEY] * len(payload.readmitted)]
-            readmitted += [*empty, *[NO_KEY] * len(payload.keys), *payload.readmitted]
-        return revoked, readmitted
+            return msgspec.msgpack.decode(raw, type=_Words)
+        told = {entry.index: entry.payload for entry in self.gossip.state.entries(Kind.REVOCATION)}
+        payloads = (told.get(index, Revocation(())) for index in range(max(told, default=-1) + 1))
+        return [(set(payload.keys), set(payload.readmitted)) for payload in payloads]
 
     async def revoke(self, keys: Iterable[bytes], *, keeps_invites: bool = False) -> list[Revoked]:
         """End these memberships, and the ones that follow from these invites; return how each member came.
@@ -220,63 +217,55 @@ class Credentials:
                 others = frozenset(self.roster.invited_with(key)) - {*ended}
                 told.append(Revoked(key, admission, len(others)))
                 if not keeps_invites:
-                    ended += await self._closing(admission.invitation.bearer)
+                    bearer = admission.invitation.bearer
+                    together = next((each for each in await self._bearers() if bearer in each), [bearer])
+                    ended += [each for each in together if each == bearer or not self.roster.has_admitted(each)]
                     staying |= others
-            revoked, readmitted = await self._places()
-            readmitted = [NO_KEY if key in ended else key for key in readmitted]
-            await self._set_words(revoked, readmitted, dict.fromkeys(ended), sorted(staying))
+            words = await self._words()
+            for _, readmitted in words:
+                readmitted.difference_update(ended)
+            await self._set_words(words, ended, sorted(staying))
         return told
-
-    async def _closing(self, bearer: bytes) -> list[bytes]:
-        """Return the bearers of an invite's text that must be revoked so that it admits nobody any more."""
-        together = next((bearers for bearers in await self._bearers() if bearer in bearers), [bearer])
-        return [each for each in together if each == bearer or not self.roster.has_admitted(each)]
 
     async def restore(self, keys: Iterable[bytes]) -> None:
         """Undo `revoke` for these keys; a member is in again whatever else keeps it out. Raises as `revoke` does."""
         self._require_creator()
         async with self._lock:
-            restored = frozenset(keys)
-            before, readmitted = await self._places()
-            revoked = [NO_KEY if key in restored else key for key in before]
-            kept_out = [key for key in sorted(restored) if key not in before or self._is_kept_out(key, revoked)]
-            await self._set_words(revoked, readmitted, [], kept_out)
-
-    def _is_kept_out(self, member: bytes, revoked: Iterable[bytes]) -> bool:
-        admission = self.roster.latest_admission(member)
-        return admission is not None and not admission.keys.isdisjoint(revoked)
+            words, restored = await self._words(), frozenset(keys)
+            revoked = frozenset().union(*(entry[0] for entry in words))
+            for entry in words:
+                entry[0].difference_update(restored)
+            to_readmit = []
+            for key in sorted(restored):
+                admission = self.roster.latest_admission(key)
+                is_kept_out = admission is not None and not admission.keys.isdisjoint(revoked - restored)
+                if is_kept_out or key not in revoked:
+                    to_readmit.append(key)
+            await self._set_words(words, [], to_readmit)
 
     def _require_creator(self) -> None:
         if not self.is_creator:
             raise CredentialsError("only the run's creator can do this: run it where the creator's node runs")
 
-    async def _renew_revoked(self) -> None:
-        if self.is_creator:
-            async with self._lock:
-                await self._publish_words(*await self._places())
-
-    async def _set_words(
-        self, revoked: list[bytes], readmitted: list[bytes], to_revoke: Iterable[bytes], to_readmit: Iterable[bytes]
-    ) -> None:
-        """Add keys at free places, and publish. Raises `CredentialsError` if there are too few, and `StoreError`."""
-        for wanted, places, others in ((to_revoke, revoked, readmitted), (to_readmit, readmitted, revoked)):
+    async def _set_words(self, words: _Words, to_revoke: Iterable[bytes], to_readmit: Iterable[bytes]) -> None:
+        """Add keys where there is room, and publish. Raises `CredentialsError` if there is none, and `StoreError`."""
+        for wanted, which in ((to_revoke, 0), (to_readmit, 1)):
             for key in wanted:
-                if key in places:
+                if any(key in entry[which] for entry in words):
                     continue
-                free = (at for at, pair in enumerate(zip(places, others, strict=True)) if pair == (NO_KEY, NO_KEY))
-                at = next(free, len(places))
-                places[at : at + 1] = [key]
-                others[at:at] = [NO_KEY] if len(others) < len(places) else []
-        num_places = RULES[Kind.REVOCATION].slots * REVOKED_PER_ENTRY
-        if len(revoked) > num_places:
+                room = next((entry for entry in words if len(entry[0]) + len(entry[1]) < REVOKED_PER_ENTRY), None)
+                if room is None:
+                    room = set(), set()
+                    words.append(room)
+                room[which].add(key)
+        num_slots = RULES[Kind.REVOCATION].slots
+        if len(words) > num_slots:
+            num_places = num_slots * REVOKED_PER_ENTRY
             raise CredentialsError(f"a run has room for {num_places} revoked keys: restore some that have expired")
-        await self.store.put_fact(WORDS_FACT, encode((revoked, readmitted)))
-        await self._publish_words(revoked, readmitted)
+        await self.store.put_fact(REVOCATIONS_FACT, encode(words))
+        await self._publish_words(words)
 
-    async def _publish_words(self, revoked: Sequence[bytes], readmitted: Sequence[bytes]) -> None:
-        told = {entry.index for entry in self.gossip.state.entries(Kind.REVOCATION)}
-        for index in range(RULES[Kind.REVOCATION].slots):
-            part = slice(index * REVOKED_PER_ENTRY, (index + 1) * REVOKED_PER_ENTRY)
-            if revoked[part] or index in told:
-                words = (tuple(sorted({*places[part]} - {NO_KEY})) for places in (revoked, readmitted))
-                await self.gossip.publish(Kind.REVOCATION, index, Revocation(*words))
+    async def _publish_words(self, words: _Words) -> None:
+        for index, (revoked, readmitted) in enumerate(words):
+            payload = Revocation(tuple(sorted(revoked)), tuple(sorted(readmitted)))
+            await self.gossip.publish(Kind.REVOCATION, index, payload)
