@@ -85,7 +85,7 @@ class Worker:
 
 
 class ActivationLink:
-    """Carries a `Link`. ``on_event`` is called with each event, and if that begins data, it calls ``link.place``.
+    """Carries a `Link`. ``on_event`` is called with each event, and copies received data (`Link.landed`) at once.
 
     ``channels``: bulk channels in addition to the stream, for data of `BULK_FROM` bytes or more.
     """
@@ -386,8 +386,6 @@ class Links:
 
         def hear(link: ActivationLink, event: Event) -> None:
             self._handle(Received(link.number, event))
-            if link.link.awaits_place:  # the data are not needed
-                link.link.place(None)
 
         def on_routed() -> None:
             # A channel takes seconds to open, or to fail. Until then the downstream node gives the link no credits, so

@@ -155,7 +155,7 @@ class PipelineService:
                 self._nursery.start_soon(self.links.open, peer, is_return)
             case machine.CloseLink(number) if number in links:
                 links[number].close()
-            case machine.ReceiveInto(number, _, slot) if number in links:
-                links[number].link.place(worker.incoming(slot))
+            case machine.ReceiveInto(number, slot) if number in links:
+                worker.incoming(slot)[:] = links[number].link.landed
             case machine.Send(number, message, slot) if number in links:
                 links[number].send(message, None if slot is None else worker.outgoing(slot))

@@ -140,7 +140,7 @@ MAX_QUESTION_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class DataReceived:
-    """The event that all data of the last `Forward` or `Gradient` are in the memory that was given for them."""
+    """The event that all data of the last `Forward` or `Gradient` are in `Link.landed`."""
 
     index: int
 
@@ -181,8 +181,7 @@ decode_question = MessageDecoder[Question | Answer](Question | Answer, "a questi
 class Link:
     """One node's side of one stream. Sans-IO: it decides about microbatches, and its ``pipe`` frames the stream.
 
-    After a `Forward` or a `Gradient` event, `place` sets where its data go. `RemoteProtocolError`: close the stream.
-    `LocalProtocolError`: the message may not be sent now.
+    `RemoteProtocolError`: close the stream. `LocalProtocolError`: the message may not be sent now.
     """
 
     def __init__(self, is_upstream: bool, hello: Hello, size: int) -> None:
@@ -199,12 +198,9 @@ class Link:
         self._has_hello = False
         self._steps: dict[int, Transit] = {}
         self._sending: int | None = None  # the microbatch whose data are being sent
-        self._landing = bytearray()
-        """Data arrive here, and are copied to their place once complete: before, the place may go to others' data."""
-        self._unplaced: int | None = None  # announced last, and not placed yet
-        self._places: dict[
-            int, memoryview
-        ] = {}  # of wanted microbatches; at most `farandole.protocol.exchange.pipe.MAX_OPEN`
+        self.landed = bytearray()
+        """The data of the last `DataReceived`, which the next data overwrite: copy them at once. They do not arrive in
+        a microbatch's own memory, as that may be another's before they are complete."""
 
     @property
     def open(self) -> dict[int, Transit]:
@@ -218,11 +214,6 @@ class Link:
     def is_sending(self) -> bool:
         """Return whether data of this side's last `Forward` or `Gradient` are still to be sent."""
         return self.pipe.num_sent < self.pipe.outgoing.end
-
-    @property
-    def awaits_place(self) -> bool:
-        """Return whether `place` is due."""
-        return self._unplaced is not None
 
     @property
     def awaited(self) -> int | None:
@@ -242,19 +233,6 @@ class Link:
         self._apply(message, by_us=True)
         return self.pipe.send_message(encode(message))
 
-    def place(self, memory: memoryview | None) -> None:
-        """Set where the data of the last `Forward` or `Gradient` received go; None: nowhere.
-
-        ``memory``: writable, contiguous, at least ``size`` bytes; kept until the data are there or the microbatch ends.
-        """
-        if self._unplaced is None:
-            raise LocalProtocolError("no data are awaited")
-        if memory is not None and (memory.readonly or memory.nbytes < self.size):
-            raise LocalProtocolError(f"{self.size} bytes of data need that much writable memory")
-        if memory is not None:
-            self._places[self._unplaced] = memory.cast("B")[: self.size]
-        self._unplaced = None
-
     def receive_data(self, data: bytes | bytearray) -> None:
         """Add bytes from the stream, and take all events that they complete before adding more."""
         self.pipe.receive_data(data)
@@ -262,8 +240,6 @@ class Link:
     def next_event(self) -> Event | None:
         """Return the peer's next event, or None until more data comes."""
         while True:
-            if self.awaits_place:
-                raise LocalProtocolError("where the data go must be known before they are read")
             match self.pipe.next_event():
                 case None:
                     return None
@@ -284,13 +260,10 @@ class Link:
         return message if self._apply(message, by_us=False) else None
 
     def receive(self, index: int) -> DataReceived | None:
-        """Take a microbatch's data, now that the pipe has them all; return None if they go nowhere."""
-        place = self._places.pop(index, None)
+        """Take a microbatch's data, now that the pipe has them all; return None if it has ended."""
+        is_awaited = index in self._steps
         self._arrive(index)
-        if place is None:
-            return None
-        place[:] = self._landing
-        return DataReceived(index)
+        return DataReceived(index) if is_awaited else None
 
     def _apply(self, message: Control, by_us: bool) -> bool:
         """Apply a message; return False if it came too late to mean anything to its receiver."""
@@ -353,16 +326,11 @@ class Link:
             raise _error(by_us)(f"microbatch {index} is kept, but its gradient has not returned")
         if isinstance(message, Gradient):
             self._begin_data(index, by_us)
-            if step is None:
-                self.place(None)
         if step is None:
             return False
         following = transitions[step]
         if following is None:
-            del self._steps[index]
-            self._places.pop(index, None)  # any data that still arrive are discarded
-            if self._unplaced == index:
-                self._unplaced = None
+            del self._steps[index]  # any data that still arrive are discarded
         else:
             self._steps[index] = following
         return True
@@ -372,9 +340,8 @@ class Link:
             self.pipe.offer(index, self.size)
             self._sending = index
         else:
-            self._landing = self._landing or bytearray(self.size)
-            self.pipe.expect(index, memoryview(self._landing))
-            self._unplaced = index
+            self.landed = self.landed or bytearray(self.size)
+            self.pipe.expect(index, memoryview(self.landed))
 
     def _arrive(self, index: int) -> None:
         """Move a microbatch to its next step, now that its data are complete."""

@@ -293,10 +293,11 @@ class Pipeline:
             case wire.Forward():
                 self._arrive(number, link, message)
             case wire.Gradient(index) if index in link.open:
-                self._gradient_arrives(link.open[index], number, index)
+                self._gradient_arrives(link.open[index], number)
             case wire.DataReceived(index) if index in link.open and link.open[index].step in _AFTER_ARRIVAL:
                 microbatch = link.open[index]
                 microbatch.step, job = _AFTER_ARRIVAL[microbatch.step]
+                self._outputs.append(ReceiveInto(number, microbatch.slot))
                 self._jobs.add(job, microbatch)
             case wire.Dropped(index, reason, is_untouched) if index in link.open:
                 self._hop_dropped(link.open[index], link, reason, is_untouched)
@@ -323,7 +324,6 @@ class Pipeline:
             microbatch.is_held_out = forward.is_held_out
             microbatch.inward = (number, index)
         link.open[index], microbatch.sender = microbatch, link.peer
-        self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _problem(self, forward: wire.Forward, link: MicrobatchLink) -> str:
         """Return why a microbatch cannot be taken; an empty string if it can."""
@@ -340,7 +340,7 @@ class Pipeline:
             return AVOIDED_ORIGIN
         return "" if self._microbatches.num_free else "no slot is free"
 
-    def _gradient_arrives(self, microbatch: Microbatch, number: int, index: int) -> None:
+    def _gradient_arrives(self, microbatch: Microbatch, number: int) -> None:
         is_due = microbatch.step is (LinkStep.OUT if self._settings.stage else LinkStep.HOME_OUT)
         if not is_due:
             self._leave(microbatch.onward)
@@ -349,7 +349,6 @@ class Pipeline:
             self._drop(microbatch, "a gradient that cannot be")
             return
         microbatch.step, microbatch.sender = LinkStep.RETURNING, self._links[number].peer
-        self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _hop_dropped(self, microbatch: Microbatch, link: MicrobatchLink, reason: str, is_untouched: bool) -> None:
         self._leave(microbatch.onward)

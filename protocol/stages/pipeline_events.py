@@ -70,7 +70,7 @@ class LinkClosed:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message from a link's peer. `ReceiveInto` answers a `Forward` or a `Gradient` whose data are wanted."""
+    """A message from a link's peer. `ReceiveInto` answers a `DataReceived` whose data are wanted."""
 
     link: int
     message: wire.Event
@@ -143,10 +143,9 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveInto:
-    """Put the data of the microbatch that a link has just announced into this slot."""
+    """Copy the data that a link has just received into this slot."""
 
     link: int
-    index: int
     slot: int
 
 

@@ -90,8 +90,9 @@ class Node:
                 world.open_link(self, peer, is_return)
             case machine.CloseLink(link):
                 world.close(world.wires[link])
-            case machine.ReceiveInto(_, _, slot):
-                self.world.placed = slot
+            case machine.ReceiveInto(link, slot):
+                landed = world.wires[link].ends[self.author].landed
+                self.memory[slot] = bytes(landed[4 : 4 + int.from_bytes(landed[:4], "big")])
             case machine.Send(link, message, slot):
                 if isinstance(message, wire.Forward) and slot is not None:
                     self.tickets[slot] = message.ticket
@@ -223,13 +224,10 @@ class World:
         self.latency, self.microbatch_seconds = latency, microbatch_seconds
         self.overlap, self.is_followed, self.pause = overlap, is_followed, 0.05
         self.now = 0.0
-        self.placed: int | None = None
         self.wires: dict[int, Wire] = {}
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self.nodes: dict[bytes, Node] = {}
-        self.slots: dict[tuple[int, bytes], int] = {}
-        self.buffers: dict[tuple[int, bytes], bytearray] = {}
         for stage, count in enumerate(stages):
             for _ in range(count):
                 self.add(stage, seconds)
@@ -324,23 +322,7 @@ class World:
         end = wire_.ends[node.author]
         end.receive_data(frame)
         while (event := end.next_event()) is not None:
-            self.placed = None
-            if isinstance(event, wire.DataReceived):
-                buffer = self.buffers[wire_.number, node.author]
-                content = bytes(buffer[4 : 4 + int.from_bytes(buffer[:4], "big")])
-                node.memory[self.slots[wire_.number, node.author]] = content
             node.handle(machine.Received(wire_.number, event))
-            self.place(wire_, node, end)
-
-    def place(self, wire_: Wire, node: Node, end: wire.Link) -> None:
-        if wire_.is_closed or not end.awaits_place:
-            return
-        if self.placed is None:
-            end.place(None)
-            return
-        key = (wire_.number, node.author)
-        self.slots[key], self.buffers[key] = self.placed, bytearray(SIZE)
-        end.place(memoryview(self.buffers[key]))
 
     def tell(self, node: Node, peer: bytes, event: machine.Event) -> None:
         self.at(self.now + self.delay(), lambda: self.nodes[peer].handle(event))

@@ -83,9 +83,9 @@ class Alice:
 
     async def hear(self) -> Event:
         while True:
-            if self.link.awaits_place:
-                self.link.place(memoryview(self.memory))
             event = self.link.next_event()
+            if isinstance(event, DataReceived):
+                self.memory = bytearray(self.link.landed)
             if event is not None:
                 return event
             await self.read()
@@ -113,9 +113,7 @@ async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chu
             gradient[:] = b"x" * size
 
     def handle(link: ActivationLink, event: Event) -> None:
-        if isinstance(event, Forward):
-            link.link.place(memoryview(bytearray(size)))
-        elif isinstance(event, DataReceived):
+        if isinstance(event, DataReceived):
             line.num_sent = 0
             line.on_sent = drop
             link.send(Gradient(0), memoryview(gradient))
@@ -186,8 +184,6 @@ class Bob:
 
     def _hear(self, link: ActivationLink, event: Event) -> None:
         self.heard.append(event)
-        if isinstance(event, Forward):
-            link.link.place(memoryview(bytearray(link.link.size)))
 
 
 class Channels:
@@ -270,16 +266,12 @@ async def test_a_gradient_must_come_too(autojump_clock: trio.testing.MockClock) 
 
     def hear(link: ActivationLink, event: Event) -> None:
         heard.append(event)
-        if isinstance(event, Gradient):
-            link.link.place(memoryview(bytearray(SIZE)))
 
     async def answer() -> None:
         while DataReceived(0) not in heard_by_bob:
             bob.receive_data(await near.receive_some())
             while (event := bob.next_event()) is not None:
                 heard_by_bob.append(event)
-                if isinstance(event, Forward):
-                    bob.place(memoryview(bytearray(SIZE)))
         await near.send_all(bob.send(Gradient(0)) + send_data(bob, CHUNK))
 
     heard_by_bob: list[Event] = []

@@ -28,26 +28,17 @@ from farandole.protocol.wire.framing import frame
 SIZE = 2 * DATA_BYTES + 100  # three frames
 HELLO = Hello(run_id=b"r" * 32, stage=3, shape=b"s" * 32)
 FORWARD = Forward(ticket=b"t" * TICKET_BYTES, origin=b"o" * 32, round=7, seconds_left=12.5)
-GUARD = b"\xa5" * 64
 
 
 class Side:
-    """One end of a link, with data to send, and memory for received data between two guards."""
+    """One end of a link, with data to send, and the data that were received last."""
 
     def __init__(self, is_upstream: bool, size: int = SIZE) -> None:
         self.link = Link(is_upstream, HELLO, size)
         self.data = memoryview(random.Random(is_upstream).randbytes(size))
         self.num_sent = 0
-        self._memory = bytearray(GUARD + bytes(size) + GUARD)
+        self.memory = b""
         self.size = size
-
-    @property
-    def memory(self) -> memoryview:
-        return memoryview(self._memory)[len(GUARD) : -len(GUARD)]
-
-    @property
-    def is_guarded(self) -> bool:
-        return self._memory.startswith(GUARD) and self._memory.endswith(GUARD)
 
     def say(self, message: Control) -> bytes:
         if isinstance(message, Forward | Gradient):
@@ -66,15 +57,15 @@ class Side:
             frames += self.next_data()
         return frames
 
-    def hear(self, data: bytes, piece: int = 2**20, place: bool = True) -> list[Event]:
-        """Receive bytes and return the events; data go into memory, or nowhere."""
+    def hear(self, data: bytes, piece: int = 2**20) -> list[Event]:
+        """Receive bytes and return the events; data go into memory."""
         events: list[Event] = []
         for start in range(0, len(data), piece):
             self.link.receive_data(data[start : start + piece])
             while (event := self.link.next_event()) is not None:
                 events.append(event)
-                if self.link.awaits_place:
-                    self.link.place(self.memory if place else None)
+                if isinstance(event, DataReceived):
+                    self.memory = bytes(self.link.landed)
         return events
 
 

@@ -16,7 +16,7 @@ from farandole.protocol.stages.activations import (
     Transit,
     shape_hash,
 )
-from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
 from .sides import FORWARD, HELLO, SIZE, bring_to, forward, give_back, lie, pair
@@ -32,7 +32,6 @@ def test_there_and_back_however_the_stream_is_cut(piece: int) -> None:
     assert bob.hear(alice.say(Settled(0, is_kept=True)), piece) == [Settled(0, is_kept=True)]
     assert alice.hear(bob.say(Credits(2)), piece) == [Credits(2)]
     assert alice.link.open == bob.link.open == {}
-    assert (alice.is_guarded, bob.is_guarded) == (True, True)
 
 
 def test_other_frames_come_between_data() -> None:
@@ -76,19 +75,6 @@ def test_what_is_told_of_a_microbatchs_shape() -> None:
     assert len({same, *map(shape_hash, others)}) == 5
 
 
-def test_a_refusal_needs_no_place() -> None:
-    alice, bob = pair()
-    bob.link.receive_data(alice.say(FORWARD) + alice.next_data())
-    assert bob.link.next_event() == FORWARD
-    assert bob.link.awaits_place
-    with pytest.raises(LocalProtocolError):
-        bob.link.next_event()
-    assert alice.hear(bob.say(Dropped(0, "of another time", is_untouched=True)))
-    assert not bob.link.awaits_place
-    assert bob.link.next_event() is None
-    assert bob.hear(alice.rest()) == []
-
-
 def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
     """Bob's round ends before his line has sent the whole gradient: its memory then goes to another microbatch."""
     alice, bob = pair()
@@ -106,19 +92,12 @@ def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
     assert not bob.link.may_drop(1)
 
 
-def test_the_memory_of_data_that_never_come_is_given_up() -> None:
-    """Mallory announces data and does not send them: the rest of the link goes on, and no memory stays reserved."""
+def test_data_that_never_come_leave_the_rest_of_the_link_as_it_is() -> None:
     mallory, bob = pair()
     forward(mallory, bob)
-    bob.link.receive_data(mallory.say(FORWARD) + mallory.next_data())
-    bob.link.next_event()
-    memory = bytearray(SIZE)
-    bob.link.place(memoryview(memory))
-    assert bob.link.next_event() is None
-    with pytest.raises(BufferError):
-        memory.clear()
+    assert bob.hear(mallory.say(FORWARD) + mallory.next_data()) == [FORWARD]
     assert bob.say(Dropped(1, "out of time", is_untouched=True))
-    memory.clear()  # no reference to it is left
     give_back(mallory, bob, 0)
     assert bob.hear(mallory.say(Settled(0, is_kept=True))) == [Settled(0, is_kept=True)]
     assert bob.link.open == {}
+    assert bob.hear(mallory.rest()) == [], "what comes after all goes nowhere"

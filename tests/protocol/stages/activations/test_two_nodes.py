@@ -16,7 +16,6 @@ from farandole.protocol.stages.activations import (
     Event,
     Forward,
     Gradient,
-    Hello,
     Link,
     Settled,
     Transit,
@@ -45,11 +44,7 @@ class End:
         self.wire = bytearray()
         """Bytes sent and not yet received."""
         self.outgoing = b""
-        self.memory: dict[int, bytearray] = {}
-        """Memory of the microbatches that wait for data."""
         self.received: set[int] = set()
-        self.gone: set[int] = set()
-        """Microbatches whose data go nowhere."""
         self.ended: dict[int, bool] = {}
         """Microbatch -> whether it is kept."""
 
@@ -63,12 +58,8 @@ class End:
         self.outgoing = self.outgoing[size:]
 
     def end(self, index: int, is_kept: bool) -> None:
-        """End a microbatch; its memory may then be reused."""
         assert index not in self.ended, "a microbatch ends once"
         self.ended[index] = is_kept
-        memory = self.memory.pop(index, None)
-        if memory is not None:
-            memory.clear()  # raises BufferError if anything still refers to it
 
     def in_step(self, *steps: Transit) -> list[int]:
         return [index for index, step in self.link.open.items() if step in steps]
@@ -77,7 +68,7 @@ class End:
 # Mostly all bytes, so that microbatches get far.
 _PIECES = st.one_of(st.none(), st.none(), st.integers(1, 120))
 _DATA_SIZES = st.one_of(st.just(LINK_SIZE), st.integers(1, LINK_SIZE))
-_CHOICES = st.sampled_from(["take"] * 8 + ["leave", "drop"])
+_CHOICES = st.sampled_from(["take"] * 8 + ["drop"])
 _DROPPABLE = (Transit.FORWARD, Transit.THERE, Transit.BACK)
 _PATIENCE = st.integers(0, 5)
 
@@ -115,34 +106,21 @@ class TwoNodes(RuleBasedStateMachine):
 
     def hear(self, end: End, event: Event, choice: str) -> None:
         match event:
-            case Forward():
-                self.place(end, end.link.num_forwarded - 1, choice)
-            case Gradient(index):
-                self.place(end, index, choice)
+            case Forward() if choice == "drop":
+                self.give_up(end, end.link.num_forwarded - 1)
+            case Gradient(index) if choice == "drop":
+                self.give_up(end, index)
             case DataReceived(index):
-                assert index not in end.received | end.gone
+                assert index not in end.received
                 assert index in end.link.open
-                assert end.memory[index] == (gradient if end is self.alice else activations)(index)
+                assert end.link.landed == (gradient if end is self.alice else activations)(index)
                 end.received.add(index)
-                del end.memory[index]
             case Dropped(index):
                 end.end(index, is_kept=False)
             case Settled(index, is_kept):
                 end.end(index, is_kept)
-            case Hello() | Welcome() | Credits():
+            case _:
                 pass
-
-    def place(self, end: End, index: int, choice: str) -> None:
-        assert end.link.awaits_place
-        if choice == "drop":
-            self.give_up(end, index)
-        elif choice == "leave":
-            end.gone.add(index)
-            end.link.place(None)
-        else:
-            memory = end.memory[index] = bytearray(LINK_SIZE)
-            end.link.place(memoryview(memory))
-        assert not end.link.awaits_place
 
     def give_up(self, end: End, index: int) -> None:
         end.say(Settled(index, is_kept=False) if end is self.alice else Dropped(index, "given up", is_untouched=True))
@@ -198,7 +176,6 @@ class TwoNodes(RuleBasedStateMachine):
         assert bob.link.num_forwarded <= alice.link.num_forwarded <= alice.link.credits <= bob.link.credits
         for end in (alice, bob):
             assert len(end.link.open) <= NUM_SLOTS
-            assert len(end.memory) <= NUM_SLOTS
             assert set(end.link.open).isdisjoint(end.ended)
             assert end.link.num_forwarded == len(end.link.open) + len(end.ended)
             assert end.link.is_sending is bool(end.outgoing)
@@ -216,10 +193,8 @@ class TwoNodes(RuleBasedStateMachine):
             self.arrive(bob, alice)
         for end in (alice, bob):
             assert end.link.open == {}
-            assert end.memory == {}
             assert not end.wire
             assert not end.link.is_sending
-            assert not end.link.awaits_place
         assert alice.link.num_forwarded == bob.link.num_forwarded
         assert alice.link.credits == bob.link.credits
         assert alice.ended == bob.ended, "each is kept at both or at none"
