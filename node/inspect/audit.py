@@ -17,11 +17,11 @@ import msgspec
 import trio
 from blake3 import blake3
 
-from farandole.protocol.rounds.audits import RoundClaim, replay_of
+from farandole.protocol.rounds.audits import RoundClaim
 from farandole.protocol.run.models import stage_parameters
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_checkpoint_bytes
 from farandole.protocol.state.entries import Kind
-from farandole.protocol.trainer.trainer_messages import Prepare, Replayed, TrainerSettings
+from farandole.protocol.trainer.trainer_messages import Prepare, Replay, Replayed, TrainerSettings
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
@@ -126,7 +126,7 @@ class _Audit:
         before = rounds.get(round_index - 1)
         if before is not None and before.commitment.end != await trio.to_thread.run_sync(optimizer_digest, path):
             return judged("broken", "the optimizer's means differ from those at the end of the round before")
-        await trainer.send(replay_of(claim, str(path)))
+        await trainer.send(Replay(str(path), claim.author, claim.commitment))
         while not isinstance(replayed := await trainer.receive(), Replayed):
             pass
         if not claim.is_comparable or (replayed.build, replayed.device, replayed.corpus) != claim.kind:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.rounds import audits as machine
 from farandole.protocol.rounds.audits import Audits, RoundClaim, name_of
-from farandole.protocol.state.entries import RULES, Accusation, Commitment, Entry, Kind, Signed
+from farandole.protocol.state.entries import RULES, Accusation, Entry, Kind, Signed
 from farandole.protocol.trainer.trainer_messages import Recorded, Replay, Replayed
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of
@@ -84,7 +85,7 @@ class AuditService:
         try:
             self._recorded.send_nowait(recorded)
         except trio.WouldBlock:
-            logger.warning("round %d is not committed to: others wait already", recorded.round)
+            logger.warning("round %d is not committed to: others wait already", recorded.commitment.round)
 
     def note_replayed(self, replayed: Replayed) -> None:
         """Pass on the result of a replay that the trainer was asked for."""
@@ -113,8 +114,7 @@ class AuditService:
             start = await self.starts.open(recorded.start)
             if start is None:
                 continue
-            fields = set(Commitment.__struct_fields__) & set(Recorded.__struct_fields__)
-            commitment = Commitment(**{name: getattr(recorded, name) for name in fields} | {"start": start})
+            commitment = msgspec.structs.replace(recorded.commitment, start=start)
             slot = commitment.round % RULES[Kind.COMMITMENT].slots
             await self._gossip.publish(Kind.COMMITMENT, slot, commitment)
             own = RoundClaim(self._author, commitment)

@@ -13,7 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from farandole.protocol.checkpoints.blocks import HASH_BYTES
 from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.state.entries import Commitment
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
 from farandole.training.base.determinism import build, device_class
 from farandole.training.base.durable import replacing
@@ -195,8 +197,9 @@ class Recorder:
         learner, start = self._learner, self._start
         if start is None or start.round != round_index or learner.totals.steps == start.inner_steps:
             return
-        recorded = Recorded(
+        commitment = Commitment(
             round=round_index,
+            start=bytes(HASH_BYTES),
             first_step=start.inner_steps,
             steps=learner.totals.steps - start.inner_steps,
             begun_at=self._begun_at,
@@ -207,10 +210,9 @@ class Recorder:
             corpus=learner.sampler.corpus or bytes(CORPUS_BYTES),
             build=self._build,
             device=self._device,
-            start=start,
         )
         with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
-            self._report(recorded)
+            self._report(Recorded(commitment, start))
 
 
 def recorder_of(

@@ -189,6 +189,10 @@ class _Case:
     first: Replayed | None = None
     """Result of the first replay, if it was not the signed one."""
 
+    def replay(self) -> Replay:
+        """Return the command to replay the round, whose start is there."""
+        return Replay(self.path, self.claim.author, self.claim.commitment)
+
 
 @dataclass(slots=True)
 class _Memory:
@@ -317,7 +321,7 @@ class Audits:
             return []
         self._case = case = self._waiting.popleft()
         if case.path:
-            return [replay_of(case.claim, case.path)]
+            return [case.replay()]
         return [FetchStart(case.claim, tuple(filter(None, (case.claim.author, case.accuser))))]
 
     def _take_start(self, event: StartFetched, now: float) -> list[Output]:
@@ -326,7 +330,7 @@ class Audits:
             return []
         if event.path:
             case.path = event.path
-            return [replay_of(case.claim, case.path)]
+            return [case.replay()]
         self._case = None
         if event.is_excused:
             return []
@@ -361,7 +365,7 @@ class Audits:
             return [Audited(case.claim, case.path)]
         if case.first is None:
             case.first = replayed
-            return [replay_of(case.claim, case.path)]
+            return [case.replay()]
         if replayed != case.first:
             return self._distrust("two replays of one round differ")
         if is_own:
@@ -380,20 +384,6 @@ def is_drawn(audited: bytes, following: bytes, chance: float) -> bool:
     """Return whether the auditor replays the commitment ``audited``, given the id of its own next commitment."""
     digest = hashlib.sha256(framed(b"farandole/audit/1", audited, following)).digest()
     return int.from_bytes(digest[:8]) < chance * 2**64
-
-
-def replay_of(claim: RoundClaim, path: str) -> Replay:
-    """Return the command to replay a round whose start is in the file ``path``."""
-    commitment = claim.commitment
-    return Replay(
-        path=path,
-        author=claim.author,
-        first_step=commitment.first_step,
-        steps=commitment.steps,
-        begun_at=commitment.begun_at,
-        microbatch=commitment.microbatch,
-        fragment=commitment.fragment,
-    )
 
 
 def name_of(claim: RoundClaim) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from ..checkpoints.blocks import HASH_BYTES, MAX_BLOCKS
+from ..state.entries import Commitment
 
 # Size of the hashes of a checkpoint's blocks.
 MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
@@ -192,17 +193,13 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 class Replay(msgspec.Struct, frozen=True, tag=True):
     """Take the inner steps of any author's round again, on a separate replica, between two rounds.
 
-    See `farandole.protocol.state.entries.Commitment` for the other fields; of a model that is not cut.
+    Of a model that is not cut.
     """
 
     path: str
     """The checkpoint of the round's start."""
     author: bytes
-    first_step: int
-    steps: int
-    begun_at: int
-    microbatch: int
-    fragment: int
+    commitment: Commitment
 
 
 class Validate(msgspec.Struct, frozen=True, tag=True):
@@ -394,19 +391,10 @@ class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):
-    """A round's record, as in `Commitment`, and its start, as in `Saved`, which is kept for `KEPT_STARTS` rounds."""
+    """What the node commits to of a round, and the round's start, which is kept for `KEPT_STARTS` rounds."""
 
-    round: int
-    first_step: int
-    steps: int
-    begun_at: int
-    microbatch: int
-    fragment: int
-    end: bytes
-    contribution: bytes
-    corpus: bytes
-    build: str
-    device: str
+    commitment: Commitment
+    """Its ``start`` is zero: the node signs the start first."""
     start: Saved
 
 
@@ -421,7 +409,7 @@ class Replayed(msgspec.Struct, frozen=True, tag=True):
     build: str = ""
     device: str = ""
     corpus: bytes = b""
-    """Hash of this trainer's text, as in `Recorded`."""
+    """Hash of this trainer's text, as in `Commitment`."""
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):

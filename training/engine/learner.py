@@ -255,6 +255,7 @@ def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until
     replay has a separate replica: memory for about eight copies of the model. ``until`` is called before each inner
     step; if it returns True before the last one, the replay reports a problem.
     """
+    committed = command.commitment
     try:
         learner = Learner(
             build_module(manifest.model, manifest.seed),
@@ -262,20 +263,20 @@ def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until
             own.sampler.of_author(command.author),
             run_id=own.checkpoint.run_id,
             device=own.device,
-            settings=TrainerSettings(microbatch=command.microbatch),
+            settings=TrainerSettings(microbatch=committed.microbatch),
         )
         learner.checkpoint.load(Path(command.path))
-        learner.replica.optimizer.begun_at = command.begun_at
-        if learner.totals.steps != command.first_step:
-            raise TrainingError(f"it begins at inner step {learner.totals.steps}, not {command.first_step}")
-        if not 0 <= command.fragment < manifest.outer.fragments:
-            raise TrainingError(f"there is no fragment {command.fragment}")
-        last_step = command.first_step + command.steps
+        learner.replica.optimizer.begun_at = committed.begun_at
+        if learner.totals.steps != committed.first_step:
+            raise TrainingError(f"it begins at inner step {learner.totals.steps}, not {committed.first_step}")
+        if not 0 <= committed.fragment < manifest.outer.fragments:
+            raise TrainingError(f"there is no fragment {committed.fragment}")
+        last_step = committed.first_step + committed.steps
         learner.inner_steps(lambda: learner.totals.steps == last_step or until())
         if learner.totals.steps != last_step:
             return Replayed(problem="it was interrupted")
         out = bytearray(learner.round_end.contribution_bytes)
-        _, contribution = learner.round_end.contribute(out, command.fragment)
+        _, contribution = learner.round_end.contribute(out, committed.fragment)
     except TrainingError as error:
         return Replayed(problem=str(error), is_unfit=True)
     except MemoryError as error:

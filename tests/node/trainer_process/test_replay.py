@@ -78,9 +78,8 @@ class Trainer:
 
     def replay(self, recorded: Recorded, author: bytes, **changes: object) -> Replayed:
         """Return the result of replaying a round here."""
-        names = set(Replay.__struct_fields__) & set(Recorded.__struct_fields__)
-        command = Replay(path=recorded.start.path, author=author, **{name: getattr(recorded, name) for name in names})
-        self.process.handle(msgspec.structs.replace(command, **changes))
+        commitment = msgspec.structs.replace(recorded.commitment, **changes)
+        self.process.handle(Replay(recorded.start.path, author, commitment))
         return next(report for report in self.reports if isinstance(report, Replayed))
 
 
@@ -108,7 +107,7 @@ def make_trainer(tmp_path: Path, texts: Path) -> Iterator[MakeTrainer]:
 
 def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
     assert not replayed.problem
-    return (replayed.end, replayed.contribution) == (recorded.end, recorded.contribution)
+    return (replayed.end, replayed.contribution) == (recorded.commitment.end, recorded.commitment.contribution)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: di
     manifest = small_manifest(inner=DETERMINISTIC, audits=0.03, outer=outer)
     author, auditor = make_trainer(b"a" * 32, manifest), make_trainer(b"b" * 32, manifest)
     rounds = [author.round(index) for index in range(3)]
-    assert [recorded.first_step for recorded in rounds] == [0, STEPS, 2 * STEPS]
+    assert [recorded.commitment.first_step for recorded in rounds] == [0, STEPS, 2 * STEPS]
     for recorded in rounds:
         assert is_equal(auditor.replay(recorded, author.author), recorded)
         assert is_equal(author.replay(recorded, author.author), recorded)
@@ -162,7 +161,7 @@ def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -
         100  # the weights came from a peer, without AdamW's means
     )
     for recorded in (author.round(0), author.round(1)):
-        assert recorded.begun_at == 100
+        assert recorded.commitment.begun_at == 100
         assert is_equal(auditor.replay(recorded, author.author), recorded)
         assert not is_equal(auditor.replay(recorded, author.author, begun_at=0), recorded)
 
@@ -229,9 +228,7 @@ def test_a_replay_answers_signs_of_life_and_puts_off_the_rest(make_trainer: Make
     trainer = make_trainer()
     recorded = trainer.round(0)
     trainer.mesh.sendall(encode(Ping()) + encode(Train(1, STEPS)) + encode(Ping()))
-    names = set(Replay.__struct_fields__) & set(Recorded.__struct_fields__)
-    fields = {name: getattr(recorded, name) for name in names}
-    trainer.process.handle(Replay(path=recorded.start.path, author=trainer.author, **fields))
+    trainer.process.handle(Replay(recorded.start.path, trainer.author, recorded.commitment))
     reports = itertools.takewhile(lambda report: not isinstance(report, Replayed), trainer.reports)
     assert [report for report in reports if isinstance(report, Pong)] == [Pong(), Pong()]
     assert trainer.process.next_command() == Train(1, STEPS)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.models import preset
+from farandole.protocol.state.entries import Commitment
 from farandole.protocol.trainer.trainer_messages import Replay, TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.errors import DataError
@@ -217,7 +218,8 @@ def test_a_round_is_replayed_with_the_mask(inner: InnerConfig, text: Text, tmp_p
         return node, node.replica.optimizer.digest(), contribution
 
     auditor, digest, contribution = round_of(run)
-    command = Replay(str(tmp_path / "start.safetensors"), ALICE, 0, 3, 0, 4, 0)
+    committed = Commitment(0, bytes(32), 0, 3, 0, 4, 0, digest, contribution, bytes(8), "", "")
+    command = Replay(str(tmp_path / "start.safetensors"), ALICE, committed)
     replayed = replay_round(auditor, run, command, lambda: False)
     assert (replayed.end, replayed.contribution, replayed.problem) == (digest, contribution, "")
     other = replay_round(auditor, msgspec.structs.replace(run, data=DataConfig()), command, lambda: False)
