@@ -33,8 +33,8 @@ WHOLE = {
         ("node/loop/training.py", "Training._exchange"),
         ("node/bulk/exchange_service.py", "ExchangeSession._run"),
         ("node/bulk/pipe.py", "BulkPipe.run.<locals>.until_failed"),
-        ("protocol/rounds/training_loop.py", "TrainingLoop._contribute"),
-        ("protocol/rounds/training_loop.py", "TrainingLoop._finish_round"),
+        ("protocol/rounds/trainer_rounds.py", "TrainerRounds._contribute"),
+        ("protocol/rounds/trainer_rounds.py", "TrainerRounds._finish_round"),
     ],
     "heartbeat": [
         ("node/state/membership.py", "Announcer.beat"),

@@ -18,9 +18,10 @@ from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds import pairing_events as pairing
 from farandole.protocol.rounds import training_events as machine
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
-from farandole.protocol.rounds.training_loop import LoopConfig, TrainingLoop
+from farandole.protocol.rounds.trainer_rounds import LoopConfig
+from farandole.protocol.rounds.training_loop import TrainingLoop
 from farandole.protocol.stages.pipeline_events import Measure, RoundBegan, RoundEnds
-from farandole.protocol.state.node_state import training_of
+from farandole.protocol.state.node_state import TrainingState, training_of
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.timers import SetTimer, TimerFired
@@ -297,11 +298,11 @@ class Training:
                 self._driver.set_timer(at)
             case pairing.SendMessage(peer, payload):
                 self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
-            case machine.TellTrainer(command):
-                if isinstance(command, messages.Train):
+            case _ if isinstance(output, messages.Command):
+                if isinstance(output, messages.Train):
                     journal.update(round_since=journal.clock())
                 if self._session is not None:
-                    self._session.send(command)
+                    self._session.send(output)
             case RoundBegan() | RoundEnds() | Measure():
                 assert self._parts.pipeline is not None, "the model is cut"
                 self._parts.pipeline.handle(output)
@@ -414,7 +415,7 @@ class Training:
         if parts.leases is not None:
             parts.leases.begin(prepared, session.send)
         if parts.audits is not None:
-            parts.audits.begin(lambda command: self.handle(machine.ReplayAsked(command)))
+            parts.audits.begin(self.handle)
         self.handle(machine.OthersMoved(parts.membership.current_round()))
         self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.settings.microbatch))
 
@@ -471,17 +472,15 @@ class Training:
 def show(journal: Journal, output: machine.Output) -> None:
     """Write an output for display, or for heartbeats, into the journal."""
     match output:
-        case machine.Publish(training):
-            journal.publish(training)
+        case TrainingState():
+            journal.publish(output)
         case machine.Enter(phase, detail, waits_for):
             journal.enter(phase, detail, waits_for)
         case machine.Say(text, "warn", cause):
             journal.warn(text, cause)
         case machine.Say(text, how):
             {"say": journal.say, "note": journal.note}[how](text)
-        case pairing.GoAlone(round_index, reason):
-            journal.record_alone(round_index, reason)
-        case machine.RoundOver(contributed, late_steps):
-            journal.finish_round(contributed, late_steps)
+        case machine.RoundEnd():
+            journal.finish_round(output)
         case messages.Validated(round_index, loss, bits_per_byte=bits):
             journal.record_validation(round_index, loss, bits)

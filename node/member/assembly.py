@@ -14,7 +14,8 @@ from functools import partial
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.rounds.pairing import Pairing
-from farandole.protocol.rounds.training_loop import LoopConfig, TrainingLoop
+from farandole.protocol.rounds.trainer_rounds import LoopConfig
+from farandole.protocol.rounds.training_loop import TrainingLoop
 from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.run.roster import Roster
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL

@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
+from farandole.protocol.rounds.training_events import RoundEnd
 from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
-from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from .round_log import RoundRecord
@@ -188,7 +188,6 @@ class Journal:
         self._say = say
         self._tell_round = tell_round
         self._told_validation: tuple[int, float] | None = None
-        self._failed: list[ExchangeStatus] = []  # exchanges of one round that did
 
     # The state
 
@@ -308,7 +307,6 @@ class Journal:
         elif ended.reason in (NOT_BEGUN, NO_STREAM):
             self.blame(ended.peer, "absent")
         if not ended.committed:
-            self._failed = [*(other for other in self._failed if other.round == ended.round), exchange]
             name = exchange.partner[-8:]
             if ended.reason.startswith(REFUSED_THERE):
                 self.note(
@@ -317,20 +315,13 @@ class Journal:
             elif not ended.reason.startswith(REFUSED_HERE):  # else a warning has said so already, with the reason
                 self.note(f"the exchange of round {ended.round} with {name} failed: {ended.reason}")
 
-    def record_alone(self, round_index: int, reason: str) -> None:
-        """Record a round whose outer step is taken without a partner."""
-        self.exchanges.add(ExchangeStatus(round_index, "", f"alone: {reason}", 0, 0, 0.0, self.clock()))
-
-    def finish_round(self, done: Contributed, late_steps: int) -> None:
-        """Print and keep the record of a round; its exchange, if there was one, is recorded already.
-
-        ``late_steps``: inner steps between its contribution and its outer step.
-        """
-        last = self.exchanges.last
-        if last is None or last.round != done.round:
-            last = ExchangeStatus(done.round, "", "", 0, 0, 0.0, 0.0)
-        failed = [exchange for exchange in self._failed if exchange.round == done.round]
-        lost = [exchange for exchange in failed if exchange is not last]
+    def finish_round(self, end: RoundEnd) -> None:
+        """Print and keep the record of a round; its exchanges are recorded already, but not that it was taken alone."""
+        done, used = end.contributed, None if end.alone or not end.exchanges else end.exchanges[-1]
+        failed = [exchange for exchange in end.exchanges if exchange is not used]
+        verdict = f"alone: {end.alone}" if end.alone else "committed" if used else ""
+        if end.alone:
+            self.exchanges.add(ExchangeStatus(done.round, "", verdict, 0, 0, 0.0, self.clock()))
         measured = self.losses.validation[-1] if self.losses.validation else None
         is_new = measured is not None and measured != self._told_validation
         record = RoundRecord(
@@ -341,16 +332,16 @@ class Journal:
             seconds=done.seconds,
             loss=None if done.loss is None or not math.isfinite(done.loss) else done.loss,
             validation=measured[1] if measured and is_new else None,
-            verdict=last.verdict,
-            partner=last.partner,
-            bytes_sent=last.bytes_sent + sum(exchange.bytes_sent for exchange in lost),
-            bytes_received=last.bytes_received + sum(exchange.bytes_received for exchange in lost),
-            exchange_seconds=last.seconds,
-            path=last.path,
-            late_steps=late_steps,
-            clip=last.clip,
-            failed_partner=failed[-1].partner if failed else "",
-            failure=failed[-1].verdict if failed else "",
+            verdict=verdict,
+            partner=peer_id_of(used.peer) if used else "",
+            bytes_sent=sum(exchange.bytes_sent for exchange in end.exchanges),
+            bytes_received=sum(exchange.bytes_received for exchange in end.exchanges),
+            exchange_seconds=used.seconds if used else 0.0,
+            path=used.path if used else "",
+            late_steps=end.late_steps,
+            clip=used.clip if used else 1.0,
+            failed_partner=peer_id_of(failed[-1].peer) if failed else "",
+            failure=f"failed: {failed[-1].reason}" if failed else "",
             failed_bytes_sent=sum(exchange.bytes_sent for exchange in failed),
             skipped_steps=done.skipped_steps,
             bits_per_byte=self.losses.bits_per_byte if is_new else None,

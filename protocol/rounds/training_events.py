@@ -2,7 +2,8 @@
 
 `farandole.protocol.rounds.training_loop` decides; a driver passes it the events and carries out the outputs. The
 trainer's reports and commands are the messages of `farandole.protocol.trainer.trainer_messages`, as they are on the
-wire. Pairing, and the pipeline of a model that is cut, have their own events and outputs, which are used here.
+wire: a report is an event, a command an output. Pairing, and the pipeline of a model that is cut, have their own events
+and outputs, which are used here.
 """
 
 from __future__ import annotations
@@ -63,13 +64,6 @@ class RestChanged:
     """All of them, for people; empty if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayAsked:
-    """An author's round must be replayed before the next round begins; one at a time."""
-
-    command: messages.Replay
-
-
 class Signal(enum.Enum):
     """Events without content."""
 
@@ -99,7 +93,7 @@ Event = (
     | OthersMoved
     | RestChanged
     | Signal
-    | ReplayAsked
+    | messages.Replay
     | RoundDrained
     | Measured
     | pairing.ExchangeEnded
@@ -109,6 +103,7 @@ Event = (
     | pairing.TrafficSaved
     | TimerFired
 )
+"""A `Replay` is a round of an author's, which must be replayed before the next round begins; one at a time."""
 
 
 # Outputs
@@ -135,24 +130,10 @@ class KillTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class TellTrainer:
-    """Send the trainer a command."""
-
-    command: messages.Command
-
-
-@dataclass(frozen=True, slots=True)
 class GiveUpExchange:
     """End the running exchange unless it is decided; the partner receives the reason."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Publish the training's new state, which heartbeats and the status show."""
-
-    state: TrainingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +160,16 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundOver:
-    """Record a round whose outer step is taken."""
+class RoundEnd:
+    """A round whose outer step is taken."""
 
     contributed: messages.Contributed
-    late_steps: int
+    exchanges: tuple[pairing.ExchangeEnded, ...] = ()
+    """In order: all but the last have failed, and that one too where the outer step is taken alone."""
+    alone: str = ""
+    """Why the outer step is taken alone, for people; empty: it is taken with the last exchange's partner."""
+    late_steps: int = 0
+    """Inner steps between the contribution and the outer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +184,7 @@ Output = (
     StartTrainer
     | EndTrainer
     | KillTrainer
-    | TellTrainer
+    | messages.Command
     | RoundBegan
     | RoundEnds
     | Measure
@@ -206,15 +192,15 @@ Output = (
     | GiveUpExchange
     | pairing.SendMessage
     | SetTimer
-    | Publish
+    | TrainingState
     | Enter
     | Say
-    | pairing.GoAlone
-    | RoundOver
+    | RoundEnd
     | messages.Validated
     | LoopOver
 )
-"""The driver records `GoAlone` and `Validated`."""
+"""The driver sends a command to the trainer, records a round and a validation, and publishes a state: heartbeats and
+the status show it."""
 
 
 class LoopState(enum.Enum):

@@ -26,7 +26,8 @@ from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UN
 from farandole.protocol.rounds import pairing_events, pairing_messages, training_events
 from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_order import MeetingLimit
-from farandole.protocol.rounds.training_loop import LoopConfig, TrainingLoop
+from farandole.protocol.rounds.trainer_rounds import LoopConfig
+from farandole.protocol.rounds.training_loop import TrainingLoop
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.run.rules import NoLoCoConfig
 from farandole.protocol.state.node_state import TrainingState
@@ -489,10 +490,10 @@ class _Node:
         match output:
             case training_events.StartTrainer():
                 simulation.call_after(0.0, partial(self.handle, training_events.TrainerReady(PREPARED)))
-            case training_events.TellTrainer(command):
-                if isinstance(command, messages.TakeOuterStep):
-                    self._note_outcome(command)
-                self.trainer.obey(command)
+            case _ if isinstance(output, messages.Command):
+                if isinstance(output, messages.TakeOuterStep):
+                    self._note_outcome(output)
+                self.trainer.obey(output)
             case pairing_events.StartExchange():
                 fragment = self.trainer.fragment
                 self.world.fragments.setdefault(output.session, set()).add(fragment)
@@ -506,8 +507,6 @@ class _Node:
                     self._timer.cancel()
                 fire = partial(self.handle, TimerFired())
                 self._timer = simulation.call_at(at, fire) if at < math.inf else None
-            case pairing_events.GoAlone():
-                self.world.report.alone += 1
 
     def _note_outcome(self, step: messages.TakeOuterStep) -> None:
         """Record the outcome of a round."""
@@ -526,6 +525,8 @@ class _Node:
             self.meetings += 1
             self.repeats += step.partner == self._last_partner
             self._last_partner = step.partner
+        else:
+            world.report.alone += 1
 
     def receive(self, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _PAIRING:

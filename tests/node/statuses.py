@@ -6,6 +6,8 @@ import msgspec
 
 from farandole.node.status.status import ExchangeStatus, MemberStatus, NodeStatus, RunStatus
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
+from farandole.protocol.rounds.training_events import RoundEnd
+from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of
 
 ALICE = "12D3KooWPexrH79BHenTqWcGfyd8U9ZzX9LYthJM72n2PH1jRzfK"
@@ -79,6 +81,11 @@ STATUS = NodeStatus(
     warned_at=[NOW - 78],
     paths={"bulk": 5, "stream": 1},
 )
+
+
+def round_end(round_index: int, *exchanges: ExchangeEnded, alone: str = "", loss: float = 4.0) -> RoundEnd:
+    """Return the end of a round of five inner steps."""
+    return RoundEnd(Contributed(round_index, 8, 640, 640, 5, 5, 640, loss, 2.5, 0, 1.0), exchanges, alone)
 
 
 def ended(

@@ -26,12 +26,11 @@ from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, MessageReceived, StartExchange, State
 from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
+from farandole.protocol.rounds.trainer_rounds import NEWS_SECONDS, LoopConfig
 from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
-    NEWS_SECONDS,
     REST_TIMEOUT,
-    LoopConfig,
     TrainingLoop,
 )
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig

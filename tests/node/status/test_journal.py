@@ -9,10 +9,9 @@ import pytest
 from farandole.node.status.journal import DISK, MAX_EVENTS, MAX_WARNINGS, WARNING_SECONDS, Journal
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.status.status import NOT_BEGUN, REFUSED_HERE, NodeStatus
-from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
-from ..statuses import STATUS, ended
+from ..statuses import STATUS, ended, round_end
 
 
 def test_committed_exchanges_are_counted_by_their_path() -> None:
@@ -20,7 +19,7 @@ def test_committed_exchanges_are_counted_by_their_path() -> None:
     for path in ("bulk", "stream", "bulk"):
         journal.record_exchange(ended(0, b"b" * 32, path=path))
     journal.record_exchange(ended(1, b"b" * 32, "too slow", path="bulk"))
-    journal.record_alone(2, "nobody is there")
+    journal.finish_round(round_end(2, alone="nobody is there"))
     assert journal.exchanges.paths == {"bulk": 2, "stream": 1}
     assert (journal.exchanges.num_committed, journal.exchanges.num_failed, journal.exchanges.num_alone) == (3, 1, 1)
 
@@ -115,7 +114,6 @@ def test_why_an_exchange_failed_is_told_once() -> None:
     journal.record_exchange(ended(1, bob, "refused: the norm is off"))  # the refusing node has warned of it
     journal.record_exchange(ended(2, bob, "the partner aborted: refused: the norm is off"))
     journal.record_exchange(ended(3, bob, "the partner died"))
-    journal.record_alone(4, "no peer is free")
     name = short_name(bob)
     assert [event.text for event in journal.events] == [
         f"{name} refused this node's contribution: the norm is off",
@@ -131,7 +129,7 @@ def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) ->
     for number in (3.0, loss, 2.0):
         journal.losses.add_training(7, number)
         journal.record_validation(7, number)
-        journal.finish_round(Contributed(7, 1, 1, 1, 1, 1, 1, number, 1.0, 0, 1.0), late_steps=0)
+        journal.finish_round(round_end(7, loss=number))
     assert list(journal.losses.training) == list(journal.losses.validation) == [(7, 3.0), (7, 2.0)]
     assert [record.loss for record in rounds] == [3.0, None, 2.0]
     assert "held-out text" in journal.warnings[-1]

@@ -16,10 +16,9 @@ from farandole.node.cli import main
 from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_csv
 from farandole.node.ui.console import Console
-from farandole.protocol.trainer.trainer_messages import Contributed
 from farandole.protocol.wire.identity import peer_id_of
 
-from ..statuses import ended
+from ..statuses import ended, round_end
 
 BOB = b"b" * 32
 NAME = peer_id_of(BOB)
@@ -28,14 +27,12 @@ NAME = peer_id_of(BOB)
 def played(journal: Journal, num_rounds: int, bits_per_byte: float | None = None) -> None:
     """Play rounds with Bob; every third is alone, and every fourth is measured on held-out text."""
     for number in range(num_rounds):
-        if number % 3 == 2:
-            journal.record_alone(number, "nobody is there")
-        else:
-            journal.record_exchange(
-                ended(number, BOB, bytes_sent=4_000_000, bytes_received=8, seconds=0.5, path="bulk")
-            )
         loss = 4.0 - number / 10
-        journal.finish_round(Contributed(number, 8, 640, 640, 5, 5, 640, loss, 2.5, 0, 1.0), late_steps=0)
+        if number % 3 == 2:
+            journal.finish_round(round_end(number, alone="nobody is there", loss=loss))
+        else:
+            exchange = ended(number, BOB, bytes_sent=4_000_000, bytes_received=8, seconds=0.5, path="bulk")
+            journal.finish_round(round_end(number, exchange, loss=loss))
         if number % 4 == 0:
             journal.record_validation(number, 3.5, bits_per_byte)
 
@@ -76,16 +73,10 @@ def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
     journal = Journal(say=lambda text: None, tell_round=rounds.append)
     why = "127 MB did not fit into 30 s at 20 Mbit/s up"
     for number in (0, 1):
-        journal.record_exchange(
-            ended(number, BOB, why, bytes_sent=75_000_000, bytes_received=9, seconds=21.0, path="bulk")
-        )
-        if number == 0:
-            journal.record_alone(number, f"the exchange failed: {why}")
-        else:
-            journal.record_exchange(
-                ended(number, BOB, bytes_sent=127_000_000, bytes_received=8, seconds=2.0, path="bulk")
-            )
-        journal.finish_round(Contributed(number, 8, 640, 640, 5, 5, 640, 4.0, 2.5, 0, 1.0), late_steps=0)
+        failed = ended(number, BOB, why, bytes_sent=75_000_000, bytes_received=9, seconds=21.0, path="bulk")
+        used = ended(number, BOB, bytes_sent=127_000_000, bytes_received=8, seconds=2.0, path="bulk")
+        end = round_end(0, failed, alone=f"the exchange failed: {why}") if number == 0 else round_end(1, failed, used)
+        journal.finish_round(end)
     alone, second_try = rounds
 
     assert alone.line.endswith(f"alone: the exchange failed: {why}")
@@ -148,8 +139,7 @@ def test_the_table_fits_the_terminal(
         console = Console()
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
-        journal.record_alone(5, why)
-        journal.finish_round(Contributed(5, 8, 640, 640, 5, 5, 640, 3.5, 2.5, 0, 1.0), late_steps=0)
+        journal.finish_round(round_end(5, alone=why, loss=3.5))
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["run", "metrics", "--home", str(tmp_path)])

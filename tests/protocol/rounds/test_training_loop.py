@@ -17,13 +17,13 @@ from farandole.protocol.rounds import pairing_messages as pairing
 from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_events import (
     ExchangeEnded,
-    GoAlone,
     MessageReceived,
     PeerLost,
     PeersChanged,
     SendMessage,
     StartExchange,
 )
+from farandole.protocol.rounds.trainer_rounds import LoopConfig
 from farandole.protocol.rounds.training_events import (
     FOLLOWING,
     HAS_TRAINER,
@@ -37,12 +37,10 @@ from farandole.protocol.rounds.training_events import (
     LoopState,
     OthersMoved,
     Output,
-    Publish,
     RestChanged,
-    RoundOver,
+    RoundEnd,
     Signal,
     StartTrainer,
-    TellTrainer,
     TrainerEnded,
     TrainerReady,
 )
@@ -50,7 +48,6 @@ from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
     REST_TIMEOUT,
-    LoopConfig,
     TrainingLoop,
 )
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
@@ -232,9 +229,6 @@ class Walk(RuleBasedStateMachine):
                 assert trainer is not None
                 assert trainer.phase == "ready"
                 trainer.is_killed = True
-            case TellTrainer(command):
-                assert trainer is not None
-                trainer.obey(command)
             case StartExchange():
                 assert self.exchange is None, "never two exchanges at once"
                 assert trainer is not None
@@ -243,18 +237,24 @@ class Walk(RuleBasedStateMachine):
                 self.exchange = output
             case GiveUpExchange():
                 assert self.exchange is not None
-            case RoundOver(contributed):
+            case RoundEnd(contributed, exchanges, alone):
                 assert trainer is not None
                 assert contributed.round == trainer.contributed
+                assert {exchange.round for exchange in exchanges} <= {contributed.round}
+                assert alone or exchanges[-1].committed
+                assert not any(exchange.committed for exchange in (exchanges if alone else exchanges[:-1]))
             case SetTimer(at):
                 self.timer_at = at
             case SendMessage(peer, payload):
                 self.deliver(peer, pairing.decode_message(payload))
-            case Publish(state):
-                self.published = state
+            case TrainingState():
+                self.published = output
             case LoopOver():
                 self.num_over += 1
-            case GoAlone() | Enter() | _:
+            case _ if isinstance(output, messages.Command):
+                assert trainer is not None
+                trainer.obey(output)
+            case Enter() | _:
                 pass
 
     def deliver(self, peer: bytes, message: pairing.Message) -> None:
@@ -513,6 +513,6 @@ def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
         loop.handle(TrainerReady(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=has_loss)), 1.0)
         loop.handle(messages.Contributed(0, 64, 1, 1, 1, 1, 1, None, 1.0, 0, 1.0), 2.0)
         outputs = loop.handle(messages.OuterStepTaken(0), 3.0)
-        asked[has_loss] = any(TellTrainer(messages.Validate(8)) == output for output in outputs)
+        asked[has_loss] = any(messages.Validate(8) == output for output in outputs)
         loop.handle(TrainerEnded("the loop is gone", "detached"), 4.0)
     assert asked == {True: True, False: False}
