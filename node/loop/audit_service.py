@@ -207,4 +207,4 @@ class AuditService:
                     self._accusations = dict(kept)
             case machine.Distrust(reason):
                 journal.warn(reason)
-                self._rest.begin(FAULT, reason)
+                self._rest.set(FAULT, reason)

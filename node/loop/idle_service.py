@@ -13,9 +13,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -51,51 +49,27 @@ class ProbeError(Exception):
     """It cannot be told, for this reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
-    """A process on a GPU."""
+def users_in(text: str, own: Collection[int]) -> tuple[str, ...]:
+    """Describe the other programs' processes in the table of ``nvidia-smi pmon``, as far as they count, for display.
 
-    pid: int
-    name: str
-    computes: bool
-    """Whether it has a compute context, and no other."""
-    percent: int
-    """Its recent share of the GPU's time."""
-
-    @property
-    def is_in_earnest(self) -> bool:
-        """Return whether the process makes real use of the GPU."""
-        return self.computes or self.percent >= GRAPHICS_PERCENT
-
-
-def parse_gpu_processes(text: str) -> list[GpuProcess]:
-    """Parse the table of ``nvidia-smi pmon``, whose columns differ by driver: its first line names them.
-
-    Raises `ProbeError` if it is no such table.
+    Its columns differ by driver: the first line names them. Raises `ProbeError` if it is no such table. In a container
+    the driver gives process numbers of the host. Such a number means nothing here, so it is skipped; it may as well be
+    our own trainer.
     """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     names = next((line[1:] for line in lines if line[0] == "#" and "pid" in line), None)
     if names is None or not _COLUMNS.issubset(names):
         raise ProbeError("nvidia-smi pmon says nothing that is understood here")
-    found: dict[int, GpuProcess] = {}
+    found: dict[int, str] = {}
     for line in lines:
         row = dict(zip(names, line, strict=False))
         if line[0].startswith("#") or not _COLUMNS.issubset(row) or not row["pid"].isdigit():
             continue
-        percent = int(row["sm"]) if row["sm"].isdigit() else 0
-        pid, name = int(row["pid"]), row["command"][:MAX_NAME_CHARS]
-        found[pid] = GpuProcess(pid, name, row["type"] == "C", percent)
-    return list(found.values())
-
-
-def gpu_users(processes: Collection[GpuProcess], own: Collection[int]) -> tuple[str, ...]:
-    """Describe the other programs' processes that count, for display.
-
-    In a container the driver gives process numbers of the host. Such a number means nothing here, so it is skipped; it
-    may as well be our own trainer.
-    """
-    users = [p for p in processes if p.pid not in own and p.is_in_earnest and psutil.pid_exists(p.pid)]
-    return tuple(f"{process.name} (process {process.pid})" for process in users[:MAX_NAMED])
+        pid, percent = int(row["pid"]), int(row["sm"]) if row["sm"].isdigit() else 0
+        counts = row["type"] == "C" or percent >= GRAPHICS_PERCENT
+        if counts and pid not in own and psutil.pid_exists(pid):
+            found[pid] = f"{row['command'][:MAX_NAME_CHARS]} (process {pid})"
+    return tuple(found.values())[:MAX_NAMED]
 
 
 class GpuProbe:
@@ -131,7 +105,7 @@ def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
     if done.returncode:
         said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
         raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
-    return gpu_users(parse_gpu_processes(done.stdout.decode(errors="replace")), own)
+    return users_in(done.stdout.decode(errors="replace"), own)
 
 
 def is_on_battery() -> bool | None:
@@ -140,54 +114,37 @@ def is_on_battery() -> bool | None:
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
-class Reason(Enum):
-    """A cause for which a machine is not idle."""
-
-    BATTERY = "battery"
-    GPU = "GPU"
-
-
 # For how long a reason must have been seen. An owner who pulls the plug means it; a program that only asks the driver
 # which GPU there is is gone by the next look.
-BEGIN_SECONDS: Final = {Reason.BATTERY: 0.0, Reason.GPU: 8.0}
+BEGIN_SECONDS: Final = {"battery": 0.0, "GPU": 8.0}
 CALM_SECONDS: Final = 60.0
 MAX_CALM_SECONDS: Final = 960.0
 # A rest that begins within this many seconds of the last one's end follows it soon.
 SOON_SECONDS: Final = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One look at the machine; None: unknown, which is no reason to rest."""
-
-    on_battery: bool | None = None
-    gpu_users: tuple[str, ...] | None = None
-    """Other programs' processes on the GPU, for display."""
-
-
 class IdleWatch:
     """Judges looks, in order."""
 
     def __init__(self) -> None:
-        self._since: dict[Reason, float] = {}
+        self._since: dict[str, float] = {}
         self._words = ""
         self._calm_since: float | None = None  # while it rests
         self._calm_needed = CALM_SECONDS
         self._rested_until = -math.inf
         self._has_looked = False
 
-    @property
-    def is_resting(self) -> bool:
-        """Return whether the last look gave a reason to rest."""
-        return bool(self._words)
+    def look(self, on_battery: bool | None, gpu_users: Sequence[str], now: float) -> str:
+        """Return why the node must rest, for display; empty if it may train.
 
-    def look(self, seen: Seen, now: float) -> str:
-        """Return why the node must rest, for display; empty if it may train. ``now``: seconds, never decreasing."""
-        found: dict[Reason, str] = {}  # the plainest first
-        if seen.on_battery:
-            found[Reason.BATTERY] = "this machine runs on its battery"
-        if seen.gpu_users:
-            found[Reason.GPU] = f"the GPU is used by {', '.join(seen.gpu_users)}"
+        ``gpu_users``: other programs' processes on the GPU, for display. What is unknown (None, and no users) is no
+        reason. ``now``: seconds, never decreasing.
+        """
+        found: dict[str, str] = {}  # the plainest first
+        if on_battery:
+            found["battery"] = "this machine runs on its battery"
+        if gpu_users:
+            found["GPU"] = f"the GPU is used by {', '.join(gpu_users)}"
         self._since = {reason: self._since.get(reason, now) for reason in found}
         # Before the first trainer has begun a rest costs nothing.
         is_first, self._has_looked = not self._has_looked, True
@@ -254,7 +211,7 @@ class IdleService:
     async def look(self) -> None:
         """Look once; the first look is before anything is trained."""
         own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
-        users = None
+        users: Sequence[str] = ()
         if self._looks_at_gpu:
             try:
                 users = await self._gpu.users(own)
@@ -265,8 +222,4 @@ class IdleService:
         on_battery = None
         with trio.move_on_after(READ_TIMEOUT):
             on_battery = await in_a_thread_left_alone(is_on_battery)
-        words = self._watch.look(Seen(on_battery, users), self._clock())
-        if words:
-            self._rest.begin(IN_USE, words)
-        else:
-            self._rest.end(IN_USE)
+        self._rest.set(IN_USE, self._watch.look(on_battery, users, self._clock()))

@@ -23,6 +23,7 @@ from ..state.store import Store, StoreError
 from ..status.journal import Journal
 
 BY_HAND: Final = "by hand"
+PAUSED: Final = "paused; `farandole resume` goes on"
 
 
 class Rest:
@@ -44,24 +45,20 @@ class Rest:
         """Return all reasons, for display."""
         return "; ".join(self._reasons.values())
 
-    def begin(self, reason: str, words: str) -> None:
-        """Add a reason; ``words`` describe it, and what ends it, for display."""
-        if self._reasons.get(reason) != words:
+    def set(self, reason: str, words: str) -> None:
+        """Set a reason; ``words`` describe it, and what ends it, for display. Empty words end it."""
+        before = self._reasons.get(reason, "")
+        if words:
             self._reasons[reason] = words
-            self._tell()
-
-    def end(self, reason: str) -> None:
-        """Remove a reason."""
-        if self._reasons.pop(reason, None) is not None:
-            self._tell()
+        else:
+            self._reasons.pop(reason, None)
+        if words != before:
+            changed, self._changed = self._changed, trio.Event()
+            changed.set()
 
     async def changed(self) -> None:
         """Wait until the reasons or their words change."""
         await self._changed.wait()
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
 
 
 PAUSED_FACT: Final = "paused"
@@ -90,12 +87,12 @@ class RestService:
         self._clock = clock
         self._warn = warn
         self._hours: list[QuietHours] = []
-        self._set_hours(hours)
+        self.change_hours(hours)
 
     async def begin(self) -> None:
         """Rest if an earlier life was paused by hand, or in quiet hours; call it before anything else."""
         if await self._store.get_fact(PAUSED_FACT):
-            self._pause()
+            self._rest.set(BY_HAND, PAUSED)
         self._look()
 
     async def run(self) -> None:
@@ -106,25 +103,19 @@ class RestService:
 
     async def pause(self) -> None:
         """Pause until `resume`, in later lives too."""
-        self._pause()
+        self._rest.set(BY_HAND, PAUSED)
         await self._remember(b"1")
 
     async def resume(self) -> None:
         """End a pause by hand. It does not end the quiet hours, which the owner has set as well."""
-        self._rest.end(BY_HAND)
+        self._rest.set(BY_HAND, "")
         await self._remember(b"")
 
     def change_hours(self, hours: Sequence[str]) -> None:
         """Keep other quiet hours until the node ends. Raises `QuietHoursError`."""
-        self._set_hours(hours)
-        self._look()
-
-    def _set_hours(self, hours: Sequence[str]) -> None:
         self._hours = [parse_quiet_hours(text) for text in hours]
         self._rest.quiet_hours = tuple(hours)
-
-    def _pause(self) -> None:
-        self._rest.begin(BY_HAND, "paused; `farandole resume` goes on")
+        self._look()
 
     async def _remember(self, value: bytes) -> None:
         try:
@@ -134,10 +125,7 @@ class RestService:
 
     def _look(self) -> None:
         until = quiet_until(self._hours, self._clock())
-        if until is None:
-            self._rest.end(QUIET)
-        else:
-            self._rest.begin(QUIET, f"quiet hours until {until:%a %H:%M}")
+        self._rest.set(QUIET, "" if until is None else f"quiet hours until {until:%a %H:%M}")
 
 
 # Notices of the run's creator: a message to all members, or an order to pause, resume or stop training.
@@ -237,10 +225,9 @@ class NoticeBoard:
             return
         if state is not None and state.action == "stop" and is_training and not self._rest.is_on:
             self.stopped.set()
-        elif state is not None and state.action in _ACTIONS:
-            self._rest.begin(NOTICE_REASON, f"{words} ({_ANYWAY})")
         else:
-            self._rest.end(NOTICE_REASON)
+            holds = state is not None and state.action in _ACTIONS
+            self._rest.set(NOTICE_REASON, f"{words} ({_ANYWAY})" if holds else "")
 
 
 def _words(state: Notice | None) -> str:

@@ -49,12 +49,6 @@ class Used:
     month: int
     num_bytes: int
 
-    def count(self, num_bytes: int, now: datetime) -> Used:
-        """Return the traffic after ``num_bytes`` more; the count restarts in a new month."""
-        if (now.year, now.month) > (self.year, self.month):
-            return Used(now.year, now.month, num_bytes)
-        return replace(self, num_bytes=self.num_bytes + num_bytes)
-
 
 class Budget:
     """The budget of a month; ``limit``: bytes, both ways together, as the line's provider counts them."""
@@ -64,8 +58,10 @@ class Budget:
         self.used = used
 
     def count(self, num_bytes: int, now: datetime) -> None:
-        """Count ``num_bytes`` that have gone through the node's sockets."""
-        self.used = self.used.count(math.ceil(num_bytes * WIRE_SHARE), now)
+        """Count ``num_bytes`` that have gone through the node's sockets; the count restarts in a new month."""
+        if (now.year, now.month) > (self.used.year, self.used.month):
+            self.used = Used(now.year, now.month, 0)
+        self.used = replace(self.used, num_bytes=self.used.num_bytes + math.ceil(num_bytes * WIRE_SHARE))
 
     @property
     def _begin(self) -> datetime:
@@ -99,6 +95,7 @@ class Budget:
 TRAFFIC_FACT: Final = "traffic"
 SPENT: Final = "traffic is spent"
 SAVING: Final = "traffic is saved"
+DAY: Final = "%a %d %b %H:%M"
 # `AHEAD_BYTES` may move between two looks; on a line of 1 Gbit/s that is the traffic of one look.
 LOOK_INTERVAL: Final = 0.5
 AHEAD_BYTES: Final = 64 * 1024 * 1024
@@ -202,16 +199,15 @@ class TrafficService:
         budget = self._budget
         assert budget is not None
         self._count()
+        gigabytes, resumes_at, now = f"{budget.limit / 1e9:g} GB", budget.resumes_at(), self._clock()
         if budget.is_spent():
-            self._rest.begin(SPENT, f"{_gigabytes(budget.limit)} of traffic are used up until {_day(budget.end)}")
+            self._rest.set(SPENT, f"{gigabytes} of traffic are used up until {budget.end:{DAY}}")
         else:
-            self._rest.end(SPENT)
-            now = self._clock()
-            if not self.needs_traffic or now >= budget.resumes_at():
-                self._rest.end(SAVING)
+            self._rest.set(SPENT, "")
+            if not self.needs_traffic or now >= resumes_at:
+                self._rest.set(SAVING, "")
             elif not budget.may_spend(0, now):
-                until = _day(budget.resumes_at())
-                self._rest.begin(SAVING, f"saving this month's {_gigabytes(budget.limit)} of traffic until {until}")
+                self._rest.set(SAVING, f"saving this month's {gigabytes} of traffic until {resumes_at:{DAY}}")
         looked, self._looked = self._looked, trio.Event()
         looked.set()
         stored, used = self._stored, budget.used
@@ -225,11 +221,3 @@ class TrafficService:
         except StoreError as error:
             self._warn(f"{error}; after a restart this node does not know its traffic of this month")
         self._stored = used  # otherwise each look would retry, and warn
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:g} GB"
-
-
-def _day(at: datetime) -> str:
-    return f"{at:%a %d %b %H:%M}"

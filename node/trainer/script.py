@@ -21,14 +21,12 @@ from farandole.protocol.trainer import trainer_messages as messages
 from ..base.nurseries import open_service_nursery
 from ..base.system.memory import open_shared_memory, place_for_others
 from ..base.system.sockets import bound_socket, serve_door
-from .trainer import STOP_TIMEOUT, Trainer, TrainerError, TrainerMemory, TrainerStream
+from .trainer import SHARED, STOP_TIMEOUT, Trainer, TrainerError
 
 logger = logging.getLogger(__name__)
 
 # Loops that have connected and are not yet accepted: a person starts one, and perhaps another by mistake.
 MAX_WAITING: Final = 8
-# A dismissal fits into the socket's buffer.
-DISMISS_SECONDS: Final = 1.0
 _STOP: Final = messages.Stop()
 ANOTHER: Final = "another loop is attached to this node: one trains at a time"
 
@@ -49,8 +47,6 @@ class ScriptTrainer(Trainer):
         """See `Trainer.receive`; a loop that has failed is gone, and its owner sees why."""
         try:
             return await super().receive()
-        except trio.ClosedResourceError as error:
-            raise await self._epitaph() from error
         except TrainerError as error:
             raise error if error.cause == "weights" else TrainerError(str(error), "detached") from error
 
@@ -66,7 +62,7 @@ class ScriptDoor:
     """The loop that is attached, or waits to be; made by `open_script_door`."""
 
     def __init__(self) -> None:
-        self._waiting: TrainerStream | None = None
+        self._waiting: ScriptTrainer | None = None
         self._came = trio.Event()
         self._is_attached = False
         self.dismissal = ""
@@ -85,23 +81,22 @@ class ScriptDoor:
         """Dismiss the loop that waits, and all later ones."""
         self.dismissal = self.dismissal or reason
         if (waiting := self._take()) is not None:
-            await _dismiss(waiting, messages.Dismiss(self.dismissal, is_over=True))
+            await waiting.stop(messages.Dismiss(self.dismissal, is_over=True))
 
     @contextlib.asynccontextmanager
     async def open_trainer(self, command: messages.Prepare) -> AsyncIterator[Trainer]:
         """Prepare the waiting loop, and stop it on the way out. Raises `TrainerError`."""
-        stream = self._take()
-        assert stream is not None, "a loop is waited for before"
+        trainer = self._take()
+        assert trainer is not None, "a loop is waited for before"
         with contextlib.ExitStack() as held:
             try:
-                shared = [held.enter_context(open_shared_memory(name)) for name in TrainerMemory._fields]
+                shared = [held.enter_context(open_shared_memory(name)) for name in SHARED]
             except OSError as error:
-                await _dismiss(stream, messages.Dismiss(f"the node has no memory to share: {error}"))
+                await trainer.stop(messages.Dismiss(f"the node has no memory to share: {error}"))
                 raise TrainerError(f"there is no memory to share: {error}", "detached") from error
-            trainer = ScriptTrainer(stream, TrainerMemory(*map(place_for_others, shared)))
             self._is_attached = True
             try:
-                await trainer.prepare(command, lambda preparing: None)
+                await trainer.prepare(command, [place_for_others(each) for each in shared])
                 yield trainer
             finally:
                 self._is_attached = False
@@ -110,29 +105,23 @@ class ScriptDoor:
 
     async def let_in(self, connection: trio.SocketStream) -> None:
         """Take in a loop that has connected, or dismiss it."""
-        stream = TrainerStream(connection)
+        trainer = ScriptTrainer(connection)
         if self.dismissal:
-            await _dismiss(stream, messages.Dismiss(self.dismissal, is_over=True))
+            await trainer.stop(messages.Dismiss(self.dismissal, is_over=True))
         elif self.has_loop:
-            await _dismiss(stream, messages.Dismiss(ANOTHER))
+            await trainer.stop(messages.Dismiss(ANOTHER))
         else:
-            self._waiting = stream
+            self._waiting = trainer
             self._came.set()
 
     async def close(self) -> None:
         """Close the connection of the loop that waits."""
         if (waiting := self._take()) is not None:
-            await waiting.aclose()
+            await waiting.stop()
 
-    def _take(self) -> TrainerStream | None:
-        stream, self._waiting, self._came = self._waiting, None, trio.Event()
-        return stream
-
-
-async def _dismiss(stream: TrainerStream, reason: messages.Dismiss) -> None:
-    with trio.move_on_after(DISMISS_SECONDS), contextlib.suppress(trio.BrokenResourceError):
-        await stream.send(reason)
-    await stream.aclose()
+    def _take(self) -> ScriptTrainer | None:
+        trainer, self._waiting, self._came = self._waiting, None, trio.Event()
+        return trainer
 
 
 @contextlib.asynccontextmanager

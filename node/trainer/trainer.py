@@ -12,9 +12,8 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import trio
@@ -55,52 +54,23 @@ class TrainerError(FarandoleError):
         self.cause = cause
 
 
-class TrainerStream:
-    """The mesh process's end of the connection. Both raise `trio.BrokenResourceError` when the trainer is gone."""
-
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
-        self._send_lock = trio.Lock()
-        self._parser = FrameParser(messages.MAX_MESSAGE_BYTES)
-        self.aclose = self._stream.aclose
-
-    async def send(self, *commands: messages.Command) -> None:
-        """Send commands in one write; several tasks may call it."""
-        async with self._send_lock:
-            await self._stream.send_all(b"".join(map(messages.encode, commands)))
-
-    async def receive(self) -> messages.Report:
-        """Return the next report; for one task. Raises `TrainerError` if it is longer than any report."""
-        try:
-            while (payload := self._parser.next_frame()) is None:
-                part = await self._stream.receive_some()
-                if not part:
-                    raise trio.BrokenResourceError("the trainer closed its end")
-                self._parser.receive_data(part)
-        except RemoteProtocolError as error:
-            raise TrainerError("the trainer sent a message that is too long") from error
-        return messages.decode_report(payload)
-
-
-class TrainerMemory(NamedTuple):
-    """The memory that is shared with a trainer: descriptors, or paths for another program."""
-
-    outgoing: int | str
-    incoming: int | str
-    activations: int | str
+# The memory that is shared with a trainer, in the order of its places.
+SHARED = ("outgoing", "incoming", "activations")
 
 
 class Trainer(abc.ABC):
-    """A trainer that has reported `Prepared`."""
+    """A trainer at the other end of ``stream``; `prepare` makes it ready."""
 
-    def __init__(self, stream: TrainerStream, memory: TrainerMemory) -> None:
+    def __init__(self, stream: trio.SocketStream) -> None:
         self.outgoing: mmap.mmap
         """The contribution that this node sends, and a counter of its encoded bytes."""
         self.incoming: mmap.mmap
         """The partner's contribution, and a counter of its arrived bytes."""
         self.prepared: messages.Prepared
         self._stream = stream
-        self._memory = memory
+        self._send_lock = trio.Lock()
+        self._parser = FrameParser(messages.MAX_MESSAGE_BYTES)
+        self._activations: int | str
         self._mapped: list[mmap.mmap] = []
 
     @abc.abstractmethod
@@ -115,18 +85,19 @@ class Trainer(abc.ABC):
     async def stop(self) -> None:
         """Ask it to stop, with a short wait."""
 
-    async def prepare(self, command: messages.Prepare, on_preparing: Callable[[messages.Preparing], None]) -> None:
-        """Make it ready. Raises `TrainerError` with the trainer's own message if it fails."""
+    async def prepare(
+        self,
+        command: messages.Prepare,
+        shared: Sequence[int | str],
+        on_preparing: Callable[[messages.Preparing], None] = lambda preparing: None,
+    ) -> None:
+        """Make it ready; ``shared``: descriptors of `SHARED`, or paths for a program that this node has not started.
+
+        Raises `TrainerError` with the trainer's own message if it fails.
+        """
+        outgoing, incoming, self._activations = shared
         with trio.move_on_after(PREPARE_TIMEOUT) as patience:
-            shared = self._memory
-            await self.send(
-                msgspec.structs.replace(
-                    command,
-                    outgoing=shared.outgoing,
-                    incoming=shared.incoming,
-                    activations=shared.activations,
-                )
-            )
+            await self.send(msgspec.structs.replace(command, **dict(zip(SHARED, shared, strict=True))))
             while isinstance(report := await self.receive(), messages.Preparing):
                 patience.deadline = trio.current_time() + PREPARE_TIMEOUT
                 on_preparing(report)
@@ -134,24 +105,24 @@ class Trainer(abc.ABC):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
             self.prepared = report
             size = counted_size(report.contribution_bytes)
-            self.outgoing = self._map(shared.outgoing, size)
-            self.incoming = self._map(shared.incoming, size)
+            self.outgoing, self.incoming = self._map(outgoing, size), self._map(incoming, size)
             return
         raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
 
     def map_activations(self, num_slots: int) -> memoryview:
         """Map the memory of microbatches' activations: for each slot, the incoming and the outgoing ones."""
         size = 2 * num_slots * self.prepared.activation_bytes
-        return memoryview(self._map(self._memory.activations, size))[:size]
+        return memoryview(self._map(self._activations, size))[:size]
 
     def _map(self, place: int | str, size: int) -> mmap.mmap:
         self._mapped.append(map_shared_memory(place, size))
         return self._mapped[-1]
 
     async def send(self, *commands: messages.Command) -> None:
-        """Send commands. Raises `TrainerError` when the process is gone."""
+        """Send commands in one write; several tasks may call it. Raises `TrainerError` when the trainer is gone."""
         try:
-            await self._stream.send(*commands)
+            async with self._send_lock:
+                await self._stream.send_all(b"".join(map(messages.encode, commands)))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
 
@@ -165,11 +136,18 @@ class Trainer(abc.ABC):
             await self.send(*commands)
 
     async def receive(self) -> messages.Report:
-        """Return the next report. Raises `TrainerError` when the process is gone or reports that it failed."""
+        """Return the next report; for one task. Raises `TrainerError` when the trainer is gone, or has failed."""
         try:
-            report = await self._stream.receive()
-        except trio.BrokenResourceError as error:
+            while (payload := self._parser.next_frame()) is None:
+                part = await self._stream.receive_some()
+                if not part:
+                    raise await self._epitaph()
+                self._parser.receive_data(part)
+        except RemoteProtocolError as error:
+            raise TrainerError("the trainer sent a message that is too long") from error
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
+        report = messages.decode_report(payload)
         if isinstance(report, messages.Failed):
             raise TrainerError(report.message, report.cause)
         return report
@@ -184,8 +162,8 @@ class Trainer(abc.ABC):
 class ChildTrainer(Trainer):
     """A trainer process that this node has started. If it hangs, it writes its stacks to ``tracebacks``."""
 
-    def __init__(self, process: trio.Process, stream: TrainerStream, memory: TrainerMemory, tracebacks: int) -> None:
-        super().__init__(stream, memory)
+    def __init__(self, process: trio.Process, stream: trio.SocketStream, tracebacks: int) -> None:
+        super().__init__(stream)
         self.pid = process.pid
         self._process = process
         self._tracebacks = tracebacks
@@ -247,7 +225,7 @@ async def open_trainer(
     """
     with contextlib.ExitStack() as held:
         try:
-            shared = [held.enter_context(open_shared_memory(name)) for name in TrainerMemory._fields]
+            shared = [held.enter_context(open_shared_memory(name)) for name in SHARED]
             tracebacks = held.enter_context(open_shared_memory("tracebacks"))
             output = held.enter_context(log.open("ab")) if log else None
             process, ours = await start_child(
@@ -259,10 +237,10 @@ async def open_trainer(
             )
         except OSError as error:  # no memory, or no process more, just now
             raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = ChildTrainer(process, TrainerStream(ours), TrainerMemory(*shared), tracebacks)
+        trainer = ChildTrainer(process, ours, tracebacks)
         try:
             on_started(trainer.pid)
-            await trainer.prepare(command, on_preparing)
+            await trainer.prepare(command, shared, on_preparing)
             yield trainer
         finally:
             await trainer.stop()

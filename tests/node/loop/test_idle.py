@@ -10,13 +10,10 @@ from farandole.node.loop.idle_service import (
     CALM_SECONDS,
     MAX_CALM_SECONDS,
     IdleWatch,
-    Reason,
-    Seen,
 )
 
 STEP = 5.0
-CALM = Seen(on_battery=False, gpu_users=())
-GAME = Seen(on_battery=False, gpu_users=("game (process 7)",))
+CALM, GAME = (), ("game (process 7)",)
 
 
 class Story:
@@ -27,21 +24,21 @@ class Story:
         self.now = 1_000.0
         self.look(CALM)
 
-    def look(self, seen: Seen) -> str:
+    def look(self, users: tuple[str, ...]) -> str:
         self.now += STEP
-        return self.watch.look(seen, self.now)
+        return self.watch.look(False, users, self.now)
 
-    def seconds_until(self, seen: Seen, *, is_resting: bool) -> float:
+    def seconds_until(self, users: tuple[str, ...], *, is_resting: bool) -> float:
         """Return how long this has to be seen until the node rests, or trains."""
         began = self.now
-        while bool(self.look(seen)) != is_resting:
+        while bool(self.look(users)) != is_resting:
             assert self.now - began < 2 * MAX_CALM_SECONDS, "it never does"
         return self.now - began
 
 
 def test_the_gpu_is_given_up_soon_and_taken_again_when_it_was_free_for_a_while() -> None:
     story = Story()
-    assert story.seconds_until(GAME, is_resting=True) <= BEGIN_SECONDS[Reason.GPU] + 2 * STEP
+    assert story.seconds_until(GAME, is_resting=True) <= BEGIN_SECONDS["GPU"] + 2 * STEP
     words = story.look(GAME)
     assert "game (process 7)" in words
     assert "--only-when-idle" in words
@@ -79,16 +76,16 @@ def test_rests_that_follow_each_other_soon_grow() -> None:
 
 
 def test_who_pulls_the_plug_means_it() -> None:
-    assert "battery" in Story().look(Seen(on_battery=True))
+    assert "battery" in IdleWatch().look(True, (), 0.0)
 
 
 def test_what_is_so_from_the_beginning_needs_no_time() -> None:
-    assert IdleWatch().look(GAME, 0.0)
+    assert IdleWatch().look(None, GAME, 0.0)
 
 
 def test_what_cannot_be_told_is_no_reason() -> None:
-    story = Story()
-    assert not any(story.look(Seen()) for _ in range(100))
+    watch = IdleWatch()
+    assert not any(watch.look(None, (), STEP * number) for number in range(100))
 
 
 @given(st.lists(st.booleans(), max_size=400))

@@ -21,7 +21,7 @@ from farandole.node.loop.idle_service import (
     IdleService,
     IdleWatch,
     ProbeError,
-    parse_gpu_processes,
+    users_in,
 )
 from farandole.node.loop.rest_service import Rest
 
@@ -48,22 +48,23 @@ NEW_TABLE = """\
 """
 
 
+@pytest.fixture
+def every_process_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.pid_exists", lambda pid: True)
+
+
+@pytest.mark.usefixtures("every_process_exists")
 def test_what_computes_counts_and_what_draws_if_it_draws_much() -> None:
-    earnest = {p.name: p.is_in_earnest for p in parse_gpu_processes(OLD_TABLE)}
-    assert earnest == {"Xorg": False, "python": True}
-    earnest = {p.name: p.is_in_earnest for p in parse_gpu_processes(NEW_TABLE)}
-    assert earnest == {"game": True, "desktop": False, "notebook": True}
-
-
-def test_a_line_that_is_cut_short_is_left_out() -> None:
-    cut = f"{OLD_TABLE}    0       4712     C    9\n    0       4713\n    0\n"
-    assert parse_gpu_processes(cut) == parse_gpu_processes(OLD_TABLE)
+    assert users_in(OLD_TABLE, ()) == ("python (process 4711)",)
+    assert users_in(NEW_TABLE, ()) == ("game (process 2001)", "notebook (process 2003)")
+    cut_short = f"{OLD_TABLE}    0       4712     C    9\n    0       4713\n    0\n"
+    assert users_in(cut_short, ()) == users_in(OLD_TABLE, ())
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found", "# gpu pid\n0 1"])
 def test_what_is_no_table_is_said(text: str) -> None:
     with pytest.raises(ProbeError, match="pmon"):
-        parse_gpu_processes(text)
+        users_in(text, ())
 
 
 def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -44,7 +44,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
     """Everything is real except the driver, the length of a minute, and the battery, of which there is none."""
     monkeypatch.setattr(idle_keeper, "LOOK_INTERVAL", 0.05)
     monkeypatch.setattr(idle_keeper, "CALM_SECONDS", 0.1)
-    monkeypatch.setattr(idle_keeper, "BEGIN_SECONDS", dict.fromkeys(idle_keeper.Reason, 0.0))
+    monkeypatch.setattr(idle_keeper, "BEGIN_SECONDS", {"battery": 0.0, "GPU": 0.0})
     monkeypatch.setattr(idle_keeper, "is_on_battery", lambda: None)
     driver, users = tmp_path / "bin" / "nvidia-smi", tmp_path / "bin" / "users"
     driver.parent.mkdir()

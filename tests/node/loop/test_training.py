@@ -344,7 +344,7 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     (trainer,) = story.trainers
     await story.play_round()
     await trainer.report(saved())
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.commands[-1] == messages.Save(is_last=True)
     await trainer.report(saved())
@@ -355,13 +355,13 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     )
     assert story.pairing.state is State.AWAY
 
-    story.rest.begin("quiet hours", "until 07:00")
-    story.rest.end(BY_HAND)
+    story.rest.set("quiet hours", "until 07:00")
+    story.rest.set(BY_HAND, "")
     await trio.testing.wait_all_tasks_blocked()
     assert (story.journal.state.phase_detail, len(story.trainers)) == ("until 07:00", 1)
 
     story.others_round = 9
-    story.rest.end("quiet hours")
+    story.rest.set("quiet hours", "")
     await trio.testing.wait_all_tasks_blocked()
     assert len(story.trainers) == 2
     assert story.journal.state.round == 9
@@ -371,10 +371,10 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
 async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.sleep(REST_TIMEOUT + 1)
     assert story.journal.state.phase == "paused"
-    story.rest.end(BY_HAND)
+    story.rest.set(BY_HAND, "")
     await trio.testing.wait_all_tasks_blocked()
     assert len(story.trainers) == 2
 
@@ -388,7 +388,7 @@ async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_lose
     story.exchange_seconds = 10 * REST_TIMEOUT
     await trainer.report(contributed(0))
     began_at = trio.current_time()
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     assert story.given_up.is_set()
     assert messages.Save(is_last=True) in trainer.commands
@@ -398,9 +398,9 @@ async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_lose
 
 async def test_who_resumes_while_the_trainer_still_saves_trains_again(story: Story) -> None:
     (trainer,) = story.trainers
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
-    story.rest.end(BY_HAND)
+    story.rest.set(BY_HAND, "")
     await trio.testing.wait_all_tasks_blocked()
     await trainer.report(saved())
     assert len(story.trainers) == 2
@@ -414,21 +414,21 @@ async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story,
 
     async def replace_reason() -> None:
         await story.rest.changed()
-        story.rest.begin("quiet hours", "until 07:00")
+        story.rest.set("quiet hours", "until 07:00")
 
     for _ in range(40):
-        story.rest.begin(BY_HAND, "the owner plays")
+        story.rest.set(BY_HAND, "the owner plays")
         await trio.testing.wait_all_tasks_blocked()
         if story.phase != "paused":
             await story.trainers[-1].report(saved())
         nursery.start_soon(replace_reason)
         await trio.testing.wait_all_tasks_blocked()
-        story.rest.end(BY_HAND)
+        story.rest.set(BY_HAND, "")
         await trio.testing.wait_all_tasks_blocked()
         if story.phase != "paused":
             await story.trainers[-1].report(saved())
         assert story.phase == "paused"
-        story.rest.end("quiet hours")
+        story.rest.set("quiet hours", "")
         await trio.testing.wait_all_tasks_blocked()
         assert story.phase == "training"
 
@@ -440,11 +440,11 @@ async def test_who_pauses_while_a_trainer_is_awaited_is_paused_and_a_resume_trie
         await story.trainers[-1].report(TrainerError("no driver"))
         await trio.sleep(RESTART_DELAYS[-1] + 1)
     assert story.phase == "failed"
-    story.rest.begin(BY_HAND, "the owner mends the driver")
+    story.rest.set(BY_HAND, "the owner mends the driver")
     await trio.testing.wait_all_tasks_blocked()
     assert story.phase == "paused"
     resumed_at = trio.current_time()
-    story.rest.end(BY_HAND)
+    story.rest.set(BY_HAND, "")
     await trio.testing.wait_all_tasks_blocked()
     assert (len(story.trainers), trio.current_time()) == (MAX_CRASHES + 1, resumed_at)
 
@@ -464,14 +464,14 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
     story.training.restart_trainer()
     await trio.testing.wait_all_tasks_blocked()
     assert [story.journal.state.trainer_pid] == [42]  # its use of the machine does not count as another program's
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     assert (story.phase, story.journal.state.trainer_pid) == ("paused", None)
 
 
 async def test_who_leaves_while_he_rests_is_gone_at_once(story: Story) -> None:
     (trainer,) = story.trainers
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     await trainer.report(saved())
     with trio.fail_after(5):
@@ -482,7 +482,7 @@ async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
     story: Story, nursery: trio.Nursery
 ) -> None:
     (trainer,) = story.trainers
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     nursery.start_soon(story.leave)
     await trio.testing.wait_all_tasks_blocked()
@@ -656,7 +656,7 @@ async def test_a_trainer_that_was_replaced_is_dead_no_more(
     await trio.sleep(RESTART_DELAYS[0] + 1)
     assert (story.journal.state.trainer_restarts, story.journal.state.is_trainer_dead) == (1, False)
     await die()
-    story.rest.begin(BY_HAND, "the owner plays")
+    story.rest.set(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
     assert not story.journal.state.is_trainer_dead
 
