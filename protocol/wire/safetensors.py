@@ -2,7 +2,7 @@
 
 A file is eight bytes with the header's length, the header (JSON), and the tensors' bytes
 (https://huggingface.co/docs/safetensors). The library needs a whole file in memory to write one, and a file on the disk
-to read one; checkpoints are hashed while they are written, and fetched in parts, so the header is handled here.
+to read one; checkpoints are hashed while they are written, and fetched in parts, so their header is handled here.
 
 Bytes may come from a peer: every number has a bound, and only `RemoteProtocolError` is raised.
 """
@@ -10,9 +10,9 @@ Bytes may come from a peer: every number has a bound, and only `RemoteProtocolEr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -27,8 +27,6 @@ MAX_TENSORS: Final = 1 << 16
 MAX_NAME_CHARS: Final = 512
 MAX_DIMENSIONS: Final = 8
 FP32_BYTES: Final = 4
-WIDTHS: Final[Mapping[str, int]] = {"F32": FP32_BYTES, "F16": 2, "BF16": 2}
-"""Bytes of an element, by the type's name in the format."""
 LENGTH_BYTES: Final = 8
 """The header's length, little-endian, at the start of a file."""
 _ALIGNMENT: Final = 8
@@ -38,7 +36,7 @@ _METADATA: Final = "__metadata__"
 class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor in a header; offsets count from the header's end."""
 
-    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    dtype: Literal["F32"]
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**48)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**50)], Annotated[int, msgspec.Meta(ge=0, le=2**50)]]
 
@@ -57,8 +55,6 @@ class FileTensor:
     start: int
     """Offset of its first byte in the file."""
     end: int
-    dtype: str = "F32"
-    """One of `WIDTHS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +81,10 @@ def header_size(first: bytes | bytearray | memoryview, size: int) -> int:
     return LENGTH_BYTES + length
 
 
-def parse_tensors(
-    raw: bytes | bytearray | memoryview,
-    size: int,
-    dtypes: Collection[str] = tuple(WIDTHS),
-    is_skipped: Callable[[str], bool] = lambda name: False,
-) -> Header:
-    """Parse the header of a file of ``size`` bytes, of which ``raw`` are the first; at least its `header_size`.
+def parse_header(raw: bytes | bytearray | memoryview, size: int) -> Header:
+    """Parse the header of a checkpoint's file of ``size`` bytes, of which ``raw`` are the first, at least the header.
 
-    Tensors whose name ``is_skipped`` accepts are left out unchecked. Raises `RemoteProtocolError` if another one has a
-    dtype that is not in ``dtypes``, a size that is not its shape's, or a place outside the file.
+    Raises `RemoteProtocolError` unless its tensors are fp32 and follow each other without gaps up to the file's end.
     """
     num_bytes = header_size(raw, size)
     if len(raw) < num_bytes:
@@ -104,37 +94,19 @@ def parse_tensors(
         metadata = _decode_metadata(entries.pop(_METADATA, msgspec.Raw(b"{}")))
         if len(entries) > MAX_TENSORS or any(len(name) > MAX_NAME_CHARS for name in entries):
             raise RemoteProtocolError(f"{len(entries)} tensors, or a name that is too long")
-        parsed = {name: _decode_tensor(entry) for name, entry in entries.items() if not is_skipped(name)}
+        parsed = [(name, _decode_tensor(entry)) for name, entry in entries.items()]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"not a safetensors header: {error}") from error
-    tensors = [_tensor(name, entry, num_bytes, size, dtypes) for name, entry in parsed.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-    return Header(metadata, tuple(tensors), num_bytes)
-
-
-def _tensor(name: str, entry: _TensorEntry, num_bytes: int, size: int, dtypes: Collection[str]) -> FileTensor:
-    if entry.dtype not in dtypes:
-        raise RemoteProtocolError(f"{name} is {entry.dtype}, not {' or '.join(dtypes)}")
-    start, end = (num_bytes + offset for offset in entry.data_offsets)
-    if end - start != WIDTHS[entry.dtype] * math.prod(entry.shape) or end > size:
-        raise RemoteProtocolError(f"{name} does not lie where it should, or has another size")
-    return FileTensor(name, entry.shape, start, end, entry.dtype)
-
-
-def parse_header(raw: bytes | bytearray | memoryview, size: int) -> Header:
-    """Parse the header of a checkpoint's file: fp32 tensors that follow each other without gaps up to the file's end.
-
-    See `parse_tensors` for arguments and errors.
-    """
-    header = parse_tensors(raw, size, ("F32",))
-    end = header.num_bytes
-    for tensor in header.tensors:
-        if tensor.start != end:
-            raise RemoteProtocolError(f"{tensor.name} does not lie where it should: there is a gap or an overlap")
-        end = tensor.end
+    end, tensors = num_bytes, list[FileTensor]()
+    for name, entry in sorted(parsed, key=lambda item: item[1].data_offsets):
+        start, end_before = num_bytes + entry.data_offsets[0], end
+        end = num_bytes + entry.data_offsets[1]
+        if start != end_before or end - start != FP32_BYTES * math.prod(entry.shape):
+            raise RemoteProtocolError(f"{name} does not lie where it should, or has another size")
+        tensors.append(FileTensor(name, entry.shape, start, end))
     if end != size:
         raise RemoteProtocolError(f"the tensors end at byte {end}, the file at {size}")
-    return header
+    return Header(metadata, tuple(tensors), num_bytes)
 
 
 def encode_header(metadata: Mapping[str, str], shapes: Iterable[tuple[str, Shape]]) -> bytes:

@@ -49,7 +49,7 @@ from farandole.protocol.wire.identity import (
     sign,
 )
 from farandole.protocol.wire.record_layer import KeyLife, Opener, Sealer
-from farandole.protocol.wire.safetensors import encode_header, parse_header, parse_tensors
+from farandole.protocol.wire.safetensors import encode_header, parse_header
 
 from ..protocol import authors
 from ..protocol.exchange import test_fuzz as exchanges
@@ -394,7 +394,6 @@ DECODERS: dict[str, Decoder] = {
         lambda raw: reachability.decode_answer(raw, reachability.Request((4_001,))), reachability.DialBackAnswer
     ),
     "safetensors": Decoder(lambda raw: parse_header(raw, len(_HEADER) + 100), [_HEADER]),
-    "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
     "shared-file-index": Decoder(
         lambda raw: programs.decode_index(raw, sha256(raw).hexdigest()),
         [msgspec.msgpack.encode(programs.FileIndex(programs.BLOCK_BYTES + 1, (bytes(32), bytes(32))))],

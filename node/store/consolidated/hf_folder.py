@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -24,12 +23,12 @@ from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.models import shapes_of
 from farandole.protocol.run.rules import SLOW
-from farandole.protocol.wire.safetensors import Shape, parse_tensors
+from farandole.protocol.wire.safetensors import FP32_BYTES, Shape
 from farandole.training.base.errors import DataError
 from farandole.training.data.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
 
 from .folder import Consolidated
-from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, shards, write_file, write_tensors
+from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, write_file, write_tensors
 
 # The names of parameters in transformers
 #
@@ -40,6 +39,8 @@ from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_ten
 _ROTARY_BASE = 10_000.0
 _NORM_EPSILON = 1e-6
 
+_FILE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
 
 Part = tuple[str, int, Shape]
 """Rows of one of our parameters: its name, the first row, and the part's shape, which begins with their number."""
@@ -105,13 +106,7 @@ def config_json(config: HFConfig, *, end_token: int | None) -> dict[str, Any]:
     }
 
 
-# The default of transformers' `save_pretrained` until version 5; many hosts and file systems limit larger files.
-MAX_SHARD_BYTES: Final = 5 * 10**9
-
-
-def export_hf(
-    folder: Consolidated, to: Path, tokenizer: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> list[str]:
+def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> list[str]:
     """Write the folder ``to``, all of it or nothing; return the names of its files.
 
     ``tokenizer`` is the file that the run's manifest names by its hash, if it does; without it the folder has none.
@@ -122,9 +117,15 @@ def export_hf(
     loaded = _load_tokenizer(manifest, tokenizer)
     end_token = None if loaded is None else loaded.separator
     parts = parts_of(manifest)
-    num_bytes = sum(4 * math.prod(shape) for _, _, shape in parts.values())
+    shapes = {name: shape for name, (_, _, shape) in parts.items()}
+    num_bytes = sum(FP32_BYTES * math.prod(shape) for shape in shapes.values())
     with new_folder(to, num_bytes) as temporary, open_tensors(folder.checkpoint) as file:
-        _write_weights(temporary, file, parts, max_shard_bytes)
+
+        def tensor_of(name: str) -> Floats:
+            ours, first, shape = parts[name]
+            return file.read(f"{SLOW}/{ours}")[first : first + shape[0]]
+
+        write_tensors(temporary / _FILE, {"format": "pt"}, shapes, tensor_of)
         write_json(temporary / "config.json", config_json(config, end_token=end_token))
         write_json(temporary / "generation_config.json", {"bos_token_id": end_token, "eos_token_id": end_token})
         _write_tokenizer(temporary, loaded, tokenizer)
@@ -135,25 +136,6 @@ def export_hf(
 def write_json(path: Path, value: object) -> None:
     """Write a value as indented JSON."""
     write_file(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
-
-
-def _write_weights(to: Path, file: TensorFile, parts: dict[str, Part], max_shard_bytes: int) -> None:
-    def tensor_of(name: str) -> Floats:
-        ours, first, shape = parts[name]
-        return file.read(f"{SLOW}/{ours}")[first : first + shape[0]]
-
-    shapes = {name: shape for name, (_, _, shape) in parts.items()}
-    files = shards(shapes, max_shard_bytes)
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-        total = sum(4 * math.prod(shape) for shape in shapes.values())
-        places = {tensor: name for name, shard in zip(names, files, strict=True) for tensor in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        write_json(to / "model.safetensors.index.json", index)
-    for name, shard in zip(names, files, strict=True):
-        write_tensors(to / name, {"format": "pt"}, shard, tensor_of)
 
 
 # Tokens
@@ -266,9 +248,6 @@ MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
 # The files of a model of some hundred billion parameters.
 MAX_FILES: Final = 1_024
 
-_FILE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
-
 
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+\.safetensors$", max_length=128)]]
@@ -280,14 +259,8 @@ def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str]
 
     Raises `ConsolidatedError` unless the folder has all weights of the manifest's model, in its shapes.
     """
-    # Causal masks and rotary frequencies are no parameters: they follow from the configuration.
-    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-    parse = partial(parse_tensors, is_skipped=lambda name: name.endswith(buffers))
     with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(open_tensors(folder / name, parse, "safetensors file of weights"))
-            for name in _file_names(folder)
-        ]
+        files = [stack.enter_context(open_tensors(folder / name)) for name in _file_names(folder)]
         places = {name: file for file in files for name in file.shapes}
         found = {name: _find(folder, name, shape, places) for name, shape in shapes_of(manifest.model).items()}
         yield lambda name: found[name][0].read(found[name][1])

@@ -1,30 +1,31 @@
-"""Safetensors files without torch: read tensor by tensor, written in a stream; folders written atomically.
+"""Safetensors files: read tensor by tensor, written in a stream; folders written atomically.
 
-This is done by hand, because the library's writer needs the whole file in memory; here a model may be as large as the
-disk. bf16 needs no torch either: it is the upper half of fp32.
+Files are written by hand, because the library's writer needs the whole file in memory; here a model may be as large as
+the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BufferedReader
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
-from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.wire.safetensors import LENGTH_BYTES, Header, Shape, encode_header, header_size, parse_header
+from farandole.protocol.wire.errors import FarandoleError
+from farandole.protocol.wire.safetensors import Shape, encode_header
 from farandole.training.base.durable import sync_file, sync_folder
 
 Floats = npt.NDArray[np.float32]
 
+# Types of elements that are read.
+_FLOATS: Final = ("F32", "F16", "BF16")
 # Elements that are checked, or written, at a time: 16 MiB.
 _SLICE: Final = 1 << 22
 
@@ -36,69 +37,44 @@ class ConsolidatedError(FarandoleError):
 class TensorFile:
     """An open safetensors file; made by `open_tensors`."""
 
-    def __init__(self, path: Path, file: BufferedReader, header: Header) -> None:
+    def __init__(self, path: Path, file: safe_open) -> None:
         self.path = path
-        self.metadata = header.metadata
-        self.shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+        self.metadata: dict[str, str] = file.metadata() or {}
+        self.shapes: dict[str, Shape] = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
+        """By name, in the order of the tensors' bytes."""
         self._file = file
-        self._tensors = {tensor.name: tensor for tensor in header.tensors}
 
     def read(self, name: str) -> Floats:
-        """Read one tensor, in fp32. Raises `ConsolidatedError` if it is not there, or not finite."""
-        if name not in self._tensors:
+        """Read one tensor, in fp32. Raises `ConsolidatedError` if it is not there, no float, or not finite."""
+        if name not in self.shapes:
             raise ConsolidatedError(f"{self.path} has no tensor {name}")
-        place = self._tensors[name]
-        raw = np.empty(place.end - place.start, dtype=np.uint8)
-        with _reading(self.path):
-            self._file.seek(place.start)
-            if self._file.readinto(raw.data) != raw.size:
-                raise ConsolidatedError(f"{self.path} is shorter than it was")
-        match place.dtype:
-            case "BF16":
-                tensor = (raw.view("<u2").astype("<u4") << 16).view("<f4")
-            case "F16":
-                tensor = raw.view("<f2").astype(np.float32)
-            case _:
-                tensor = raw.view("<f4")
-        if not is_finite(tensor):
+        if (dtype := self._file.get_slice(name).get_dtype()) not in _FLOATS:
+            raise ConsolidatedError(f"{self.path}: {name} is {dtype}, not {' or '.join(_FLOATS)}")
+        if dtype == "BF16":  # numpy has none
+            with _open(self.path, "pt") as file:
+                tensor: Floats = file.get_tensor(name).float().numpy()
+        else:
+            tensor = self._file.get_tensor(name).astype(np.float32, copy=False)
+        flat = tensor.reshape(-1)
+        if not all(bool(np.isfinite(flat[start : start + _SLICE]).all()) for start in range(0, flat.size, _SLICE)):
             raise ConsolidatedError(f"{self.path}: {name} holds a value that is not finite")
-        return tensor.reshape(place.shape)
+        return tensor
 
 
 @contextlib.contextmanager
-def open_tensors(
-    path: Path, parse: Callable[[bytes, int], Header] = parse_header, kind: str = "checkpoint, or not whole"
-) -> Iterator[TensorFile]:
-    """Open a safetensors file while the block runs. Raises `ConsolidatedError` if ``parse`` rejects it.
-
-    ``parse`` gets the first bytes, up to the header's end, and the file's size; ``kind`` names what it accepts.
-    """
-    with contextlib.ExitStack() as stack:
-        with _reading(path):
-            file = stack.enter_context(path.open("rb"))
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            first = file.read(LENGTH_BYTES)
-            try:
-                first += file.read(header_size(first, size) - len(first))
-                header = parse(first, size)
-            except RemoteProtocolError as error:
-                raise ConsolidatedError(f"{path} is no {kind}: {error}") from error
-        yield TensorFile(path, file, header)
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """Open a safetensors file while the block runs. Raises `ConsolidatedError` if it is none."""
+    with _open(path, "numpy") as file:
+        yield TensorFile(path, file)
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _open(path: Path, framework: str) -> safe_open:
     try:
-        yield
+        return safe_open(path, framework=framework)
     except OSError as error:
         raise ConsolidatedError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def is_finite(tensor: Floats) -> bool:
-    """Return whether all values are finite, checked slice by slice."""
-    flat = tensor.reshape(-1)
-    return all(bool(np.isfinite(flat[start : start + _SLICE]).all()) for start in range(0, flat.size, _SLICE))
+    except SafetensorError as error:
+        raise ConsolidatedError(f"{path} is no safetensors file, or not whole: {error}") from error
 
 
 def write_tensors(
@@ -165,17 +141,3 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         sync_file(file.fileno())
-
-
-def shards(shapes: Mapping[str, Shape], max_bytes: int) -> Sequence[Mapping[str, Shape]]:
-    """Split the tensors, in order, into files of at most ``max_bytes`` each; a larger tensor gets its own file."""
-    parts: list[dict[str, Shape]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        num_bytes = 4 * math.prod(shape)
-        if parts[-1] and size + num_bytes > max_bytes:
-            parts.append({})
-            size = 0
-        parts[-1][name] = shape
-        size += num_bytes
-    return parts

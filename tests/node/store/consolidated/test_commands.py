@@ -92,7 +92,7 @@ def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys:
     assert listed["run"] is None
     here = {each["path"]: each for each in listed["here"]}
     assert here["stage-0-round-1.safetensors"]["inner_steps"] == 2
-    assert "no checkpoint, or not whole" in here["stage-0-round-2.safetensors"]["problem"]
+    assert "no safetensors file, or not whole" in here["stage-0-round-2.safetensors"]["problem"]
     assert code_of("list", "--home", home) == Exit.OK
     said = capsys.readouterr().out
     assert "damaged" in said

@@ -151,7 +151,7 @@ def test_a_file_with_a_value_that_is_not_finite_is_refused(folder: Path, tmp_pat
 def test_a_file_of_anything_else_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "bad.safetensors").write_bytes(raw)
     with (
-        pytest.raises(ConsolidatedError, match=r"no checkpoint, or not whole"),
+        pytest.raises(ConsolidatedError, match=r"no safetensors file, or not whole"),
         open_tensors(tmp_path / "bad.safetensors"),
     ):
         pass
