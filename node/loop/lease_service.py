@@ -183,7 +183,7 @@ class LeaseService:
         beats = {author: beat for author, beat in found if beat is not None}
         tokens = self._manifest.inner.batch_size * self._manifest.model.context
         partners = {author: beat.partner for author, beat in beats.items()}
-        proven = self._acquaintance.proven(self._membership.partners.keys, partners)
+        proven = self._acquaintance.proven(self._membership.partners.keys(), partners)
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
         num_strangers, epoch = len(leases.strangers), leases.epoch
         standing = Standing(origins, proven, speeds, self._gossip.liveness.period)

@@ -20,6 +20,7 @@ from farandole.protocol.run.releases import ReleaseConflict, Standing, is_incomp
 from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.wire.identity import short_name
 
+from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError
 from ..base.project import VERSION
 from ..base.remedies import release_words
@@ -54,7 +55,7 @@ class ConnectionKeeper:
         self._membership = membership
         self._liveness = liveness
         self._on_lost = on_lost
-        self._failed: dict[bytes, tuple[int, float]] = {}  # peer -> failures in a row, and the time of the next dial
+        self._backoff = Backoff(FIRST_PAUSE, MAX_PAUSE)
         self._rng = random.Random()
 
     async def run(self) -> None:
@@ -73,8 +74,7 @@ class ConnectionKeeper:
         while True:
             connected, now = self._host.connected, trio.current_time()
             everyone, reached = self._membership.everyone, self._membership.reached
-            self._failed = {peer: failed for peer, failed in self._failed.items() if peer in everyone}
-            due = {peer for peer in everyone - connected if self._failed.get(peer, (0, now))[1] <= now}
+            due = {peer for peer in everyone - connected if self._backoff.is_due(peer, (), now)}
             num_wanted = max(0, min(TARGET_CONNECTIONS, len(reached)) - len(connected & reached))
             num_new = min(MAX_DIALS, max(0, TARGET_REACHED - len(reached)))
             async with trio.open_nursery() as nursery:
@@ -89,11 +89,9 @@ class ConnectionKeeper:
         try:
             await self._host.connect(peer, timeout=SUSPICION_DIAL_TIMEOUT)
         except PeerUnreachableError:
-            number = self._failed.get(peer, (0, 0.0))[0] + 1
-            pause = min(FIRST_PAUSE * 2.0 ** min(number - 1, 30), MAX_PAUSE)
-            self._failed[peer] = number, trio.current_time() + pause
+            self._backoff.note_failure(peer, (), trio.current_time())
             return False
-        self._failed.pop(peer, None)
+        self._backoff.note_success(peer)
         self._liveness.trust(peer)
         return True
 

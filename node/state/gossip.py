@@ -35,6 +35,7 @@ from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
@@ -112,7 +113,7 @@ class GossipService:
         self.on_deed: Callable[[bytes, str], None] = lambda peer, deed: None
         """Called with a peer and what it has done to this node (`farandole.node.status.journal.DEEDS`)."""
         # Member -> seconds by which this clock was ahead of its clock, and by how much it was ahead of trio's then.
-        self._clocks: dict[bytes, tuple[float, float]] = {}
+        self._clocks: Latest[bytes, tuple[float, float]] = Latest(MAX_CLOCKS)
 
     @property
     def liveness(self) -> Liveness:
@@ -338,10 +339,7 @@ class GossipService:
             deltas, to_send = session.receive_data(bytes(data))
             if session.peer_now is not None and not is_clock_noted:
                 is_clock_noted, unix = True, self._unix()
-                self._clocks.pop(peer, None)
                 self._clocks[peer] = unix - session.peer_now, unix - trio.current_time()
-                while len(self._clocks) > MAX_CLOCKS:
-                    del self._clocks[next(iter(self._clocks))]
             for delta in deltas:
                 await self._merge(delta, peer, is_asked=session.is_initiator)
             if to_send:

@@ -16,6 +16,7 @@ import random
 import statistics
 from collections.abc import Callable, Collection, Iterable
 
+import msgspec
 import trio
 
 from farandole.protocol.checkpoints.blocks import Index
@@ -95,23 +96,19 @@ class Announcer:
                 await self.beat()
                 await trio.sleep(self._gossip.liveness.period)
 
-        async def report_progress() -> None:
-            announced_at = trio.current_time()
-            while True:
-                await trio.sleep(PROGRESS_INTERVAL)
-                await self.report_progress()
-                if self.has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
-                    announced_at = trio.current_time()
-                    self._has_new_suspects |= bool(self._suspects)  # published again before the entry expires
-                    await self.announce()
-
         async with trio.open_nursery() as nursery:
             nursery.start_soon(beat)
-            nursery.start_soon(report_progress)
+            reported_at = announced_at = trio.current_time()
             while True:
                 await trio.sleep(ADDRESSES_INTERVAL)
-                member, told = self._member(), self._told
-                if (member.is_paused, member.addresses) != (told.is_paused, told.addresses):
+                now = trio.current_time()
+                is_due = now - announced_at >= MEMBER_INTERVAL
+                self._has_new_suspects |= is_due and bool(self._suspects)  # published again before the entry expires
+                if now - reported_at >= PROGRESS_INTERVAL:
+                    reported_at = now
+                    await self.report_progress()
+                if is_due or self._has_changed():
+                    announced_at = now
                     await self.announce()
 
     async def announce(self, *, left: bool = False) -> None:
@@ -165,12 +162,12 @@ class Announcer:
         """Note whether the screening suspects a peer now; a change is published with the next progress."""
         self._has_new_suspects |= self._suspects.note(peer, is_suspect=is_suspect)
 
-    def has_changed(self) -> bool:
-        """Return whether this node's addresses, device or (if it matters) speed differ from the announced ones."""
+    def _has_changed(self) -> bool:
+        """Return whether what was announced of this node is wrong; its speed matters where there are stages."""
         member, told = self._member(), self._told
-        if (member.addresses, member.device) != (told.addresses, told.device):
-            return True
-        return self._num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed
+        if self._num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed:
+            return not told.left
+        return msgspec.structs.replace(member, speed=told.speed) != told and not told.left
 
 
 Nodes = tuple[frozenset[bytes], ...]
@@ -308,7 +305,7 @@ class Membership:
     def is_suspected(self, peer: bytes) -> bool:
         """Return whether enough live partners of this node's exchanges suspect a peer."""
         now = trio.current_time()
-        partners = (self.everyone & self.partners.keys) - {peer}
+        partners = (self.everyone & self.partners.keys()) - {peer}
         believed = [partner for partner in partners if self.credit.is_good(partner, now)]
         return is_suspected(peer, self._payloads(believed, Suspects).values(), len(believed))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..trainer.trainer_messages import Job
+from ..wire.latest import Latest
 from .pipeline_events import PipelineSettings, RoundBegan
 
 # Schedule of inner steps: the step that a microbatch is for, when a step is taken, and when the round is over.
@@ -267,7 +268,7 @@ class Microbatches:
     def __init__(self, num_slots: int) -> None:
         self.by_ticket: dict[bytes, Microbatch] = {}
         self._free_slots = set(range(num_slots))
-        self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
+        self._outcomes: Latest[bytes, bool] = Latest(MAX_OUTCOMES)
 
     @property
     def num_free(self) -> int:
@@ -293,8 +294,6 @@ class Microbatches:
     def note_outcome(self, microbatch: Microbatch) -> None:
         """Remember how a microbatch that was drawn here has ended."""
         self._outcomes[microbatch.ticket] = bool(microbatch.is_kept)
-        if len(self._outcomes) > MAX_OUTCOMES:
-            self._outcomes.popitem(last=False)
 
     def outcome(self, ticket: bytes) -> bool | None:
         """Return whether a microbatch drawn here is kept; None if it has not ended, False if it is unknown."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..wire.latest import Latest
 from .activations import MAX_CREDITS
 from .microbatches import Microbatch, MicrobatchLink
 from .pipeline_events import NodesChanged
@@ -181,7 +182,7 @@ class Avoidance:
     """
 
     def __init__(self) -> None:
-        self._of = OrderedDict[bytes, _Record]()
+        self._of = Latest[bytes, _Record](MAX_PEERS)
 
     def is_avoided(self, peer: bytes, now: float) -> bool:
         """Return whether this peer is avoided at ``now``."""
@@ -221,8 +222,5 @@ class Avoidance:
         return seconds
 
     def _record(self, peer: bytes) -> _Record:
-        record = self._of.setdefault(peer, _Record())
-        self._of.move_to_end(peer)
-        while len(self._of) > MAX_PEERS:
-            self._of.popitem(last=False)
+        record = self._of[peer] = self._of.get(peer) or _Record()
         return record

@@ -12,7 +12,6 @@ claim, or gave the weights, lose their credit: they are not believed for a while
 from __future__ import annotations
 
 import statistics
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Set
 from ipaddress import ip_network
 from typing import Final
@@ -20,6 +19,7 @@ from typing import Final
 import msgspec
 
 from ..wire.identity import PUBLIC_KEY_BYTES
+from ..wire.latest import Latest
 from .entries import MAX_SUSPECTS, PARTNER_BYTES, Suspects
 from .state import MAX_AHEAD
 
@@ -35,31 +35,19 @@ FIRST_DOUBT, MAX_DOUBT = 600.0, 86_400.0
 MAX_DOUBTED = 4_096
 
 
-class Partners:
+class Partners(Latest[bytes, None]):
     """Peers with which this node has committed exchanges, the latest last."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, peer: bytes) -> bool:
-        """Return whether an exchange with a peer was committed."""
-        return peer in self._known
-
-    @property
-    def keys(self) -> frozenset[bytes]:
-        """Return the public keys of all partners."""
-        return frozenset(self._known)
+        super().__init__(MAX_PARTNERS)
 
     def note(self, peer: bytes) -> None:
         """Note that an exchange with a peer was committed."""
-        self._known[peer] = None
-        self._known.move_to_end(peer)
-        while len(self._known) > MAX_PARTNERS:
-            self._known.popitem(last=False)
+        self[peer] = None
 
     def encode(self) -> bytes:
         """Encode the partners' keys for this node's own disk."""
-        return b"".join(self._known)
+        return b"".join(self)
 
     def restore(self, encoded: bytes) -> None:
         """Add the partners that `encode` wrote in an earlier process."""
@@ -71,7 +59,7 @@ class Credit:
     """A record of which peers are believed, by their number of false claims. ``now`` is monotonic, in seconds."""
 
     def __init__(self) -> None:
-        self._doubts: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # peer -> how often, and until when
+        self._doubts: Latest[bytes, tuple[int, float]] = Latest(MAX_DOUBTED)  # peer -> how often, and until when
 
     def lose(self, peers: Iterable[bytes], now: float) -> None:
         """Note a false claim of each peer. A peer that is doubted already is skipped: this is the same claim again."""
@@ -80,9 +68,6 @@ class Credit:
                 continue
             number = self._doubts.get(peer, (0, 0.0))[0] + 1
             self._doubts[peer] = number, now + min(FIRST_DOUBT * 2.0 ** min(number - 1, 30), MAX_DOUBT)
-            self._doubts.move_to_end(peer)
-        while len(self._doubts) > MAX_DOUBTED:
-            self._doubts.popitem(last=False)
 
     def is_good(self, peer: bytes, now: float) -> bool:
         """Return whether a peer is believed."""
@@ -142,31 +127,25 @@ MIN_ACCUSERS: Final = 3
 MAX_ACCUSERS: Final = 6
 
 
-class OwnSuspects:
-    """The peers that this node suspects, the latest last, and at most `MAX_SUSPECTS`."""
+class OwnSuspects(Latest[bytes, None]):
+    """The peers that this node suspects, the latest last."""
 
     def __init__(self) -> None:
-        self._suspected: OrderedDict[bytes, None] = OrderedDict()
+        super().__init__(MAX_SUSPECTS)
 
     def note(self, peer: bytes, *, is_suspect: bool) -> bool:
         """Note the screening's latest result for a peer; return whether the list has changed."""
-        has_changed = is_suspect != (peer in self._suspected)
+        has_changed = is_suspect != (peer in self)
         if is_suspect:
-            self._suspected[peer] = None
-            self._suspected.move_to_end(peer)
+            self[peer] = None
         else:
-            self._suspected.pop(peer, None)
-        while len(self._suspected) > MAX_SUSPECTS:
-            self._suspected.popitem(last=False)
+            self.pop(peer, None)
         return has_changed
-
-    def __bool__(self) -> bool:
-        return bool(self._suspected)
 
     @property
     def entry(self) -> Suspects:
         """Return the list as it is published."""
-        return Suspects(tuple(sorted(peer[:PARTNER_BYTES] for peer in self._suspected)))
+        return Suspects(tuple(sorted(peer[:PARTNER_BYTES] for peer in self)))
 
 
 def is_suspected(peer: bytes, lists: Iterable[Suspects], num_believed: int) -> bool:
