@@ -10,6 +10,13 @@ import pytest
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.pipeline import Pipeline
+from farandole.protocol.stages.pipeline_links import (
+    FIRST_SECONDS,
+    FORGIVEN_AFTER,
+    MAX_OUTLIERS,
+    NUM_REMEMBERED,
+    Avoidance,
+)
 from farandole.protocol.trainer.trainer_messages import Settle, Work, Worked
 from farandole.protocol.wire.timers import TimerFired
 
@@ -136,8 +143,9 @@ def test_what_is_under_way_goes_on_in_a_round_that_follows_at_once() -> None:
     assert sum(node.pipeline.counts.dropped for node in world.nodes.values()) <= 2 * world.in_flight
 
 
-def test_the_last_step_of_a_last_round_is_followed_by_none() -> None:
-    world = World([1, 1], overlap=True)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_round_may_end_by_its_steps_and_none_follows_its_last(overlap: bool) -> None:
+    world = World([1, 1], overlap=overlap)
     world.run(0)
     node = world.of_stage(0)[0]
     node.handle(machine.RoundBegan(0, max_steps=3))
@@ -248,16 +256,6 @@ def test_a_round_ends_with_nothing_under_way_and_another_begins() -> None:
             assert node.drained[-1] == round_index - 1
             node.handle(machine.RoundBegan(round_index))
     assert settled_alike(world, 2)
-
-
-def test_a_round_may_end_by_its_steps() -> None:
-    world = World([1, 1])
-    world.run(0)
-    node = world.of_stage(0)[0]
-    node.handle(machine.RoundBegan(0, max_steps=3))
-    world.run(5)
-    assert len(node.steps) == 3
-    assert node.drained == [0]
 
 
 def measure(world: World, number: int) -> None:
@@ -397,3 +395,59 @@ def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     pipeline.handle(machine.Tell(b"origin", wire.Answer(b"a", None)), 0.1)
     assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(TimerFired(), 2.0)
     assert Settle(0, is_kept=True) in pipeline.handle(machine.Tell(b"origin", wire.Answer(b"a", True)), 2.1)
+
+
+# Which neighbours are avoided, and for how long; what liars can achieve
+
+ANN, BOB, EVE = b"ann", b"bob", b"eve"
+
+
+def send_outliers(avoidance: Avoidance, now: float) -> float | None:
+    """Report enough outliers of Eve; return the seconds for which she is avoided."""
+    seconds = [avoidance.note_judged(EVE, True, now) for _ in range(MAX_OUTLIERS)]
+    assert seconds[:-1] == [None] * (MAX_OUTLIERS - 1)
+    return seconds[-1]
+
+
+def test_a_peer_that_sends_outliers_is_avoided_for_longer_each_time() -> None:
+    avoidance = Avoidance()
+    assert send_outliers(avoidance, 0.0) == FIRST_SECONDS
+    assert avoidance.is_avoided(EVE, FIRST_SECONDS - 1)
+    assert avoidance.until(1.0) == [FIRST_SECONDS]
+    assert not avoidance.is_avoided(EVE, FIRST_SECONDS)
+    assert send_outliers(avoidance, FIRST_SECONDS) == 2 * FIRST_SECONDS
+    assert not avoidance.is_avoided(BOB, FIRST_SECONDS)
+
+
+def test_what_was_long_ago_is_forgiven() -> None:
+    avoidance = Avoidance()
+    send_outliers(avoidance, 0.0)
+    later = FIRST_SECONDS * (2 + 2 * FORGIVEN_AFTER)
+    assert send_outliers(avoidance, later) == FIRST_SECONDS
+
+
+def test_outliers_that_are_rare_count_for_nothing() -> None:
+    avoidance = Avoidance()
+    for number in range(1_000):
+        assert avoidance.note_judged(BOB, number % NUM_REMEMBERED == 0, float(number)) is None
+
+
+def test_a_peer_that_loses_what_others_do_not_is_avoided() -> None:
+    avoidance = Avoidance()
+    ends = [avoidance.note_end(peer, peer != EVE, 0.0) for _ in range(NUM_REMEMBERED + 1) for peer in (ANN, BOB, EVE)]
+    assert any(ends)
+    assert [peer for peer in (ANN, BOB, EVE) if avoidance.is_avoided(peer, 1.0)] == [EVE]
+
+
+def test_losses_that_hit_all_alike_count_against_none() -> None:
+    avoidance = Avoidance()
+    assert not any(avoidance.note_end(peer, False, 0.0) for _ in range(100) for peer in (ANN, BOB, EVE))
+
+
+def test_a_minority_that_drops_what_goes_over_a_peer_does_not_have_it_avoided() -> None:
+    """A third of the origins drop all microbatches that go over Bob, and keep all others."""
+    avoidance, rng = Avoidance(), random.Random(1)
+    for _ in range(10_000):
+        peer = rng.choice((ANN, BOB))
+        is_kept = peer != BOB or rng.random() > 1 / 3
+        assert avoidance.note_end(peer, is_kept, 0.0) is None

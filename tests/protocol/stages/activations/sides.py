@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import pytest
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.stages.activations import (
@@ -23,6 +24,7 @@ from farandole.protocol.stages.activations import (
     Transit,
     Welcome,
 )
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
 SIZE = 2 * DATA_BYTES + 100  # three frames
@@ -82,6 +84,14 @@ def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
 def lie(message: Control) -> bytes:
     """Return the bytes of a message, whether it may be sent or not."""
     return frame(b"\0" + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
+
+
+def refuse(sender: Side, receiver: Side, message: Control) -> None:
+    """Check that a message may neither be sent by one end, nor be received by the other."""
+    with pytest.raises(LocalProtocolError):
+        sender.link.send(message)
+    with pytest.raises(RemoteProtocolError):
+        receiver.hear(lie(message))
 
 
 def lying_data(size: int, offset: int = 0) -> bytes:

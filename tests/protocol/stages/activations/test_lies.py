@@ -29,7 +29,7 @@ from farandole.protocol.stages.activations import (
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
-from .sides import FORWARD, HELLO, SIZE, Side, forward, give_back, lie, lying_data, pair, send_data
+from .sides import FORWARD, HELLO, SIZE, Side, forward, give_back, lie, lying_data, pair, refuse, send_data
 
 PIECES = [(0, DATA_BYTES), (DATA_BYTES, DATA_BYTES), (2 * DATA_BYTES, 100)]
 
@@ -51,10 +51,7 @@ def test_each_message_has_its_side(message: Control, who: bool) -> None:
     alice, bob = pair()
     forward(alice, bob)
     wrong, receiver = (bob, alice) if who is UPSTREAM else (alice, bob)
-    with pytest.raises(LocalProtocolError):
-        wrong.link.send(message)
-    with pytest.raises(RemoteProtocolError):
-        receiver.hear(lie(message))
+    refuse(wrong, receiver, message)
     assert alice.link.open == bob.link.open == {0: Transit.THERE}
 
 
@@ -67,10 +64,7 @@ def test_nobody_speaks_of_what_was_not_forwarded(index: int) -> None:
         (bob, alice, Dropped(index, "", is_untouched=True)),
         (alice, bob, Settled(index, is_kept=False)),
     ):
-        with pytest.raises(LocalProtocolError):
-            sender.link.send(message)
-        with pytest.raises(RemoteProtocolError):
-            receiver.hear(lie(message))
+        refuse(sender, receiver, message)
 
 
 def test_we_do_not_speak_of_what_has_ended() -> None:
@@ -102,10 +96,7 @@ def test_credits_are_not_taken_back_and_have_a_bound() -> None:
     forward(alice, bob)
     assert alice.hear(bob.say(Credits(3)) + bob.say(Credits(1 + MAX_CREDITS)))
     for total in (0, 3, MAX_CREDITS, 2 + MAX_CREDITS, 2**53):
-        with pytest.raises(LocalProtocolError):
-            bob.link.send(Credits(total))
-        with pytest.raises(RemoteProtocolError):
-            alice.hear(lie(Credits(total)))
+        refuse(bob, alice, Credits(total))
     assert alice.link.credits == bob.link.credits == 1 + MAX_CREDITS
     greeted = Side(DOWNSTREAM)
     greeted.hear(lie(HELLO))
@@ -121,10 +112,7 @@ def test_who_ends_no_microbatch_may_not_forward_for_ever() -> None:
         forward(mallory, bob)
         give_back(mallory, bob, index)
         assert mallory.hear(bob.say(Credits(index + 2)))
-    with pytest.raises(LocalProtocolError):
-        mallory.link.send(FORWARD)
-    with pytest.raises(RemoteProtocolError):
-        bob.hear(lie(FORWARD))
+    refuse(mallory, bob, FORWARD)
     assert len(bob.link.open) == MAX_OPEN
 
 
@@ -151,10 +139,7 @@ def test_data_of_one_microbatch_at_a_time() -> None:
     alice.hear(bob.say(Gradient(0)) + bob.next_data())
     bob.hear(alice.say(FORWARD) + alice.next_data())
     for sender, receiver, message in ((alice, bob, FORWARD), (bob, alice, Gradient(1))):
-        with pytest.raises(LocalProtocolError):
-            sender.link.send(message)
-        with pytest.raises(RemoteProtocolError):
-            receiver.hear(lie(message))
+        refuse(sender, receiver, message)
     assert alice.link.open == bob.link.open == {0: Transit.BACK, 1: Transit.THERE, 2: Transit.FORWARD}
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
 from farandole.protocol.stages.activations import (
     MAX_CONTROL_BYTES,
+    MAX_QUESTION_BYTES,
+    TICKET_BYTES,
+    Answer,
     Credits,
     DataReceived,
     Dropped,
     Gradient,
+    Question,
     Settled,
     Transit,
+    decode_question,
+    encode_question,
     shape_hash,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -101,3 +111,25 @@ def test_data_that_never_come_leave_the_rest_of_the_link_as_it_is() -> None:
     assert bob.hear(mallory.say(Settled(0, is_kept=True))) == [Settled(0, is_kept=True)]
     assert bob.link.open == {}
     assert bob.hear(mallory.rest()) == [], "what comes after all goes nowhere"
+
+
+# The question whether a microbatch is kept, and its answer
+
+
+@pytest.mark.parametrize("is_kept", [True, False, None])
+def test_questions_and_answers_survive_the_wire(is_kept: bool | None) -> None:
+    ticket = b"t" * TICKET_BYTES
+    for message in (Question(ticket), Answer(ticket, is_kept)):
+        payload = encode_question(message)
+        assert len(payload) <= MAX_QUESTION_BYTES
+        assert decode_question(payload) == message
+        for wrong in (payload[:-1], payload + b"\0", encode_question(Question(ticket[1:]))):
+            with pytest.raises(RemoteProtocolError):
+                decode_question(wrong)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=MAX_QUESTION_BYTES), st.sampled_from([b"", b"\x92\x01", b"\x93\x02", b"\x92\x01\xc4\x10"]))
+def test_arbitrary_bytes_are_no_question(data: bytes, head: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        assert isinstance(decode_question(head + data), Question | Answer)

@@ -19,7 +19,7 @@ from farandole.protocol.stages.activations import (
 )
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
-from .sides import FORWARD, HELLO, Side, bring_to, lie, lying_data, pair, send_data
+from .sides import FORWARD, HELLO, Side, bring_to, lie, lying_data, pair, refuse, send_data
 
 
 @pytest.mark.parametrize("step", Transit)
@@ -42,10 +42,7 @@ def test_a_microbatch_goes_as_the_table_says(
         assert receiver.hear(sender.say(message)) == [message]
     else:
         expected = {0: step}
-        with pytest.raises(LocalProtocolError):
-            sender.link.send(message)
-        with pytest.raises(RemoteProtocolError):
-            receiver.hear(lie(message))
+        refuse(sender, receiver, message)
     assert sender.link.open == receiver.link.open == expected
     assert receiver.memory == before
 
@@ -58,10 +55,7 @@ def test_only_what_has_returned_is_kept(step: Transit) -> None:
     if step is Transit.RETURNED:
         assert bob.hear(alice.say(kept)) == [kept]
         return
-    with pytest.raises(LocalProtocolError):
-        alice.link.send(kept)
-    with pytest.raises(RemoteProtocolError):
-        bob.hear(lie(kept))
+    refuse(alice, bob, kept)
     assert alice.link.open == bob.link.open == {0: step}
 
 
@@ -80,44 +74,20 @@ def test_a_link_of_something_else_is_refused(field: str, value: object) -> None:
     assert not bob.link.is_open
 
 
-def test_nobody_is_greeted_twice() -> None:
-    alice, bob = pair()
-    for sender, receiver, message in ((alice, bob, HELLO), (bob, alice, Welcome(4))):
-        with pytest.raises(LocalProtocolError):
-            sender.link.send(message)
-        with pytest.raises(RemoteProtocolError):
-            receiver.hear(lie(message))
-
-
-def test_the_upstream_node_greets_first() -> None:
+def test_greetings_come_once_in_their_order_and_each_from_its_side() -> None:
     alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
-    with pytest.raises(LocalProtocolError):
-        bob.link.send(Welcome(1))
-    with pytest.raises(RemoteProtocolError):
-        alice.hear(lie(Welcome(1)))
+    refuse(bob, alice, Welcome(1))  # before the Hello
+    refuse(bob, alice, HELLO)
     assert (alice.link.is_open, alice.link.credits) == (False, 0)
-
-
-def test_nobody_greets_as_the_other() -> None:
-    alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
-    with pytest.raises(LocalProtocolError):
-        bob.link.send(HELLO)
-    with pytest.raises(RemoteProtocolError):
-        alice.hear(lie(HELLO))
+    alice = Side(UPSTREAM)
     assert bob.hear(alice.say(HELLO)) == [HELLO]
-    with pytest.raises(LocalProtocolError):
-        alice.link.send(Welcome(1))
-    with pytest.raises(RemoteProtocolError):
-        bob.hear(lie(Welcome(1)))
-
-
-def test_hello_twice_before_the_answer() -> None:
-    alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
-    assert bob.hear(alice.say(HELLO)) == [HELLO]
-    with pytest.raises(LocalProtocolError):
-        alice.link.send(HELLO)
-    with pytest.raises(RemoteProtocolError):
-        bob.hear(lie(HELLO))
+    refuse(alice, bob, HELLO)
+    bob = Side(DOWNSTREAM)
+    bob.hear(lie(HELLO))
+    refuse(alice, bob, Welcome(1))
+    alice, bob = pair()
+    refuse(alice, bob, HELLO)
+    refuse(bob, alice, Welcome(4))
 
 
 @pytest.mark.parametrize(
@@ -131,10 +101,7 @@ def test_nothing_is_said_before_the_greetings(message: Control) -> None:
             side = Side(is_upstream)
             if is_greeted:
                 side.say(HELLO) if is_upstream else side.hear(lie(HELLO))
-            with pytest.raises(LocalProtocolError):
-                side.link.send(message)
-            with pytest.raises(RemoteProtocolError):
-                side.hear(lie(message))
+            refuse(side, side, message)
             assert (side.link.credits, side.link.num_forwarded, side.link.open) == (0, 0, {})
 
 
