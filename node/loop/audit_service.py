@@ -25,8 +25,7 @@ from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
-from ..transfers.donor import DonorBusyError
-from ..transfers.fetch import Downloads, ask_for_index, fetch_checkpoint
+from ..transfers.fetch import DonorBusyError, Downloads, ask_for_index, fetch_checkpoint
 from ..transfers.holdings import Starts
 from .rest_service import Rest
 

@@ -43,8 +43,7 @@ from ..state.gossip import GossipService
 from ..state.membership import Announcer, Membership
 from ..state.messenger import Messenger
 from ..store.disk_space import Room, WeightFiles
-from ..transfers.donor import Conditions
-from ..transfers.fetch import Downloads
+from ..transfers.fetch import Conditions, Downloads
 from ..transfers.holdings import Holding, Starts
 from ..transfers.serve import BlockService
 from ..transfers.sketches import SketchService

@@ -27,8 +27,7 @@ from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..store.folder import index_of
-from .donor import DonorBusyError
-from .fetch import Downloads
+from .fetch import DonorBusyError, Downloads
 from .holdings import Holding, Provider, write_index
 from .partial_file import PARTIAL_SUFFIX
 

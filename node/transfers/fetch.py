@@ -1,8 +1,9 @@
 """Fetches a checkpoint, or some of its tensors, from all peers that have it at once.
 
-`farandole.protocol.checkpoints.block_transfer` decides what to ask of which donor; this module does the I/O. The header
-comes first, since it says where the wanted tensors are. Their blocks follow, and each is verified before it is written
-to its place. A fetch that was interrupted resumes when it is started again (`farandole.node.transfers.partial_file`).
+`farandole.protocol.checkpoints.block_transfer` decides what to ask of which donor; this module does the I/O, a
+conversation with each donor. The header comes first, since it says where the wanted tensors are. Their blocks follow,
+and each is verified before it is written to its place. A fetch that was interrupted resumes when it is started again
+(`farandole.node.transfers.partial_file`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,35 +19,52 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.checkpoints import block_transfer as download
+from farandole.protocol.checkpoints import block_transfer as messages
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import (
     BLOCK_BYTES,
     Index,
     Selection,
     SignedIndex,
+    block_range,
     blocks_between,
     decode_signed_index,
     select,
 )
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
 from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.run.rules import is_required
 from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.safetensors import header_size, parse_header
 
+from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
+from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+from ..bulk.negotiation import BulkService
+from ..bulk.pipe import BulkPipe, Patience
 from ..join.bootstrap import reachable_providers
 from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
-from ..store.disk_space import WeightFiles
-from .donor import AbsentError, Conditions, DonorBusyError, DonorSession, open_donor
+from ..store.disk_space import Room, WeightFiles, save_seconds
 from .partial_file import PartialFile, partial_path, remove_partials
 
 logger = logging.getLogger(__name__)
 
+# A question and its answer.
+ANSWER_TIMEOUT: Final = 10.0
+# A donor may have to save its newest checkpoint again. It gets this much longer at most, whatever the size: a newcomer
+# loses this time with each donor that does not answer, and asks eight of them in one turn.
+MAX_FRESH_SAVE: Final = 60.0
+# For a bulk channel, if one opens; a donor whose stream accepts nothing for this long is lost.
+PATIENCE: Final = Patience(route=6.0, answer=ANSWER_TIMEOUT, write=messages.SILENCE)
+# Blocks of one donor in memory: the ones in transit, one that is verified and written, and the next one.
+NUM_BUFFERS: Final = MAX_OPEN + 2
+# Messages to a donor that it has not read yet.
+MAX_UNSAID: Final = 1_024
 TICK_SECONDS: Final = 0.1
 # How often the displayed rate is measured, and the weight of the newest measurement.
 RATE_SECONDS: Final = 0.5
@@ -62,6 +80,140 @@ LOST: Final = (
 )
 
 
+def fresh_save_timeout(max_size: int) -> float:
+    """Return how long a donor may take to save a checkpoint of ``max_size`` bytes again, on top of `ANSWER_TIMEOUT`."""
+    return min(save_seconds(max_size), MAX_FRESH_SAVE)
+
+
+class AbsentError(PeerUnreachableError):
+    """A donor does not have the checkpoint: not any more, as a rule, and never again."""
+
+
+class DonorBusyError(PeerUnreachableError):
+    """A donor serves others first, for ``seconds`` or so."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("it serves others first")
+        self.seconds = seconds
+
+
+@dataclass
+class Conditions:
+    """The host, run and limits that all conversations of one node share."""
+
+    host: StreamHost
+    run_id: bytes
+    shaping: Shaping = field(default_factory=Shaping)
+    channels: BulkService | None = None
+    """Bulk channels in addition to the streams; without them everything goes over the streams."""
+    room: Room = field(default_factory=Room)
+    """The space for what is fetched."""
+
+
+# A conversation with one donor
+
+
+@contextlib.asynccontextmanager
+async def open_donor(
+    conditions: Conditions, donor: bytes, question: BlockQuestion, max_size: int
+) -> AsyncIterator[tuple[Stream, FrameParser, messages.Here]]:
+    """Ask a donor for a checkpoint of at most ``max_size`` bytes; without an id for its newest, maybe saved again.
+
+    Yields the stream, what was read from it, and the answer. Raises `LOST`, with `AbsentError` and `DonorBusyError`.
+    """
+    stream = await conditions.host.open_stream(donor, messages.BLOCKS_PROTOCOL)
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT + (fresh_save_timeout(max_size) if question.id is None else 0.0)):
+            await stream.send_all(frame(messages.encode(question), messages.MAX_MESSAGE_BYTES))
+            parser = FrameParser(messages.max_answer_bytes(max_size))
+            answer = messages.decode_answered(await receive_frame(stream, parser))
+        match answer:
+            case messages.Absent():
+                raise AbsentError("it does not have the checkpoint")
+            case messages.Busy(seconds):
+                raise DonorBusyError(seconds)
+            case messages.Here():
+                yield stream, parser, answer
+    finally:
+        await close_stream(stream)
+
+
+class DonorSession:
+    """Takes blocks of a checkpoint of ``size`` bytes over the stream of `open_donor`."""
+
+    def __init__(self, conditions: Conditions, stream: Stream, size: int) -> None:
+        pipe = Pipe(True, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
+        self._bulk = BulkPipe(pipe, stream, conditions.channels, conditions.shaping)
+        self._size = size
+        self._asked: set[int] = set()
+        self._buffers: dict[int, memoryview] = {}  # of blocks on their way
+        self._progress = 0
+
+    def has_advanced(self) -> bool:
+        """Return whether bytes have arrived since the last call, over any route and from any start."""
+        before, self._progress = self._progress, self._bulk.progress
+        return self._progress != before
+
+    def tell(self, message: messages.Asked) -> None:
+        """Ask for blocks, or withdraw a request; raises `trio.WouldBlock` if too many messages are unread."""
+        if isinstance(message, messages.Want):
+            self._asked.update(range(message.first, message.first + message.count))
+        if self._bulk.num_posted >= MAX_UNSAID:
+            raise trio.WouldBlock
+        self._bulk.post(self._bulk.pipe.send_message(messages.encode(message)))
+
+    async def run(
+        self, received: bytes, on_ready: Callable[[], None], on_block: Callable[[int, memoryview], Awaitable[None]]
+    ) -> None:
+        """Take what is asked for, until cancelled; ``received`` was read from the stream before.
+
+        ``on_ready`` is called once, when blocks may be asked for. ``on_block`` is called with each block that has
+        arrived, unverified. Raises `LOST` when nothing more comes. The channel is kept for other uses, unless blocks
+        are still expected over it.
+        """
+        bulk, pipe = self._bulk, self._bulk.pipe
+        come, coming = trio.open_memory_channel[tuple[int, memoryview]](NUM_BUFFERS)
+        free = trio.Semaphore(NUM_BUFFERS)
+
+        async def hear(payload: bytes) -> None:
+            match messages.decode_given(payload):
+                case messages.Give(block) if block in self._asked and block not in self._buffers:
+                    await free.acquire()  # if none is, two blocks are here to be written: this waits for no transfer
+                    start, end = block_range(self._size, block)
+                    self._buffers[block] = memoryview(bytearray(end - start))
+                    pipe.expect(block, self._buffers[block])
+                case messages.Busy(seconds):
+                    raise DonorBusyError(seconds)
+                case message:
+                    raise RemoteProtocolError(f"{type(message).__name__} out of turn")
+
+        def receive(block: int) -> None:
+            self._asked.remove(block)
+            come.send_nowait((block, self._buffers.pop(block)))
+
+        async def hand_on() -> None:
+            async for block, memory in coming:
+                await on_block(block, memory)
+                free.release()
+
+        async def tell_when_ready() -> None:
+            await bulk.wait_routed()
+            on_ready()
+
+        try:
+            async with open_service_nursery() as nursery:
+                nursery.start_soon(hand_on)
+                nursery.start_soon(tell_when_ready)
+                bulk.begin(PATIENCE)
+                await bulk.run(hear, receive, received)
+                raise RemoteProtocolError("the donor closed the stream")
+        finally:
+            bulk.close(is_clean=not self._asked)
+
+
+# A fetch from all donors
+
+
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
     """The progress of a fetch."""
@@ -74,16 +226,11 @@ class FetchProgress:
     num_donors: int
     """The donors that give now."""
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Return the seconds left at this rate; None if nothing moves."""
-        return (self.total - self.num_bytes) / self.rate if self.rate > 0 else None
-
     def __str__(self) -> str:
         text = f"{self.num_bytes / 1e6:.1f} of {self.total / 1e6:.1f} MB"
         text += f" ({self.num_bytes * 100 // max(self.total, 1)} %), {self.rate / 1e6:.1f} MB/s"
         donors = "donor" if self.num_donors == 1 else "donors"
-        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
+        left = f", {(self.total - self.num_bytes) / self.rate:.0f} s left" if self.rate > 0 else ""
         return f"{text} from {self.num_donors} {donors}{left}"
 
 
@@ -98,10 +245,6 @@ class Fetched:
     """The blocks that each donor gave, including the ones that came twice."""
     num_bytes: int
     """The bytes that arrived, including the ones that came twice."""
-    total: int
-    """The bytes that were needed: of whole blocks."""
-    num_kept: int
-    """The blocks of an earlier attempt."""
 
 
 async def ask_for_index(
@@ -119,8 +262,8 @@ async def ask_for_index(
     """
     question = BlockQuestion(conditions.run_id, stage, checkpoint_id)
     try:
-        async with open_donor(conditions, donor, question, max_size) as session:
-            signed, index = decode_signed_index(session.answer.index, made_by or conditions.run_id, max_size)
+        async with open_donor(conditions, donor, question, max_size) as (_, _, answer):
+            signed, index = decode_signed_index(answer.index, made_by or conditions.run_id, max_size)
     except PeerUnreachableError:
         raise
     except LOST as error:
@@ -155,7 +298,6 @@ async def fetch_checkpoint(
         await run_sync(remove_partials, path, signed.id)
         with contextlib.closing(await run_sync(PartialFile, partial_path(path, signed.id), index)) as file:
             have = await run_sync(file.blocks)
-            num_kept = len(have)
             async with open_service_nursery() as nursery:
                 # Patience starts when donors are asked: hashing the blocks of an earlier attempt may take minutes.
                 fetch = _Fetch(conditions, signed, donors, on_progress, accuse, file, have, nursery)
@@ -165,7 +307,7 @@ async def fetch_checkpoint(
                 await run_sync(file.make_prefix, selection.blocks[-1] + 1, path)
             else:
                 await run_sync(file.make, selection, path)
-        return fetch.result(num_kept)
+        return Fetched(dict(fetch.num_by_donor), fetch.num_bytes)
     except OSError as error:
         raise PeerUnreachableError(f"the download cannot be stored: {error}") from error
     except RemoteProtocolError as error:
@@ -186,6 +328,8 @@ class _Fetch:
         have: set[int],
         nursery: trio.Nursery,
     ) -> None:
+        self.num_by_donor: Counter[bytes] = Counter()
+        self.num_bytes = 0
         self._conditions = conditions
         self._signed = signed
         self._donors = donors
@@ -198,11 +342,9 @@ class _Fetch:
         self._sessions: dict[bytes, DonorSession] = {}  # of donors that give
         self._absent: set[bytes] = set()  # donors that do not have it
         self._needed: frozenset[int] = frozenset()
-        self._num_by_donor: Counter[bytes] = Counter()
-        self._num_bytes = 0
         self._problem = "nobody is known who has it"
-        self._download = download.Download(trio.current_time(), have)
-        self._is_complete = trio.Event()
+        self._download = messages.Download(trio.current_time(), have)
+        self._is_over = trio.Event()  # of the blocks that are needed now
         self._failure: PeerUnreachableError | None = None
 
     async def run(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
@@ -219,21 +361,17 @@ class _Fetch:
         await self._fetch(blocks)
         return selection
 
-    def result(self, num_kept: int) -> Fetched:
-        """Return the result; ``num_kept`` blocks were here before."""
-        return Fetched(dict(self._num_by_donor), self._num_bytes, self._size_of(self._needed), num_kept)
-
     async def _fetch(self, blocks: Iterable[int]) -> None:
-        self._is_complete = trio.Event()
+        self._is_over = trio.Event()
         self._needed = frozenset(blocks)
         self._carry_out(self._download.need(sorted(self._needed), trio.current_time()))
-        await self._is_complete.wait()
+        await self._is_over.wait()
         if self._failure is not None:
             raise self._failure
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or PeerUnreachableError(reason)
-        self._is_complete.set()
+        self._is_over.set()
 
     async def watch(self) -> None:
         """Follow which donors there are and how many bytes have arrived, until cancelled."""
@@ -263,28 +401,27 @@ class _Fetch:
 
     # Donors
 
-    def _carry_out(self, outputs: Iterable[download.Output]) -> None:
+    def _carry_out(self, outputs: Iterable[messages.Output]) -> None:
         for output in outputs:
             match output:
-                case download.DialDonor(donor):
+                case messages.DialDonor(donor):
                     self._scopes[donor] = trio.CancelScope()
                     self._nursery.start_soon(self._converse, donor, self._scopes[donor])
-                case download.Tell(donor, message):
+                case messages.Tell(donor, message):
                     try:
                         self._sessions[donor].tell(message)
                     except trio.WouldBlock:  # it does not read
                         self._scopes[donor].cancel()
-                case download.HangUp(donor, reason, wrong_block):
+                case messages.HangUp(donor, reason, wrong_block):
                     self._note_problem(donor, reason)
                     self._sessions.pop(donor, None)
                     self._scopes.pop(donor).cancel()
                     if wrong_block is not None:
                         self._accuse(donor, f"gave wrong bytes for block {wrong_block} of a checkpoint")
-                case download.End(is_complete):
-                    if is_complete:
-                        self._is_complete.set()
-                    else:
-                        self._fail(f"the download does not get on: {self._problem}")
+        if not self._download.num_missing:
+            self._is_over.set()
+        elif self._download.is_hopeless(trio.current_time()):
+            self._fail(f"the download does not get on: {self._problem}")
 
     def _note_problem(self, donor: bytes, problem: object) -> None:
         self._problem = f"{short_name(donor)}: {problem or 'too slow'}"
@@ -296,14 +433,14 @@ class _Fetch:
         question = BlockQuestion(self._conditions.run_id, index.stage, self._signed.id, has_index=True)
 
         def begin() -> None:
-            num_held = min(session.answer.num_held, index.num_blocks)
+            num_held = min(answer.num_held, index.num_blocks)
             self._carry_out(self._download.opened(donor, num_held, trio.current_time()))
 
         try:
             with scope:
-                async with open_donor(self._conditions, donor, question, index.size) as session:
-                    self._sessions[donor] = session
-                    await session.run(index.size, begin, partial(self._take, donor, scope))
+                async with open_donor(self._conditions, donor, question, index.size) as (stream, parser, answer):
+                    session = self._sessions[donor] = DonorSession(self._conditions, stream, index.size)
+                    await session.run(parser.take_rest(), begin, partial(self._take, donor, scope))
         except DonorBusyError as error:
             busy_seconds = error.seconds
             self._note_problem(donor, error)
@@ -332,8 +469,8 @@ class _Fetch:
             self._carry_out(self._download.refused(donor, block, trio.current_time()))
             return
         self._have.add(block)
-        self._num_by_donor[donor] += 1
-        self._num_bytes += len(data)
+        self.num_by_donor[donor] += 1
+        self.num_bytes += len(data)
         self._carry_out(self._download.arrived(donor, block, trio.current_time()))
 
 

@@ -32,7 +32,7 @@ from ..status.journal import Journal
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from ..store.disk_space import WeightFiles, save_seconds
 from ..store.folder import index_of
-from .donor import fresh_save_timeout
+from .fetch import fresh_save_timeout
 from .partial_file import read
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,8 @@ def _keep(kept: deque[Holding], newest: Holding, count: int) -> None:
 
 # Own checkpoints that are kept open in addition to announced ones: the newest, and the one that is being announced.
 NUM_OPEN: Final = 2
-# A newcomer that asks for weights waits for the answer (`donor.ANSWER_TIMEOUT`); a save must be shorter. For a large
-# checkpoint both ends wait longer (`donor.fresh_save_timeout`).
+# A newcomer that asks for weights waits for the answer (`fetch.ANSWER_TIMEOUT`); a save must be shorter. For a large
+# checkpoint both ends wait longer (`fetch.fresh_save_timeout`).
 FRESH_SAVE_TIMEOUT: Final = 6.0
 # An announcement of a held checkpoint lives for a day (`farandole.protocol.state.entries`), and a copy of a stage that
 # no node holds any more may have to wait longer than that for a node.

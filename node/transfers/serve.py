@@ -28,7 +28,7 @@ from ..base.bandwidth import Shaping
 from ..base.streams import Stream, receive_frame
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
-from .donor import Conditions
+from .fetch import Conditions
 from .holdings import Holding
 
 # A question and its answer, if no fresh checkpoint has to be saved for it.

@@ -206,14 +206,7 @@ class HangUp:
     wrong_block: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The download has every block that is needed; or nothing has arrived for too long."""
-
-    is_complete: bool
-
-
-Output = DialDonor | Tell | HangUp | End
+Output = DialDonor | Tell | HangUp
 
 
 @dataclass(slots=True)
@@ -271,7 +264,7 @@ class _Donor:
 class Download:
     """The download of one checkpoint's blocks, from ``now`` on. ``have``: the blocks that are here already.
 
-    Each method but the properties notes an event, and returns what to do. `tick` must be called a few times a second.
+    Each method that returns outputs notes an event, and returns what to do. `tick` must be called a few times a second.
     """
 
     def __init__(self, now: float, have: Iterable[int] = ()) -> None:
@@ -301,7 +294,7 @@ class Download:
         """Blocks are needed, in addition to the earlier ones."""
         for block in set(blocks).difference(self._have, self._asked, self._unasked):
             heapq.heappush(self._unasked, block)
-        return self.tick(now) if self.num_missing else [End(True)]
+        return self.tick(now)
 
     def know(self, names: Sequence[bytes], now: float) -> list[Output]:
         """These donors are reported to have the checkpoint now, the best first.
@@ -344,7 +337,7 @@ class Download:
             self._donors[owner].owed.pop(block)
             if owner != name:
                 outputs.append(Tell(owner, Forget(block)))
-        return [*outputs, *(self.tick(now) if self.num_missing else [End(True)])]
+        return [*outputs, *self.tick(now)]
 
     def refused(self, name: bytes, block: int, now: float) -> list[Output]:
         """A donor gave wrong bytes for a block."""
@@ -358,11 +351,13 @@ class Download:
         for donor in self._donors.values():
             if donor.is_silent(now):
                 outputs += self._hang_up(donor, "it gives nothing any more", now)
-        if not self.num_missing:
-            return outputs
-        outputs += [*self._ask_for_more(now), *self._ask_for_help(now), *self._dial(now)]
-        is_hopeless = now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
-        return [*outputs, End(False)] if is_hopeless else outputs
+        if self.num_missing:
+            outputs += [*self._ask_for_more(now), *self._ask_for_help(now), *self._dial(now)]
+        return outputs
+
+    def is_hopeless(self, now: float) -> bool:
+        """Return whether too little has arrived for too long, and no donor is known to be busy."""
+        return now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
 
     # Donors
 

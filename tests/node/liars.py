@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
-from farandole.node.transfers.donor import Conditions
+from farandole.node.transfers.fetch import Conditions
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.node.transfers.sketches import SketchService

@@ -109,7 +109,7 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
         await trio.sleep(3 * WEIGHTS_TIMEOUT)
         if donor == FROZEN:
             raise PeerUnreachableError("too slow")
-        return Fetched({donor: 1}, 1, 1, 0)
+        return Fetched({donor: 1}, 1)
 
     monkeypatch.setattr(downloads, "ask_for_index", ask)
     monkeypatch.setattr(downloads, "fetch_checkpoint", fetch)

@@ -21,8 +21,7 @@ from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
 from farandole.node.store.folder import index_of
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import fetch_checkpoint
+from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion

@@ -30,8 +30,7 @@ from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.bulk.channel import BulkChannel, open_channel
 from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.mesh.host import open_host
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import fetch_checkpoint
+from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import MAX_SERVED, BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion

@@ -18,8 +18,7 @@ from safetensors.numpy import save_file
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import Fetched
+from farandole.node.transfers.fetch import Conditions, Fetched
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.epochs.lease_claims import EpochProgress
@@ -89,7 +88,7 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
         if len(fetched) < 3:
             partial_path(path, signed.id).touch()
             raise PeerUnreachableError("the line broke")
-        return Fetched({BOB: 1}, 1, 1, 0)
+        return Fetched({BOB: 1}, 1)
 
     monkeypatch.setattr(pulling, "ask_for_index", ask)
     monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)
@@ -125,7 +124,7 @@ async def test_the_optimizers_means_are_taken_from_a_member_that_has_them(
     ) -> Fetched:
         await trio.lowlevel.checkpoint()
         save_file({f"{vector}/a": np.zeros(2, np.float32) for vector in vectors[index.round]}, path)
-        return Fetched({BOB: 1}, 1, 1, 0)
+        return Fetched({BOB: 1}, 1)
 
     monkeypatch.setattr(pulling, "ask_for_index", ask)
     monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)

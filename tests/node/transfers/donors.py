@@ -19,8 +19,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import fetch as downloads
 from farandole.node.transfers import sketches as comparing
-from farandole.node.transfers.donor import Conditions, DonorBusyError
-from farandole.node.transfers.fetch import Downloads, Fetched
+from farandole.node.transfers.fetch import Conditions, DonorBusyError, Downloads, Fetched
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.partial_file import partial_path
 from farandole.node.transfers.weights import Weights
@@ -202,7 +201,7 @@ class World:
             partial_path(path, signed.id).replace(path)
         assert is_prefix is (path.suffix == ".blocks")
         self.fetched_from.append(names)
-        return Fetched(dict.fromkeys(names, 1), 1, 1, 0)
+        return Fetched(dict.fromkeys(names, 1), 1)
 
     def is_fetched(self, author: bytes, stage: int, round_index: int) -> bool:
         path = self.settings.fetched(stage)

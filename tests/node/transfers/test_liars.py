@@ -13,8 +13,7 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.transfers.donor import Conditions, open_donor
-from farandole.node.transfers.fetch import LOST, ask_for_index
+from farandole.node.transfers.fetch import LOST, Conditions, DonorSession, ask_for_index, open_donor
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import (
     MAX_WANTED,
@@ -240,11 +239,13 @@ async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, 
 )
 async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nursery, said: bytes) -> None:
     host: Any = MemoryHost(nursery, answer(say(Here(2)), say_in_pipe(Route(None, 0)), said))
+    conditions = Conditions(host, RUN)
     question = BlockQuestion(RUN, 0, SIGNED.id, has_index=True)
 
     async def take(block: int, data: memoryview) -> None:
         raise AssertionError("nothing came")
 
     with trio.fail_after(PATIENCE), pytest.raises(LOST):
-        async with open_donor(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as session:
-            await session.run(len(CONTENT), lambda: session.tell(Want(0, 1)), take)
+        async with open_donor(conditions, b"d" * 32, question, len(CONTENT)) as (stream, parser, _):
+            session = DonorSession(conditions, stream, len(CONTENT))
+            await session.run(parser.take_rest(), lambda: session.tell(Want(0, 1)), take)

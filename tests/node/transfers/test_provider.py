@@ -16,8 +16,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.transfers import fetch as downloads
 from farandole.node.transfers.copies import PASS_OVER_SECONDS
-from farandole.node.transfers.donor import ANSWER_TIMEOUT, MAX_FRESH_SAVE, fresh_save_timeout
-from farandole.node.transfers.fetch import Fetched
+from farandole.node.transfers.fetch import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Fetched, fresh_save_timeout
 from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, Provider
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion

@@ -13,8 +13,7 @@ import trio.testing
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.transfers import serve as giving
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import fetch_checkpoint
+from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BLOCK_TIMEOUT, MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
 from farandole.protocol.exchange.pipe import Pipe, Route

@@ -18,8 +18,7 @@ from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import start as starting
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import Downloads
+from farandole.node.transfers.fetch import Conditions, Downloads
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.node.transfers.start import Start

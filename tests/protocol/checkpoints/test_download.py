@@ -21,7 +21,6 @@ from farandole.protocol.checkpoints.block_transfer import (
     SILENCE,
     DialDonor,
     Download,
-    End,
     Forget,
     HangUp,
     Output,
@@ -64,7 +63,6 @@ class World:
         self.download = Download(0.0, have)
         self.now = 0.0
         self.arrived: Counter[int] = Counter()
-        self.completed = 0
         self.accused: list[tuple[bytes, int]] = []
         self.hung_up: list[tuple[bytes, float]] = []
         self.most_open = 0
@@ -75,7 +73,6 @@ class World:
         self.carry_out(self.download.know(names, self.now))
 
     def need(self, blocks: Iterable[int]) -> None:
-        self.completed = 0
         self.carry_out(self.download.need(blocks, self.now))
 
     def carry_out(self, outputs: Iterable[Output]) -> None:
@@ -98,13 +95,11 @@ class World:
                 self.hung_up.append((name, self.now))
                 self.donors[name].queue.clear()
                 self.donors[name].is_open, self.donors[name].ready_at = False, None
-            case End(True):
-                self.completed += 1
 
     def run(self, seconds: float = 10_000.0) -> float:
         """Run until all blocks have arrived; return the seconds that it took."""
         began = self.now
-        while not self.completed:
+        while self.download.num_missing:
             assert self.now < began + seconds, "never complete"
             self.now += TICK
             for name, donor in self.donors.items():
@@ -236,10 +231,11 @@ def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
 def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> None:
     download = Download(100.0)
     download.need([0], 100.0)
-    assert End(False) not in download.know((ANN,), 99.0 + PATIENCE)
-    assert End(False) not in download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
-    assert End(False) not in download.tick(128.0 + 2 * PATIENCE)
-    assert End(False) in download.tick(130.0 + 2 * PATIENCE)
+    download.know((ANN,), 99.0 + PATIENCE)
+    assert not download.is_hopeless(99.0 + PATIENCE)
+    download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
+    assert not download.is_hopeless(128.0 + 2 * PATIENCE)
+    assert download.is_hopeless(130.0 + 2 * PATIENCE)
 
 
 def test_no_more_donors_are_remembered_than_needed() -> None:

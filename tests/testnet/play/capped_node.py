@@ -13,8 +13,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.mesh.host import open_host
-from farandole.node.transfers.donor import Conditions
-from farandole.node.transfers.fetch import ask_for_index, fetch_checkpoint
+from farandole.node.transfers.fetch import Conditions, ask_for_index, fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
