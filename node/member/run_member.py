@@ -121,7 +121,7 @@ class RunMember:
                 nursery.start_soon(self.stages.run)
             connections = ConnectionKeeper(host, membership, self.gossip.liveness, self.training.lose_peer)
             reconnector = Reconnector(host, self.daemon.book, target, lambda: membership.everyone, self.daemon.journal)
-            services = membership, membership.announcer, connections, reconnector, self.weights, self.notices
+            services = membership, membership.announcer, connections, reconnector, self.weights.provider, self.notices
             for service in services:
                 nursery.start_soon(service.run)
             nursery.start_soon(self.stages.announce)

@@ -3,15 +3,23 @@
 They stay open so that an announced one remains readable when its file is replaced or removed: a trainer saves again,
 and keeps two, long before all peers have heard of the newest. A node gives what its trainer saved (once more if it is
 old), the copy that it keeps of another node's checkpoint (`Provider`), and the starts of its rounds (`Starts`).
+
+`farandole.protocol.checkpoints.copies` decides which checkpoints are copied: one of every stage, at two more nodes, or,
+if the model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost. A copy
+lies in the folder of the node's own checkpoints. It consists of the author's first blocks, up to the last that a
+newcomer needs, and the author's index; so it survives a restart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import random
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,19 +29,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.checkpoints import blocks
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
-from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER
+from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
+from farandole.protocol.mesh.kademlia import checkpoint_key
+from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
-from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.training.base.durable import replacing
 
+from ..base.errors import PeerUnreachableError
 from ..base.system.files import open_private
-from ..state.membership import Membership
-from ..status.journal import Journal
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
-from ..store.disk_space import WeightFiles, save_seconds
+from ..store.disk_space import save_seconds
 from ..store.folder import index_of
-from .fetch import fresh_save_timeout
-from .partial_file import read
+from .fetch import DonorBusyError, Downloads, fresh_save_timeout
+from .partial_file import PARTIAL_SUFFIX, read
 
 logger = logging.getLogger(__name__)
 
@@ -190,29 +200,41 @@ FRESH_SAVE_TIMEOUT: Final = 6.0
 # no node holds any more may have to wait longer than that for a node.
 TELL_INTERVAL: Final = 6 * 3_600.0
 
+COPY_SUFFIX: Final = ".blocks"
+# Copies take no more than this share of the time for downloads, however large the stage or slow the line.
+COPY_SHARE: Final = 0.1
+# An author that did not give the checkpoint to copy is skipped for this long: the next copy is another author's.
+PASS_OVER_SECONDS: Final = 300.0
+# The interval for announcing another one to the DHT: twenty peers keep each, for hours, and the run state has the
+# newest.
+PROVIDE_INTERVAL: Final = 600.0
+
 
 class Provider:
-    """The open checkpoints of one node. Methods raise no `OSError`: what cannot be opened is not provided."""
+    """The checkpoints that one node gives: its own, and a copy of another node's, which it keeps up to date.
 
-    def __init__(
-        self, files: WeightFiles, key: Ed25519PrivateKey, run_id: bytes, membership: Membership, journal: Journal
-    ) -> None:
+    Methods raise no `OSError`: what cannot be opened is not provided.
+    """
+
+    def __init__(self, key: Ed25519PrivateKey, downloads: Downloads) -> None:
         self.copy: Holding | None = None
         """The copy that it keeps of another node's checkpoint."""
         self.trainer_stage: int | None = None
         """The stage of the trainer that was last started."""
         self.save_rate: float | None = None
         """Bytes a second at which the last checkpoint was written; None if none was measured."""
-        self._files = files
         self._key = key
-        self._run_id = run_id
-        self._membership = membership
-        self._journal = journal
+        self._downloads = downloads
+        self._files = downloads.files
+        self._membership = downloads.membership
         self._own: list[Holding] = []
         self._unopened: tuple[Saved, int] | None = None  # the trainer's newest, and its stage
         self._has_unopened = trio.Event()
         self._has_saved = trio.Event()
         self._save_wanted = trio.Event()
+        self._passed_over: dict[bytes, float] = {}  # until when
+        self._provided: bytes | None = None
+        self._provide_after = -math.inf
 
     @property
     def newest(self) -> Holding | None:
@@ -233,7 +255,7 @@ class Provider:
         """Return this node's own newest checkpoint of a stage, saved again when it is old, held for the caller."""
         if stage != self._membership.stage:
             return None
-        if self.newest is None or self._journal.state.round - self.newest.index.round > MAX_ROUNDS_OLDER:
+        if self.newest is None or self._downloads.journal.state.round - self.newest.index.round > MAX_ROUNDS_OLDER:
             if self._has_saved.is_set():  # otherwise another newcomer waits for the same save
                 self._has_saved = trio.Event()
             self._save_wanted.set()
@@ -250,7 +272,7 @@ class Provider:
         await self._save_wanted.wait()
         self._save_wanted = trio.Event()
 
-    # What is provided
+    # Its own checkpoints
 
     def note_saved(self, saved: Saved) -> None:
         """Note that the trainer has written a checkpoint, or resumes from it."""
@@ -266,18 +288,11 @@ class Provider:
         while self._own:
             self._own.pop().let_go()
 
-    def keep_copy(self, holding: Holding | None) -> None:
-        """Provide this copy of another node's checkpoint instead of the former one; None: no copy."""
-        if self.copy is not None:
-            self.copy.let_go()
-        self.copy = holding
-        if holding is not None:
-            self._announce(holding)
-
     async def run(self) -> None:
-        """Open what the trainer saves, and announce what is held before the run forgets it, until cancelled."""
+        """Open what the trainer saves, keep a copy, and announce both before the run forgets them, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._open_saved)
+            nursery.start_soon(self._keep_copy)
             while True:
                 await trio.sleep(TELL_INTERVAL)
                 for holding in (self.newest, self.copy):
@@ -297,7 +312,7 @@ class Provider:
                 continue
             try:
                 holding = await trio.to_thread.run_sync(
-                    open_own, saved, self._key, self._run_id, stage, self._files.num_stages
+                    open_own, saved, self._key, self._downloads.conditions.run_id, stage, self._files.num_stages
                 )
             except (OSError, ConsolidatedError, ValueError) as error:
                 logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
@@ -314,3 +329,120 @@ class Provider:
                 self._own.append(holding)
                 self._announce(holding)
             self._has_saved.set()
+
+    # The copy of another node's
+
+    def copy_path(self, stage: int, checkpoint_id: bytes) -> Path:
+        """Return the path for a copy."""
+        return self._files.settings.checkpoints / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
+
+    async def _keep_copy(self) -> None:
+        """Take up an earlier life's copy, and keep it new, until cancelled."""
+        if self._has_room():
+            await self._recall()
+        else:
+            await self._take(None)
+        pause = interval = self._files.settings.backup_seconds
+        while True:
+            await trio.sleep(pause * random.uniform(0.75, 1.25))
+            began_at = trio.current_time()
+            await self._copy_newest()
+            pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
+            await self._provide()
+
+    def _has_room(self) -> bool:
+        return self._files.plan(self._membership.stage).has_copy
+
+    async def _recall(self) -> None:
+        """Open the copy that an earlier life kept, if there is one and it is of this run."""
+        folder, run_id = self._files.settings.checkpoints, self._downloads.conditions.run_id
+        max_size = max(map(self._files.max_bytes, range(self._files.num_stages)))
+
+        def open_copy() -> Holding:
+            with index_of(path).open("rb") as file:
+                raw = file.read(blocks.max_index_bytes(max_size) + 1)
+            return Holding.open(path, *blocks.decode_signed_index(raw, run_id, max_size))
+
+        # One, unless that life was killed between making a new one and removing the old.
+        for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
+            with contextlib.suppress(OSError, RemoteProtocolError):
+                await self._take(path, await trio.to_thread.run_sync(open_copy))
+                return
+
+    async def _take(self, path: Path | None, holding: Holding | None = None) -> None:
+        """Provide this copy, in this file, instead of older ones, and remove these; None: there is no room for any."""
+        if self.copy is not None:
+            self.copy.let_go()
+        self.copy = holding
+        if holding is not None:
+            self._announce(holding)
+        await trio.to_thread.run_sync(self._remove, path)
+
+    def _remove(self, kept: Path | None, suffix: str = "*") -> None:
+        """Remove the files of all copies but the one kept."""
+        for path in self._files.settings.checkpoints.glob(f"copy-*{COPY_SUFFIX}{suffix}"):
+            if kept is None or not path.name.startswith(kept.name):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    async def _copy_newest(self) -> None:
+        stage = self._files.copied_stage(self._membership.stage)
+        if not self._has_room():
+            if self.copy is not None:  # the text that was tokenised since needs its room
+                await self._take(None)
+            return
+        found = self._choose(stage)
+        if found is None or (self.copy is not None and self.copy.id == found[1].id):
+            return
+        author, notice = found
+        try:
+            signed, index = await self._downloads.ask(author, stage, notice.id)
+        except DonorBusyError:
+            return  # it serves others, and this node next time
+        except PeerUnreachableError as error:
+            self._downloads.journal.warn(f"no copy from {short_name(author)}: {error}")
+            self._passed_over[author] = trio.current_time() + PASS_OVER_SECONDS
+            return
+        path = self.copy_path(stage, signed.id)
+
+        def keep() -> Holding:
+            write_index(path, signed)
+            return Holding.open(path, signed, index)
+
+        with contextlib.suppress(OSError):  # the download says what is wrong
+            await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
+        # On a slow line newer ones may keep coming before one is complete.
+        await trio.to_thread.run_sync(self._remove, path, f".*{PARTIAL_SUFFIX}")
+        if await self._downloads.fetch(signed, index, (author,), path, lambda progress: None, is_copy=True) is not None:
+            try:
+                await self._take(path, await trio.to_thread.run_sync(keep))
+            except OSError as error:
+                logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
+
+    def _choose(self, stage: int) -> tuple[bytes, CheckpointNotice] | None:
+        """Choose the author and the checkpoint of a stage that this node must copy; None if there is none."""
+        conditions, own, membership = self._downloads.conditions, self._downloads.host.author, self._membership
+        now, announced = trio.current_time(), membership.announced(stage)
+        self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
+        author = copied_author(conditions.run_id, stage, announced.keys() - self._passed_over.keys())
+        if author is None or author == own:
+            return None
+        if not conditions.shaping.may_spend(self._files.required_bytes(stage)):
+            return None
+        members = membership.nodes_of_stages()[stage]
+        if self._files.num_stages == 1 and not is_copier(conditions.run_id, stage, members, author, own):
+            return None
+        return author, announced[author]
+
+    async def _provide(self) -> None:
+        """Announce the copied checkpoint in the DHT, which may have more providers than the run state knows."""
+        newest, held = self.newest, self.copy
+        host, run_id = self._downloads.host, self._downloads.conditions.run_id
+        if newest is not None and self._membership.holders(newest.index.stage, newest.id):
+            held = newest  # others have copied this node's own
+        if held is None or held.id == self._provided or trio.current_time() < self._provide_after:
+            return
+        if self._provided is not None:
+            host.dht.withdraw(checkpoint_key(run_id, self._provided))
+        self._provided, self._provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
+        await host.dht.provide(checkpoint_key(run_id, held.id))

@@ -32,7 +32,6 @@ from farandole.protocol.wire.identity import short_name
 from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
 from ..status.journal import DISK
-from .copies import CopyService
 from .fetch import NO_WEIGHTS, Downloads, Fetched, FetchProgress, Show
 from .holdings import Provider
 from .partial_file import PARTIAL_SUFFIX, partial_path
@@ -66,27 +65,20 @@ _Found = tuple[SignedIndex, Index, tuple[bytes, ...]]
 
 
 class Weights:
-    """The weights of one node: finds its trainer's; `provider` and the copies are for other nodes."""
+    """The weights of one node: finds its trainer's; those of `provider` are for other nodes."""
 
     def __init__(self, key: Ed25519PrivateKey, downloads: Downloads) -> None:
         self.files = downloads.files
         self._downloads = downloads
         self._membership = downloads.membership
         self._journal = downloads.journal
-        self.provider = Provider(self.files, key, downloads.conditions.run_id, self._membership, self._journal)
-        self._copies = CopyService(downloads, self.provider)
+        self.provider = Provider(key, downloads)
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._on_trial: tuple[Index, Sequence[bytes]] | None = None  # what was taken last, and its donors
         self._unfit_copies: Counter[bytes] = Counter()  # by donor
         self._refused: set[bytes] = set()  # authors of weights that were far from most others', in this search
         self._disputed: dict[bytes, _Found] = {}  # by author: what was far from the only answering member's
         self._asked_in_vain: set[bytes] = set()  # in this search
-
-    async def run(self) -> None:
-        """Serve other nodes, and keep copies, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.provider.run)
-            nursery.start_soon(self._copies.run)
 
     def download_seconds(self, stage: int) -> float:
         """Return the seconds that fetching a stage may take this node."""
@@ -370,7 +362,7 @@ class Weights:
         copy = self.provider.copy
         if copy is None or copy.index.stage != stage or copy.index.round <= after:
             return False
-        kept, path = self._copies.path(stage, copy.id), partial_path(self.files.fetched(stage), copy.id)
+        kept, path = self.provider.copy_path(stage, copy.id), partial_path(self.files.fetched(stage), copy.id)
         try:
             await trio.to_thread.run_sync(shutil.copyfile, kept, path)
         except OSError as error:

@@ -20,6 +20,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 async def serving(world: World) -> AsyncIterator[World]:
     """Return the world while its node serves others."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(world.weights.run)
+        nursery.start_soon(world.weights.provider.run)
         yield world
         nursery.cancel_scope.cancel()

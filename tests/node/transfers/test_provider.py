@@ -15,9 +15,8 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.transfers import fetch as downloads
-from farandole.node.transfers.copies import PASS_OVER_SECONDS
 from farandole.node.transfers.fetch import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Fetched, fresh_save_timeout
-from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, Provider
+from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, Provider
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
@@ -68,12 +67,12 @@ async def test_a_copy_outlives_its_node(
     nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
     world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
-    nursery.start_soon(world.weights.run)
+    nursery.start_soon(world.weights.provider.run)
     await trio.sleep(15)
     world.members = {}
     world.told.clear()
     again = world.begin()
-    nursery.start_soon(again.run)
+    nursery.start_soon(again.provider.run)
     await trio.sleep(1)
     assert world.told == [(2, 29, True)]
     given = await world.given(again, 2)
@@ -88,7 +87,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     world.settings = replace(world.settings, disk=100.0)
     world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
     weights = world.begin()
-    nursery.start_soon(weights.run)
+    nursery.start_soon(weights.provider.run)
     await trio.sleep(15)
     assert await world.given(weights, 2) is not None
     monkeypatch.setattr(disk_space, "used_bytes", lambda folder: 100 * 10**9)
@@ -212,11 +211,11 @@ class LargeProvider:
     def __init__(self, max_bytes: int, rate: float | None) -> None:
         held: Any = SimpleNamespace(index=SimpleNamespace(round=1, stage=0))
         held.hold = lambda: held
-        files: Any = SimpleNamespace(max_bytes=lambda stage: max_bytes)
-        membership: Any = SimpleNamespace(stage=0)
+        files = SimpleNamespace(max_bytes=lambda stage: max_bytes)
         journal = Journal(say=lambda text: None)
         journal.update(round=30)
-        self.provider = Provider(files, KEY, RUN, membership, journal)
+        downloads: Any = SimpleNamespace(files=files, membership=SimpleNamespace(stage=0), journal=journal)
+        self.provider = Provider(KEY, downloads)
         self.provider._own.append(held)
         self.provider.save_rate = rate
 
