@@ -32,7 +32,7 @@ import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.exchange.bulk import Secrets
-from farandole.protocol.exchange.pipe import Incoming
+from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
@@ -113,7 +113,7 @@ class BulkChannel:
         """Send all of it; raise `ChannelError` on failure. A channel that broke or was cancelled is no longer fit."""
         await self._run(lambda: self._write(data))
 
-    async def receive(self, incoming: Incoming) -> None:
+    async def receive(self, incoming: Transfer) -> None:
         """Fill ``incoming`` to its end, hashing the data and noting the progress. Otherwise as `send`.
 
         After an error the memory beyond its position is undefined.
@@ -122,7 +122,7 @@ class BulkChannel:
 
     async def receive_into(self, memory: memoryview) -> bytes:
         """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
-        incoming = Incoming(memory)
+        incoming = Transfer(memory)
         await self.receive(incoming)
         return incoming.digest()
 
@@ -164,7 +164,7 @@ class BulkChannel:
             self._is_between_records = True
             self.num_sent += record.nbytes - OVERHEAD_BYTES
 
-    def _receive(self, incoming: Incoming) -> None:
+    def _receive(self, incoming: Transfer) -> None:
         """Read when the cap allows it; bytes that were reserved and not read count for the next time."""
         shaper = self._shaping.down
         while rest := incoming.rest:

@@ -24,13 +24,13 @@ from farandole.protocol.exchange.pipe import (
     CHUNK_OVERHEAD_BYTES,
     MAX_ROUTES,
     Control,
-    Incoming,
     Pipe,
     Received,
     Reroute,
     Route,
     RouteStep,
     Sealed,
+    Transfer,
     TransferReceived,
 )
 from farandole.protocol.wire.errors import FarandoleError
@@ -66,52 +66,39 @@ class Patience:
 
 
 class Outgoing:
-    """The data of a transfer: ``memory`` is filled from the front, and only `num_ready` bytes may be read.
+    """The data of a transfer: all of ``memory`` from the start if its hash is given, else what `num_ready` says.
 
-    ``look`` returns how many bytes are ready, if another process fills the memory.
+    Another process may fill the memory, from the front; ``look`` returns how many bytes are ready. ``digest``: BLAKE3
+    of all of it, for hashed pipes.
     """
 
-    def __init__(self, memory: memoryview, look: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, memory: memoryview, digest: bytes | None = b"", look: Callable[[], int] = lambda: 0) -> None:
         self.memory = memory.cast("B")
-        self.digest: bytes | None = None
-        """BLAKE3 of all of it, for hashed pipes; known when all is ready."""
+        self.digest = digest
         self._look = look
-        self._num_ready = 0
-        self._more = trio.Event()
-
-    @classmethod
-    def whole(cls, memory: memoryview, digest: bytes = b"") -> Outgoing:
-        """Make a source that is complete from the start."""
-        outgoing = cls(memory)
-        outgoing.seal(digest)
-        return outgoing
+        self._sealed = trio.Event()
 
     @property
     def num_ready(self) -> int:
         """The number of bytes that are ready."""
-        return max(self._num_ready, self._look())
-
-    def advance(self, num_ready: int, digest: bytes | None = None) -> None:
-        """Note that ``num_ready`` bytes are ready now; with the hash, all are."""
-        self._num_ready, self.digest = num_ready, digest
-        self._more.set()
-        self._more = trio.Event()
+        return self._look() if self.digest is None else self.memory.nbytes
 
     def seal(self, digest: bytes) -> None:
         """Note that all is ready, with its hash."""
-        self.advance(self.memory.nbytes, digest)
+        self.digest = digest
+        self._sealed.set()
 
     async def wait_beyond(self, position: int) -> int:
         """Wait until more than ``position`` bytes are ready; return how many are."""
         while (num_ready := self.num_ready) <= position:
             with trio.move_on_after(LOOK_INTERVAL):
-                await self._more.wait()
+                await self._sealed.wait()
         return num_ready
 
     async def wait_whole(self) -> bytes:
         """Wait until all is ready; return its hash."""
         while self.digest is None:
-            await self._more.wait()
+            await self._sealed.wait()
         return self.digest
 
 
@@ -155,7 +142,6 @@ class BulkPipe:
         self._max_unsent = max_unsent
         self._patience: Patience | None = None  # once transfers may move
         self._posted: deque[bytes] = deque()
-        self._sources: deque[tuple[int, Outgoing]] = deque()  # (end, source) of what may have to be sent again
         self._writing = trio.Lock()  # the stream, whole frames
         self._write_began_at = math.inf
         self._is_broken = False  # it takes nothing any more
@@ -233,7 +219,7 @@ class BulkPipe:
 
     def add(self, source: Outgoing, *, is_held: bool = False) -> None:
         """Add the source of the transfer that was offered last; ``is_held`` as for `post`."""
-        self._sources.append((self.pipe.outgoing.end, source))
+        self.pipe.outgoing.open[-1].source = source
         if not is_held:
             self._notify()
 
@@ -444,7 +430,7 @@ class BulkPipe:
             self._send(Reroute())
         self._notify()
 
-    async def _fill(self, channel: BulkChannel, incoming: Incoming) -> None:
+    async def _fill(self, channel: BulkChannel, incoming: Transfer) -> None:
         """Receive to the end, or until the channel breaks or is silent: on a slow line, a record takes seconds."""
         assert self._patience is not None, "transfers may move"
         patience, before = self._patience.silent, incoming.position
@@ -489,11 +475,10 @@ class BulkPipe:
         return source.memory[position : min(num_ready, position + most())]
 
     def _next_source(self) -> tuple[Outgoing, int]:
-        """Return the source of the next byte to send, and the byte's position in it; forget those that have arrived."""
-        while self._sources[0][0] <= self.pipe.outgoing.settled:
-            self._sources.popleft()
-        end, source = next(entry for entry in self._sources if entry[0] > self.pipe.num_sent)
-        return source, self.pipe.num_sent - (end - source.memory.nbytes)
+        """Return the source of the next byte to send, and the byte's position in it."""
+        transfer = next(each for each in self.pipe.outgoing.open if each.end > self.pipe.num_sent)
+        source: Outgoing = transfer.source
+        return source, self.pipe.num_sent - (transfer.end - source.memory.nbytes)
 
     def _chunk_bytes(self) -> int:
         """Return the most bytes of a chunk that, with all posted frames before it, fits in one Noise message."""

@@ -263,7 +263,7 @@ class ActivationLink:
             # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its
             # bytes must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
             is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
-            self._bulk.add(Outgoing.whole(memoryview(bytes(data)) if is_copied else data), is_held=True)
+            self._bulk.add(Outgoing(memoryview(bytes(data)) if is_copied else data), is_held=True)
 
     def _post(self, message: Control) -> None:
         self._bulk.post(self.link.send(message), is_held=True)

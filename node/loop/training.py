@@ -97,7 +97,7 @@ class TrainerSession:
     def contribute(self, report: messages.Contributed) -> None:
         """Note that a contribution is being encoded."""
         memory = memoryview(self.trainer.outgoing)[: report.size]
-        self._contribution = report, Outgoing(memory, lambda: self._encoded.count_of(report.round))
+        self._contribution = report, Outgoing(memory, None, lambda: self._encoded.count_of(report.round))
 
     def seal(self, report: messages.Encoded) -> None:
         """Note that the contribution is encoded."""

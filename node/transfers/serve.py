@@ -181,7 +181,7 @@ class _Turn:
 
         def announce(block: int, data: memoryview) -> tuple[bytes, Outgoing]:
             bulk.pipe.offer(block, data.nbytes)
-            return bulk.pipe.send_message(messages.encode(messages.Give(block))), Outgoing.whole(data)
+            return bulk.pipe.send_message(messages.encode(messages.Give(block))), Outgoing(data)
 
         bulk.begin(PATIENCE)
         try:

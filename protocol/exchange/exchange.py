@@ -223,8 +223,8 @@ class Exchange:
     @property
     def is_whole(self) -> bool:
         """Return whether the partner's contribution is in the memory, with its hash."""
-        is_open = self.pipe.incoming.is_open
-        return self.pipe.incoming.open[0].is_whole if is_open else self.pipe.incoming.settled == self.offer.size
+        arriving = self.pipe.arriving
+        return self.pipe.incoming.settled == self.offer.size if arriving is None else arriving.is_whole
 
     @property
     def can_abort(self) -> bool:

@@ -34,7 +34,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from blake3 import blake3
@@ -152,17 +152,35 @@ Event = bytes | Control | TransferReceived
 """What comes from the other end: a message of the pipe's user, or of the pipe, or all of a transfer."""
 
 
-class Incoming:
-    """Memory of a known size that is filled from the front, over any route, and hashed as it fills if ``is_hashed``."""
+class Transfer:
+    """Bytes of a known size that move one way.
+
+    The receiver fills ``memory`` from the front, over any route, and hashes it as it fills if ``is_hashed``.
+    """
 
     def __init__(
-        self, memory: memoryview, on_advance: Callable[[int], None] | None = None, *, is_hashed: bool = True
+        self,
+        memory: memoryview,
+        on_advance: Callable[[int], None] | None = None,
+        *,
+        name: int = 0,
+        end: int = 0,
+        is_hashed: bool = True,
     ) -> None:
         """``on_advance`` is called with the number of bytes received, in the thread that fills the memory."""
+        self.name = name
+        self.end = end
+        """The position behind its last byte."""
         self.memory = memory
-        self._on_advance = on_advance
+        self.source: Any = None
+        """Where the sender has it from, for the user of the pipe."""
         self.position = 0
         """Bytes received, all of them hashed."""
+        self.sealed: bytes | None = None
+        """BLAKE3, once its sender has sent it."""
+        self.is_whole = False
+        """Whether all of it is in the memory, with its hash."""
+        self._on_advance = on_advance
         self._hash = blake3() if is_hashed else None
 
     @property
@@ -189,18 +207,7 @@ class Incoming:
         return self._hash.digest()
 
 
-class Transfer:
-    """Bytes of a known size that move one way; ``incoming`` is where they go."""
-
-    def __init__(self, name: int, end: int, incoming: Incoming | None) -> None:
-        self.name = name
-        self.end = end
-        """The position behind its last byte."""
-        self.incoming = incoming
-        self.digest: bytes | None = None
-        """BLAKE3, once its sender has sent it."""
-        self.is_whole = False
-        """Whether all of it is in the memory, with its hash."""
+_NOWHERE: Final = memoryview(b"")
 
 
 class Direction:
@@ -227,22 +234,24 @@ class Direction:
     @property
     def is_head_sealed(self) -> bool:
         """Return whether the hash of the oldest open transfer was sent, or none is needed."""
-        return not self._is_hashed or self.open[0].digest is not None
+        return not self._is_hashed or self.open[0].sealed is not None
 
     @property
     def awaits_hash(self) -> bool:
         """Return whether there is a transfer whose hash was not sent yet."""
-        return self._is_hashed and any(transfer.digest is None for transfer in self.open)
+        return self._is_hashed and any(transfer.sealed is None for transfer in self.open)
 
-    def add(self, name: int, size: int, incoming: Incoming | None = None) -> Transfer:
-        """Add the next transfer, which was announced."""
+    def add(
+        self, name: int, size: int, memory: memoryview = _NOWHERE, on_advance: Callable[[int], None] | None = None
+    ) -> None:
+        """Add the next transfer, which was announced; ``memory`` is where it goes."""
         self.end += size
-        self.open.append(Transfer(name, self.end, incoming))
-        return self.open[-1]
+        is_hashed = self._is_hashed and memory is not _NOWHERE
+        self.open.append(Transfer(memory, on_advance, name=name, end=self.end, is_hashed=is_hashed))
 
     def seal(self, digest: bytes) -> None:
         """Set the hash of the oldest transfer without one."""
-        next(transfer for transfer in self.open if transfer.digest is None).digest = digest
+        next(transfer for transfer in self.open if transfer.sealed is None).sealed = digest
 
     def settle(self) -> Transfer:
         """Remove the oldest open transfer, which the receiver has, and return it."""
@@ -280,9 +289,9 @@ class Pipe:
         self._chunk_left = 0
 
     @property
-    def arriving(self) -> Incoming | None:
-        """Return the memory of the oldest transfer that this end lacks."""
-        return self.incoming.open[0].incoming if self.incoming.open else None
+    def arriving(self) -> Transfer | None:
+        """Return the oldest transfer that this end lacks."""
+        return self.incoming.open[0] if self.incoming.open else None
 
     @property
     def num_received(self) -> int:
@@ -328,8 +337,7 @@ class Pipe:
         most = MAX_OPEN if self.step in (RouteStep.CHANNEL, RouteStep.LOST, RouteStep.REPLACING) else 1
         if len(self.incoming.open) >= most:
             raise RemoteProtocolError("a transfer is announced before the one before it was sent")
-        memory = memory.cast("B")
-        self.incoming.add(name, memory.nbytes, Incoming(memory, on_advance, is_hashed=self.is_hashed))
+        self.incoming.add(name, memory.nbytes, memory.cast("B"), on_advance)
 
     def check_whole(self) -> int:
         """Compare the hash of the oldest transfer, whose last byte has arrived after it; return the transfer's name.
@@ -338,14 +346,13 @@ class Pipe:
         """
         if (arriving := self.arriving) is None or arriving.rest:
             raise LocalProtocolError("a transfer that is not here yet")
-        head = self.incoming.open[0]
         if not self.incoming.is_head_sealed:
             raise RemoteProtocolError("all of the transfer, and no hash")
-        if head.digest is not None and arriving.digest() != head.digest:
+        if arriving.sealed is not None and arriving.digest() != arriving.sealed:
             raise RemoteProtocolError("the hash of a transfer is not what its sender says")
-        head.is_whole = True
-        self.received_digest = head.digest or b""
-        return head.name
+        arriving.is_whole = True
+        self.received_digest = arriving.sealed or b""
+        return arriving.name
 
     # Sending
 
@@ -357,7 +364,7 @@ class Pipe:
 
     def send(self, message: Control) -> bytes:
         """Return the bytes to write to the stream, in the order of the calls."""
-        if isinstance(message, Received) and not (self.incoming.is_open and self.incoming.open[0].is_whole):
+        if isinstance(message, Received) and not (self.arriving and self.arriving.is_whole):
             raise LocalProtocolError("Received before the transfer is here")
         if isinstance(message, Route) and message.received != self.num_received:
             raise LocalProtocolError("a Route from elsewhere than where we are")

@@ -20,7 +20,7 @@ from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeServ
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.protocol.exchange.exchange import Offer
-from farandole.protocol.exchange.pipe import CHUNK_BYTES, Incoming
+from farandole.protocol.exchange.pipe import CHUNK_BYTES, Transfer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.wire.errors import RemoteProtocolError
 
@@ -166,7 +166,7 @@ class MemoryChannel:
             self.close()
             raise ChannelError("cut")
 
-    async def receive(self, incoming: Incoming) -> None:
+    async def receive(self, incoming: Transfer) -> None:
         with self._moving():
             while incoming.rest:
                 piece = await self._stream.receive_some(min(65_536, len(incoming.rest)))
@@ -254,7 +254,7 @@ class Party:
         self.service = ExchangeService(host, channels)
         self.contribution = random.Random(seed).randbytes(size)
         self.incoming = bytearray(size)
-        self.outgoing = Outgoing.whole(memoryview(self.contribution), blake3(self.contribution).digest())
+        self.outgoing = Outgoing(memoryview(self.contribution), blake3(self.contribution).digest())
         self.refuses: str | None = None
         self.taken_in: list[int] = []
         self.results: list[ExchangeEnded] = []
@@ -267,15 +267,16 @@ class Party:
 
     def encode_slowly(self, size: int, seconds: float, digest: bytes | None = None) -> None:
         """Encode ``size`` bytes after each pause from now on; memory that is not encoded yet holds garbage."""
-        encoded, memory = self.contribution, bytearray(len(self.contribution))
-        digest = digest or blake3(encoded).digest()
-        self.outgoing = outgoing = Outgoing(memoryview(memory))
+        encoded, memory, num_ready = self.contribution, bytearray(len(self.contribution)), 0
+        self.outgoing = outgoing = Outgoing(memoryview(memory), None, lambda: num_ready)
 
         async def encode() -> None:
+            nonlocal num_ready
             for end in range(size, len(encoded) + size, size):
                 await trio.sleep(seconds)
                 memory[:end] = encoded[:end]
-                outgoing.advance(min(end, len(encoded)), digest if end >= len(encoded) else None)
+                num_ready = min(end, len(encoded))
+            outgoing.seal(digest or blake3(encoded).digest())
 
         self.host.nursery.start_soon(encode)
 

@@ -60,7 +60,7 @@ class Node:
             round=0,
             tokens=tokens,
         )
-        outgoing = Outgoing.whole(memoryview(self.outgoing), blake3(self.outgoing).digest())
+        outgoing = Outgoing(memoryview(self.outgoing), blake3(self.outgoing).digest())
         self.results.append(await self.exchanges.run(start, offer, outgoing, memoryview(self.incoming), self.refusal))
 
     async def refusal(self, size: int, tokens: int, judge_by: float) -> str | None:

@@ -180,7 +180,7 @@ class ExchangingNode:
 
     async def exchange(self, round: int, codec: Codec, size: int, digest: str) -> dict[str, Any]:
         """Exchange an encoded contribution over a new channel."""
-        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
+        outgoing = Outgoing(self._outgoing[:size], bytes.fromhex(digest))
         incoming, is_initiator = self._incoming[:size], self._is_initiator
         with self._meter.running() as figures:
             self._channels.close_kept()

@@ -96,7 +96,7 @@ class JoiningNode:
         for round_index in range(first, first + count):
             began_at = time.monotonic()
             await trio.sleep(pause)
-            outgoing = Outgoing.whole(own, blake3(own).digest())
+            outgoing = Outgoing(own, blake3(own).digest())
             check_committed(
                 await exchange_with(self._exchanges, peer, round_index, outgoing, theirs, is_initiator=is_initiator)
             )

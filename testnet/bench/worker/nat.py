@@ -154,7 +154,7 @@ class HomeNode:
         seed = int.from_bytes(host.author[:8], "big")
         own = np.random.default_rng(seed).standard_normal(size // 4, dtype=np.float32).tobytes()
         received = bytearray(len(own))
-        outgoing, is_initiator = Outgoing.whole(memoryview(own), blake3(own).digest()), host.author < other
+        outgoing, is_initiator = Outgoing(memoryview(own), blake3(own).digest()), host.author < other
         exchanges = self._member.exchanges
         result = await exchange_with(exchanges, other, 0, outgoing, memoryview(received), is_initiator=is_initiator)
         mean = (np.frombuffer(own, np.float32) + np.frombuffer(received, np.float32)) / 2

@@ -58,8 +58,7 @@ async def test_who_goes_while_it_encodes_ends_it_for_both(pair: BulkPair, slow: 
 
 
 async def test_an_encoder_that_stops_costs_the_deadline(pair: BulkPair, clock: MockClock) -> None:
-    pair.bob.outgoing = Outgoing(memoryview(pair.bob.contribution))
-    pair.bob.outgoing.advance(pair.size // 2)
+    pair.bob.outgoing = Outgoing(memoryview(pair.bob.contribution), None, lambda: pair.size // 2)
     await pair.meet()
     for party in (pair.alice, pair.bob):
         assert not party.result.committed

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from farandole.node.base.figures import size
 from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
-from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES, Incoming
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES, Transfer
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
 from .bulk_pair import BulkPair
@@ -116,7 +116,7 @@ async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, clock: 
 async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
     pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
-    async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
+    async def receive(channel: MemoryChannel, incoming: Transfer) -> None:
         whole = b""
         while len(whole) < len(incoming.rest):
             await trio.sleep(0.9 * SILENT_FOR * PATIENCE)

@@ -82,7 +82,7 @@ class End:
 
     def _announce(self, name: int, data: bytes) -> tuple[bytes, Outgoing]:
         self.bulk.pipe.offer(name, len(data))
-        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Outgoing.whole(memoryview(data))
+        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Outgoing(memoryview(data))
 
     async def send_held(self, room: int) -> None:
         """Send all, each announcement with its data; every time the stream takes ``room`` bytes without a wait."""

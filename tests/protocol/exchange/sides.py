@@ -19,11 +19,11 @@ from farandole.protocol.exchange.exchange import (
 from farandole.protocol.exchange.pipe import (
     BULK_FROM,
     CHUNK_BYTES,
-    Incoming,
     Received,
     Reroute,
     Route,
     Sealed,
+    Transfer,
     TransferReceived,
 )
 from farandole.protocol.exchange.pipe import Control as PipeControl
@@ -108,10 +108,8 @@ def open_way(alice: Side, bob: Side, channel: bytes | None = CHANNEL) -> None:
     assert alice.exchange.pipe.channel == bob.exchange.pipe.channel == channel
 
 
-def incoming_of(receiver: Side) -> Incoming:
-    incoming = receiver.exchange.pipe.incoming.open[0].incoming
-    assert incoming is not None
-    return incoming
+def incoming_of(receiver: Side) -> Transfer:
+    return receiver.exchange.pipe.incoming.open[0]
 
 
 def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:

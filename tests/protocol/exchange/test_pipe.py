@@ -71,10 +71,9 @@ class End:
         frames = b""
         while data:
             head = self.pipe.incoming.open[0]
-            assert head.incoming is not None
-            piece, data = data[: len(head.incoming.rest)], data[len(head.incoming.rest) :]
-            head.incoming.write(memoryview(piece))
-            if not head.incoming.rest:
+            piece, data = data[: len(head.rest)], data[len(head.rest) :]
+            head.write(memoryview(piece))
+            if not head.rest:
                 self.pipe.check_whole()
                 frames += self.pipe.send(Received())
                 self.received.append(bytes(self._memory[head.name]))

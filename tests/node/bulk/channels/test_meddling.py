@@ -16,7 +16,7 @@ from blake3 import blake3
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.protocol.exchange.bulk import Secrets
-from farandole.protocol.exchange.pipe import Incoming
+from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.wire.record_layer import HEADER_BYTES, RECORD_BYTES, Opener, Sealer
 
 from ....patience import PATIENCE
@@ -78,7 +78,7 @@ async def test_who_meddles_on_the_path_breaks_the_channel_and_nothing_counts(
     num_good, change = MEDDLING[meddling]
     data = random.Random(2).randbytes(3 * RECORD_BYTES + 1_000)
     memory = bytearray(len(data))
-    incoming = Incoming(memoryview(memory))
+    incoming = Transfer(memoryview(memory))
     with trio.fail_after(PATIENCE):
         meddler = Meddler(change)
         async with open_meddled(meddler, 4) as (near, far):
@@ -142,11 +142,11 @@ async def test_an_end_that_closes_says_so_and_a_cut_connection_does_not() -> Non
         near = BulkChannel(BOB, b"s" * 16, alices, SECRETS, Shaping())
         far = BulkChannel(ALICE, b"s" * 16, bobs, Secrets(SECRETS.opening, SECRETS.sealing), Shaping())
         await near.send(memoryview(b"data"))
-        await far.receive(Incoming(memoryview(bytearray(4))))
+        await far.receive(Transfer(memoryview(bytearray(4))))
         assert far.is_fit
         ends(near, alices)
         with pytest.raises(ChannelError) as caught:
-            await far.receive(Incoming(memoryview(bytearray(4))))
+            await far.receive(Transfer(memoryview(bytearray(4))))
         assert not far.is_fit
         near.close()
         far.close()
