@@ -16,6 +16,7 @@ import trio
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.rounds import audits as machine
 from farandole.protocol.rounds.audits import Audits, RoundClaim, name_of
+from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.state.entries import RULES, Accusation, Entry, Kind, Signed
 from farandole.protocol.trainer.trainer_messages import Recorded, Replay, Replayed
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -86,13 +87,9 @@ class AuditService:
         except trio.WouldBlock:
             logger.warning("round %d is not committed to: others wait already", recorded.commitment.round)
 
-    def note_replayed(self, replayed: Replayed) -> None:
-        """Pass on the result of a replay that the trainer was asked for."""
-        self._driver.handle(replayed)
-
-    def note_received(self, peer: bytes, round_index: int, digest: bytes) -> None:
-        """Note that a peer's contribution with this BLAKE3 digest is used, of the round that the peer states."""
-        self._driver.handle(machine.ContributionReceived(peer, round_index, digest))
+    def handle(self, event: Replayed | ExchangeEnded) -> None:
+        """Pass on the result of a replay that the trainer was asked for, or the end of an exchange."""
+        self._driver.handle(event)
 
     def end(self) -> None:
         """Note that there is no trainer any more."""

@@ -451,7 +451,7 @@ class Training:
                         self._is_slowness_told = True
                         journal.warn(warning)
                 elif isinstance(report, messages.Replayed) and parts.audits is not None:
-                    parts.audits.note_replayed(report)
+                    parts.audits.handle(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     parts.provider.note_saved(report)
                     journal.over(machine.UNSAVED)
@@ -464,8 +464,8 @@ class Training:
         self._journal.record_exchange(ended)
         if ended.committed:
             self._parts.membership.partners.note(ended.peer)
-            if self._parts.audits is not None:
-                self._parts.audits.note_received(ended.peer, ended.partner_round, ended.partner_digest)
+        if self._parts.audits is not None:
+            self._parts.audits.handle(ended)
         self.handle(ended)
 
 

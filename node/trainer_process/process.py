@@ -319,13 +319,7 @@ class TrainerProcess:
         """Pause before an inner step of a replay, and obey urgent commands. Return False: the replay goes on."""
         pause_until = self._pace.end_step() if self._pace.is_stepping else 0.0
         while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
-            match command:
-                case messages.Ping() | messages.Save():
-                    self.handle(command)
-                case messages.Stop() | messages.Dismiss():
-                    raise StopAsked(command)
-                case _:
-                    self._channel.put_off(command)
+            self._obey(command)
         self._pace.end_pause()
         self._pace.begin_step()
         return False

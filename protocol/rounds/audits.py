@@ -36,6 +36,7 @@ import msgspec
 from ..state.entries import RULES, Commitment, Kind, Signed
 from ..trainer.trainer_messages import Replay, Replayed
 from ..wire.identity import framed, short_name
+from .pairing_events import ExchangeEnded
 
 # Share of a member's replays that are of its own rounds. A replay takes as long as the round's inner steps, so all of
 # a member's replays together take the run's rate of its time.
@@ -92,15 +93,6 @@ class OwnRound:
 
 
 @dataclass(frozen=True, slots=True)
-class ContributionReceived:
-    """An exchange was committed: the peer's round, as the peer says, and the BLAKE3 of its contribution."""
-
-    peer: bytes
-    round: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class CommitmentsHeard:
     """New commitments may exist. These are the ones in the run state of the other live members, ``live``."""
 
@@ -130,7 +122,7 @@ class TrainerGone:
     """The trainer is gone; the result of its replay is not known."""
 
 
-Event = OwnRound | ContributionReceived | CommitmentsHeard | Accused | StartFetched | Replayed | TrainerGone
+Event = OwnRound | ExchangeEnded | CommitmentsHeard | Accused | StartFetched | Replayed | TrainerGone
 
 
 # Outputs
@@ -173,7 +165,6 @@ class Audited:
     """The replay of a round gave what its author committed to."""
 
     claim: RoundClaim
-    path: str
 
 
 Output = FetchStart | Replay | Avoid | Denounce | Distrust | Audited
@@ -202,7 +193,7 @@ class _Memory:
     """Author -> newest of its rounds for which this node has drawn."""
     failed: dict[bytes, set[int]] = field(default_factory=dict)
     """Author -> rounds whose start it did not give, or in which it gave something else than it committed to."""
-    received: dict[bytes, tuple[ContributionReceived, float]] = field(default_factory=dict)
+    received: dict[bytes, tuple[ExchangeEnded, float]] = field(default_factory=dict)
     """Author -> its contribution in the last exchange, and when; until it is compared."""
     proved: set[bytes] = field(default_factory=set)
     """Authors of commitments proved false."""
@@ -236,8 +227,9 @@ class Audits:
         match event:
             case OwnRound():
                 self._draw(event)
-            case ContributionReceived():
-                self._memory.received[event.peer] = event, now
+            case ExchangeEnded():
+                if event.committed:
+                    self._memory.received[event.peer] = event, now
             case CommitmentsHeard():
                 outputs += self._compare_received(event, now)
             case Accused():
@@ -287,13 +279,14 @@ class Audits:
         outputs: list[Output] = []
         for peer, (received, at) in list(self._memory.received.items()):
             rounds = committed.get(peer, {})
-            digest = rounds.get(received.round)
+            digest = rounds.get(received.partner_round)
             if digest is None and now < at + COMMIT_SECONDS:
                 continue
             del self._memory.received[peer]
-            is_there = digest is not None or max(rounds, default=0) < received.round + RULES[Kind.COMMITMENT].slots
-            if digest != received.digest and is_there and peer in event.live:
-                outputs += self._note_failed(peer, received.round, now)
+            newest = max(rounds, default=0)
+            is_there = digest is not None or newest < received.partner_round + RULES[Kind.COMMITMENT].slots
+            if digest != received.partner_digest and is_there and peer in event.live:
+                outputs += self._note_failed(peer, received.partner_round, now)
         return outputs
 
     def _may_judge(self, claim: RoundClaim) -> bool:
@@ -362,7 +355,7 @@ class Audits:
             self._case, self._is_proved = None, self._is_proved or is_own
             if case.accuser:
                 self._memory.liars.add(case.accuser)
-            return [Audited(case.claim, case.path)]
+            return [Audited(case.claim)]
         if case.first is None:
             case.first = replayed
             return [case.replay()]

@@ -20,7 +20,6 @@ from farandole.protocol.rounds.audits import (
     Audits,
     Avoid,
     CommitmentsHeard,
-    ContributionReceived,
     Denounce,
     Distrust,
     Event,
@@ -32,6 +31,7 @@ from farandole.protocol.rounds.audits import (
     TrainerGone,
     is_drawn,
 )
+from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.state.entries import RULES, Commitment, Kind
 from farandole.protocol.trainer.trainer_messages import Replay, Replayed
 
@@ -47,6 +47,10 @@ def claim(author: bytes, round_index: int, **changes: object) -> RoundClaim:
         round_index, start, 10 * round_index, 10, 0, 2, 0, b"e" * 32, b"c" * 32, b"t" * 8, "torch", "cpu"
     )
     return RoundClaim(author, msgspec.structs.replace(commitment, **changes))
+
+
+def received(peer: bytes, round_index: int, digest: bytes = RIGHT.contribution) -> ExchangeEnded:
+    return ExchangeEnded(bytes(16), peer, committed=True, partner_round=round_index, partner_digest=digest)
 
 
 def heard(*claims: RoundClaim) -> CommitmentsHeard:
@@ -97,12 +101,12 @@ def of(kind: type[Output], outputs: Iterable[Output]) -> list[Output]:
 def test_the_first_own_round_of_each_trainer_is_replayed_before_any_other() -> None:
     alice = Auditor()
     first = alice.train(claim(BOB, 1))
-    assert of(Audited, first) == [Audited(claim(ALICE, 1), "own")]
+    assert of(Audited, first) == [Audited(claim(ALICE, 1))]
     assert not alice.fetched
     alice.train(claim(BOB, 2))
     assert [wanted.commitment.round for wanted in alice.fetched] == [2]
     alice.handle(TrainerGone())
-    assert of(Audited, alice.train(claim(BOB, 3))) == [Audited(claim(ALICE, 3), "own")]
+    assert of(Audited, alice.train(claim(BOB, 3))) == [Audited(claim(ALICE, 3))]
 
 
 def test_every_round_is_drawn_at_the_rate_by_all_auditors_together() -> None:
@@ -147,7 +151,7 @@ def test_an_accusation_is_believed_only_after_a_replay_and_a_liar_is_heard_once(
     alice.train()
     alice.train(claim(BOB, 2))
     outputs = alice.handle(Accused(MALLORY, claim(BOB, 2)))
-    assert of(Audited, outputs) == [Audited(claim(BOB, 2), "fetched")]
+    assert of(Audited, outputs) == [Audited(claim(BOB, 2))]
     assert not of(Avoid, outputs)
     for round_index in range(3, 40):
         assert not alice.handle(Accused(MALLORY, claim(BOB, round_index)))
@@ -237,8 +241,8 @@ def test_who_gives_its_partner_something_else_than_it_commits_to_is_avoided_for_
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(MAX_FAILED):
         assert not outputs
-        alice.handle(ContributionReceived(MALLORY, round_index, b"other" * 6))
-        alice.handle(ContributionReceived(BOB, round_index, RIGHT.contribution))
+        alice.handle(received(MALLORY, round_index, b"other" * 6))
+        alice.handle(received(BOB, round_index))
         outputs = alice.handle(heard(claim(MALLORY, round_index), claim(BOB, round_index)))
     assert [(avoid.author, avoid.until) for avoid in outputs if isinstance(avoid, Avoid)] == [(MALLORY, AVOID_SECONDS)]
 
@@ -246,8 +250,8 @@ def test_who_gives_its_partner_something_else_than_it_commits_to_is_avoided_for_
 def test_who_commits_to_fewer_rounds_than_it_takes_part_in_is_avoided_and_a_late_entry_does_no_harm() -> None:
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(2 * MAX_FAILED):
-        alice.handle(ContributionReceived(MALLORY, 2 * round_index + 1, RIGHT.contribution))
-        alice.handle(ContributionReceived(BOB, round_index, RIGHT.contribution))
+        alice.handle(received(MALLORY, 2 * round_index + 1))
+        alice.handle(received(BOB, round_index))
         assert not alice.handle(heard(claim(MALLORY, 2 * round_index))), "the entries may be on their way"
         alice.now += COMMIT_SECONDS
         outputs += alice.handle(heard(claim(MALLORY, 2 * round_index), claim(BOB, round_index)))
@@ -257,8 +261,8 @@ def test_who_commits_to_fewer_rounds_than_it_takes_part_in_is_avoided_and_a_late
 def test_a_member_that_is_gone_or_whose_commitment_was_replaced_has_done_nothing() -> None:
     alice = Auditor()
     for round_index in range(2 * MAX_FAILED):
-        alice.handle(ContributionReceived(BOB, 10 * round_index, RIGHT.contribution))
-        alice.handle(ContributionReceived(MALLORY, round_index, RIGHT.contribution))
+        alice.handle(received(BOB, 10 * round_index))
+        alice.handle(received(MALLORY, round_index))
         alice.now += COMMIT_SECONDS
         later = claim(BOB, 10 * round_index + RULES[Kind.COMMITMENT].slots)
         assert not alice.handle(CommitmentsHeard([later], frozenset({BOB})))
@@ -267,7 +271,7 @@ def test_a_member_that_is_gone_or_whose_commitment_was_replaced_has_done_nothing
 def test_a_member_that_never_commits_is_avoided_for_a_while() -> None:
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(MAX_FAILED):
-        alice.handle(ContributionReceived(MALLORY, round_index, RIGHT.contribution))
+        alice.handle(received(MALLORY, round_index))
         alice.now += COMMIT_SECONDS
         outputs += alice.handle(heard())
     assert [avoid.author for avoid in outputs if isinstance(avoid, Avoid)] == [MALLORY]
