@@ -219,7 +219,6 @@ class Training:
         self._exchange_bytes = 0  # both contributions
         self._over = trio.Event()
         self._error = ""
-        self._tenth_told = 0  # of the text that is tokenised
         self._is_slowness_told = False
         messenger.set_receiver(
             PAIRING_PROTOCOL,
@@ -230,15 +229,34 @@ class Training:
 
     async def run(self) -> None:
         """Train until it is over; raises `TrainerError` when no trainer can run here."""
+
+        async def watch_rest() -> None:
+            while True:
+                await self._rest.changed()
+                self.handle(machine.RestChanged(self._rest.words))
+
+        async def watch_traffic() -> None:
+            """Tell the loop when there is no traffic for an exchange, or again."""
+            is_saving = False
+            while True:
+                if is_saving == self._parts.shaping.may_spend(self._exchange_bytes):
+                    is_saving = not is_saving
+                    self.handle(pairing.TrafficSaved(is_saving))
+                await trio.sleep(TRAFFIC_INTERVAL)
+
+        async def handle_after(awaited: trio.Event, event: machine.Event) -> None:
+            await awaited.wait()
+            self.handle(event)
+
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._driver.run)
                 self.handle(machine.LoopBegan(training_of(self._journal.state), self._rest.words))
-                self._nursery.start_soon(self._watch_rest)
-                self._nursery.start_soon(self._watch_traffic)
-                self._nursery.start_soon(self._handle_after, self._parts.stopped, machine.Signal.RUN_STOPPED)
+                self._nursery.start_soon(watch_rest)
+                self._nursery.start_soon(watch_traffic)
+                self._nursery.start_soon(handle_after, self._parts.stopped, machine.Signal.RUN_STOPPED)
                 if self._parts.leases is not None:
-                    self._nursery.start_soon(self._handle_after, self._parts.leases.over, machine.Signal.DATA_OVER)
+                    self._nursery.start_soon(handle_after, self._parts.leases.over, machine.Signal.DATA_OVER)
                 await self._over.wait()
                 self._nursery.cancel_scope.cancel()
         finally:
@@ -270,24 +288,6 @@ class Training:
     def handle(self, event: machine.Event) -> None:
         """Pass an event to the loop and carry out its outputs."""
         self._driver.handle(event)
-
-    async def _watch_rest(self) -> None:
-        while True:
-            await self._rest.changed()
-            self.handle(machine.RestChanged(self._rest.words))
-
-    async def _watch_traffic(self) -> None:
-        """Tell the loop when there is no traffic for an exchange, or again."""
-        is_saving = False
-        while True:
-            if is_saving == self._parts.shaping.may_spend(self._exchange_bytes):
-                is_saving = not is_saving
-                self.handle(pairing.TrafficSaved(is_saving))
-            await trio.sleep(TRAFFIC_INTERVAL)
-
-    async def _handle_after(self, awaited: trio.Event, event: machine.Event) -> None:
-        await awaited.wait()
-        self.handle(event)
 
     # Outputs
 
@@ -323,8 +323,20 @@ class Training:
             case machine.LoopOver(error):
                 self._error = error
                 self._over.set()
-            case _:
-                show(journal, output)
+            case TrainingState():
+                journal.publish(output)
+            case machine.Enter(phase, detail, waits_for):
+                journal.enter(phase, detail, waits_for)
+            case machine.Say(text, "warn", cause):
+                journal.warn(text, cause)
+            case machine.Say(text, "note"):
+                journal.note(text)
+            case machine.Say(text):
+                journal.say(text)
+            case machine.RoundEnd():
+                journal.finish_round(output)
+            case messages.Validated(round_index, loss, bits_per_byte=bits):
+                journal.record_validation(round_index, loss, bits)
 
     # The trainer
 
@@ -344,12 +356,23 @@ class Training:
     @contextlib.asynccontextmanager
     async def _open_trainer(self) -> AsyncIterator[tuple[Trainer, messages.Prepare]]:
         """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
-        door, journal = self._parts.door, self._journal
+        door, journal, tenth_told = self._parts.door, self._journal, 0
+
+        def show(preparing: messages.Preparing) -> None:
+            """Show how much of the text is tokenised; print each tenth."""
+            nonlocal tenth_told
+            share = preparing.position / max(1, preparing.size)
+            words = f"reading and tokenising the text: {share:.0%}"
+            journal.enter("preparing", words, "the trainer")
+            if (tenth := int(10 * share)) != tenth_told:
+                tenth_told = tenth
+                journal.say(words)
+
         if door is None:
             prepare = await self._parts.prepare()
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
-            async with open_trainer(prepare, None, self._show_preparing, self._note_pid) as child:
+            async with open_trainer(prepare, None, show, self._note_pid) as child:
                 yield child, prepare
         else:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
@@ -362,15 +385,6 @@ class Training:
     def _note_pid(self, pid: int) -> None:
         """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
         self._journal.update(trainer_pid=pid)
-
-    def _show_preparing(self, preparing: messages.Preparing) -> None:
-        """Show how much of the text is tokenised; print each tenth."""
-        journal, share = self._journal, preparing.position / max(1, preparing.size)
-        words = f"reading and tokenising the text: {share:.0%}"
-        journal.enter("preparing", words, "the trainer")
-        if (tenth := int(10 * share)) != self._tenth_told:
-            self._tenth_told = tenth
-            journal.say(words)
 
     async def _use(self, trainer: Trainer, prepare: messages.Prepare) -> None:
         """Pass on the trainer's reports until it ends. Raises `TrainerError` if it dies."""
@@ -467,20 +481,3 @@ class Training:
         if self._parts.audits is not None:
             self._parts.audits.handle(ended)
         self.handle(ended)
-
-
-def show(journal: Journal, output: machine.Output) -> None:
-    """Write an output for display, or for heartbeats, into the journal."""
-    match output:
-        case TrainingState():
-            journal.publish(output)
-        case machine.Enter(phase, detail, waits_for):
-            journal.enter(phase, detail, waits_for)
-        case machine.Say(text, "warn", cause):
-            journal.warn(text, cause)
-        case machine.Say(text, how):
-            {"say": journal.say, "note": journal.note}[how](text)
-        case machine.RoundEnd():
-            journal.finish_round(output)
-        case messages.Validated(round_index, loss, bits_per_byte=bits):
-            journal.record_validation(round_index, loss, bits)
