@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,6 @@ from farandole.protocol.trainer.trainer_messages import Recorded, Replay, Replay
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of
 
-from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
@@ -49,8 +48,7 @@ class AuditService:
         self._downloads = downloads
         self.starts = starts
         self._rest = rest
-        self._driver = Driver[machine.Event, machine.Output](self._carry_out)
-        self._driver.begin(Audits(author, rate))
+        self._audits = Audits(author, rate)
         self._ask: Callable[[Replay], None] | None = None
         self._recorded, self._to_commit = trio.open_memory_channel[Recorded](MAX_QUEUED)
         self._wanted, self._to_fetch = trio.open_memory_channel[machine.FetchStart](1)
@@ -87,14 +85,18 @@ class AuditService:
         except trio.WouldBlock:
             logger.warning("round %d is not committed to: others wait already", recorded.commitment.round)
 
-    def handle(self, event: Replayed | ExchangeEnded) -> None:
-        """Pass on the result of a replay that the trainer was asked for, or the end of an exchange."""
-        self._driver.handle(event)
+    def note_replayed(self, replayed: Replayed) -> None:
+        """Judge by the result of a replay that the trainer was asked for."""
+        self._carry_out(self._audits.judge(replayed))
+
+    def note_exchange(self, ended: ExchangeEnded) -> None:
+        """Note the end of an exchange."""
+        self._audits.note_exchange(ended, trio.current_time())
 
     def end(self) -> None:
         """Note that there is no trainer any more."""
         self._ask = None
-        self._driver.handle(machine.TrainerGone())
+        self._carry_out(self._audits.end_trainer())
 
     # The run
 
@@ -114,7 +116,7 @@ class AuditService:
             slot = commitment.round % RULES[Kind.COMMITMENT].slots
             await self._gossip.publish(Kind.COMMITMENT, slot, commitment)
             own = RoundClaim(self._author, commitment)
-            self._driver.handle(machine.OwnRound(own, recorded.start.path, list(self._claims())))
+            self._carry_out(self._audits.note_own(own, recorded.start.path, list(self._claims())))
             for index, accusation in enumerate(self._accusations.values()):
                 await self._gossip.publish(Kind.ACCUSATION, index, accusation)
 
@@ -128,14 +130,15 @@ class AuditService:
     async def _fetch(self) -> None:
         """Fetch the starts that are wanted, one after the other."""
         async for wanted in self._to_fetch:
+            path, is_excused = "", False
             try:
-                self._driver.handle(machine.StartFetched(str(await self._fetch_from(wanted))))
+                path = str(await self._fetch_from(wanted))
             except DonorBusyError:
-                self._driver.handle(machine.StartFetched(is_excused=True))
+                is_excused = True
             except PeerUnreachableError as error:
                 self._downloads.journal.note(f"no start of {name_of(wanted.claim)}, to replay it: {error}")
-                is_current = any(claim.id == wanted.claim.id for claim in self._claims())
-                self._driver.handle(machine.StartFetched(is_excused=not is_current))
+                is_excused = not any(claim.id == wanted.claim.id for claim in self._claims())  # it was replaced
+            self._carry_out(self._audits.take_start(path, trio.current_time(), is_excused=is_excused))
 
     async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
         """Fetch a start from one of its donors. Raises `PeerUnreachableError` if none gives it."""
@@ -157,11 +160,12 @@ class AuditService:
         """Process commitments, and each accusation once."""
         heard: set[bytes] = set()
         while True:
-            self._driver.handle(machine.CommitmentsHeard(list(self._claims()), self._downloads.membership.live))
+            live = self._downloads.membership.live
+            self._carry_out(self._audits.compare_received(list(self._claims()), live, trio.current_time()))
             entries = [entry for entry in self._gossip.state.entries(Kind.ACCUSATION) if entry.author != self._author]
             for entry in entries:
                 if entry.id not in heard and (claim := self._claim_of(entry.payload)) is not None:
-                    self._driver.handle(machine.Accused(entry.author, claim))
+                    self._carry_out(self._audits.hear_accusation(entry.author, claim))
             heard = {entry.id for entry in entries}
             await self._gossip.changed()
 
@@ -176,31 +180,32 @@ class AuditService:
 
     # Outputs
 
-    def _carry_out(self, output: machine.Output) -> None:
+    def _carry_out(self, outputs: Iterable[machine.Output]) -> None:
         journal = self._downloads.journal
-        match output:
-            case Replay():
-                if self._ask is not None:
-                    self._ask(output)
-            case machine.FetchStart():
-                self._wanted.send_nowait(output)
-            case machine.Audited(claim):
-                self._counts[claim.author == self._author] += 1
-                journal.note(f"replayed {name_of(claim)}: it gives what was committed to")
-            case machine.Avoid(author, until, reason):
-                if author in self._avoided and self._avoided[author].until >= until:
-                    return
-                self._avoided[author] = output
-                journal.blame(author, "accused", reason)
-                changed, self._changed = self._changed, trio.Event()
-                changed.set()
-            case machine.Denounce(claim, path):
-                if claim.signed is not None and self._fetched is not None:
-                    self.starts.keep_proof(Path(path), *self._fetched)
-                    newest = Accusation(claim.author, claim.signed.body, claim.signed.signature)
-                    others = {author: each for author, each in self._accusations.items() if author != claim.author}
-                    kept = [(claim.author, newest), *others.items()][: RULES[Kind.ACCUSATION].slots]
-                    self._accusations = dict(kept)
-            case machine.Distrust(reason):
-                journal.warn(reason)
-                self._rest.set(FAULT, reason)
+        for output in outputs:
+            match output:
+                case Replay():
+                    if self._ask is not None:
+                        self._ask(output)
+                case machine.FetchStart():
+                    self._wanted.send_nowait(output)
+                case machine.Audited(claim):
+                    self._counts[claim.author == self._author] += 1
+                    journal.note(f"replayed {name_of(claim)}: it gives what was committed to")
+                case machine.Avoid(author, until, reason):
+                    if author in self._avoided and self._avoided[author].until >= until:
+                        continue
+                    self._avoided[author] = output
+                    journal.blame(author, "accused", reason)
+                    changed, self._changed = self._changed, trio.Event()
+                    changed.set()
+                case machine.Denounce(claim, path):
+                    if claim.signed is not None and self._fetched is not None:
+                        self.starts.keep_proof(Path(path), *self._fetched)
+                        newest = Accusation(claim.author, claim.signed.body, claim.signed.signature)
+                        others = {author: each for author, each in self._accusations.items() if author != claim.author}
+                        kept = [(claim.author, newest), *others.items()][: RULES[Kind.ACCUSATION].slots]
+                        self._accusations = dict(kept)
+                case machine.Distrust(reason):
+                    journal.warn(reason)
+                    self._rest.set(FAULT, reason)

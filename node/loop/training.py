@@ -465,7 +465,7 @@ class Training:
                         self._is_slowness_told = True
                         journal.warn(warning)
                 elif isinstance(report, messages.Replayed) and parts.audits is not None:
-                    parts.audits.handle(report)
+                    parts.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     parts.provider.note_saved(report)
                     journal.over(machine.UNSAVED)
@@ -479,5 +479,5 @@ class Training:
         if ended.committed:
             self._parts.membership.partners.note(ended.peer)
         if self._parts.audits is not None:
-            self._parts.audits.handle(ended)
+            self._parts.audits.note_exchange(ended)
         self.handle(ended)

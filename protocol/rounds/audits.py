@@ -79,55 +79,6 @@ class RoundClaim:
         return not self.commitment.device.startswith("cuda") and any(self.commitment.corpus)
 
 
-# Events
-
-
-@dataclass(frozen=True, slots=True)
-class OwnRound:
-    """A commitment of this node to a round. ``others``: commitments of the other live members in the run state."""
-
-    claim: RoundClaim
-    path: str
-    """File with the round's start."""
-    others: Sequence[RoundClaim]
-
-
-@dataclass(frozen=True, slots=True)
-class CommitmentsHeard:
-    """New commitments may exist. These are the ones in the run state of the other live members, ``live``."""
-
-    claims: Sequence[RoundClaim]
-    live: frozenset[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Accused:
-    """A live member says that a replay of this commitment, whose signature is good, gives something else."""
-
-    accuser: bytes
-    claim: RoundClaim
-
-
-@dataclass(frozen=True, slots=True)
-class StartFetched:
-    """The fetch that `FetchStart` asked for has ended; ``path`` is empty if the author did not give the start."""
-
-    path: str = ""
-    is_excused: bool = False
-    """The author is busy giving to others, or has replaced the commitment since."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerGone:
-    """The trainer is gone; the result of its replay is not known."""
-
-
-Event = OwnRound | ExchangeEnded | CommitmentsHeard | Accused | StartFetched | Replayed | TrainerGone
-
-
-# Outputs
-
-
 @dataclass(frozen=True, slots=True)
 class FetchStart:
     """Fetch the start of this round from ``donors``, the likeliest first."""
@@ -206,7 +157,7 @@ class _Memory:
 class Audits:
     """Decides which rounds a node replays, and what follows. ``rate``: the run's audit rate.
 
-    `handle` takes monotonic times in seconds.
+    Each method returns what to do next; times are monotonic seconds.
     """
 
     def __init__(self, author: bytes, rate: float) -> None:
@@ -219,44 +170,22 @@ class Audits:
         self._case: _Case | None = None
         self._memory = _Memory()
 
-    def handle(self, event: Event, now: float) -> list[Output]:
-        """Apply an event and return what to do about it."""
-        if self._is_distrusted:
-            return []
-        outputs: list[Output] = []
-        match event:
-            case OwnRound():
-                self._draw(event)
-            case ExchangeEnded():
-                if event.committed:
-                    self._memory.received[event.peer] = event, now
-            case CommitmentsHeard():
-                outputs += self._compare_received(event, now)
-            case Accused():
-                self._hear(event)
-            case StartFetched():
-                outputs += self._take_start(event, now)
-            case Replayed():
-                outputs += self._compare(event)
-            case TrainerGone():
-                self._case, self._is_proved = None, False
-                own = [case for case in self._waiting if case.claim.author == self._author]
-                for case in own:  # the next trainer removes their starts
-                    self._waiting.remove(case)
-        return outputs + self._next()
+    def note_own(self, own: RoundClaim, path: str, others: Sequence[RoundClaim]) -> list[Output]:
+        """Note this node's commitment to a round, whose start is in the file ``path``, and draw for the others' rounds.
 
-    def _draw(self, event: OwnRound) -> None:
-        own = self._own = event.claim
+        ``others``: commitments of the other live members in the run state.
+        """
+        self._own = own
         if not own.is_comparable:
-            return
+            return self._next()
         if not self._is_proved:
             cases = [*self._waiting, *([] if self._case is None else [self._case])]
             if not any(case.claim.author == self._author for case in cases):
-                self._waiting.appendleft(_Case(own, event.path))
-            return
+                self._waiting.appendleft(_Case(own, path))
+            return self._next()
         if is_drawn(own.id, own.id, self._rate * OWN_SHARE):
-            self._waiting.appendleft(_Case(own, event.path))
-        alike = [claim for claim in event.others if claim.kind == own.kind and claim.author != self._author]
+            self._waiting.appendleft(_Case(own, path))
+        alike = [claim for claim in others if claim.kind == own.kind and claim.author != self._author]
         chance = self._rate * (1.0 - OWN_SHARE) / max(1, len({claim.author for claim in alike}))
         considered = self._memory.considered
         self._memory.considered = {claim.author: considered.get(claim.author, -1) for claim in alike}
@@ -267,14 +196,20 @@ class Audits:
             self._memory.considered[claim.author] = round_index
             if self._may_judge(claim) and is_drawn(claim.id, own.id, chance):
                 self._waiting.append(_Case(claim))
+        return self._next()
 
-    def _compare_received(self, event: CommitmentsHeard, now: float) -> list[Output]:
-        """Compare partners' contributions with their commitments.
+    def note_exchange(self, ended: ExchangeEnded, now: float) -> None:
+        """Note the end of an exchange, to compare what was received with its author's commitment."""
+        if ended.committed:
+            self._memory.received[ended.peer] = ended, now
+
+    def compare_received(self, claims: Sequence[RoundClaim], live: frozenset[bytes], now: float) -> list[Output]:
+        """Compare partners' contributions with the commitments in the run state of the other live members, ``live``.
 
         Nothing follows where newer commitments may have replaced the one for that round.
         """
         committed: dict[bytes, dict[int, bytes]] = {}
-        for claim in event.claims:
+        for claim in claims:
             committed.setdefault(claim.author, {})[claim.commitment.round] = claim.commitment.contribution
         outputs: list[Output] = []
         for peer, (received, at) in list(self._memory.received.items()):
@@ -285,9 +220,9 @@ class Audits:
             del self._memory.received[peer]
             newest = max(rounds, default=0)
             is_there = digest is not None or newest < received.partner_round + RULES[Kind.COMMITMENT].slots
-            if digest != received.partner_digest and is_there and peer in event.live:
+            if digest != received.partner_digest and is_there and peer in live:
                 outputs += self._note_failed(peer, received.partner_round, now)
-        return outputs
+        return [] if self._is_distrusted else outputs
 
     def _may_judge(self, claim: RoundClaim) -> bool:
         own = self._own
@@ -300,14 +235,18 @@ class Audits:
             and claim.commitment.steps <= MAX_TIMES_OWN_STEPS * own.commitment.steps
         )
 
-    def _hear(self, event: Accused) -> None:
-        """Queue the replay of a round that a member is accused of; one for each accuser, as most accuse only one."""
+    def hear_accusation(self, accuser: bytes, claim: RoundClaim) -> list[Output]:
+        """Queue the replay of a round that a live member says gives something else than its author has signed.
+
+        One for each accuser, as most accuse only one.
+        """
         memory = self._memory
-        if event.accuser in (self._author, event.claim.author) or event.accuser in memory.liars | memory.heard:
-            return
-        if self._may_judge(event.claim) and len(self._waiting) < MAX_WAITING:
-            memory.heard.add(event.accuser)
-            self._waiting.append(_Case(event.claim, accuser=event.accuser))
+        if accuser in (self._author, claim.author) or accuser in memory.liars | memory.heard:
+            return []
+        if self._may_judge(claim) and len(self._waiting) < MAX_WAITING:
+            memory.heard.add(accuser)
+            self._waiting.append(_Case(claim, accuser=accuser))
+        return self._next()
 
     def _next(self) -> list[Output]:
         if self._case is not None or not self._waiting or self._is_distrusted:
@@ -317,20 +256,23 @@ class Audits:
             return [case.replay()]
         return [FetchStart(case.claim, tuple(filter(None, (case.claim.author, case.accuser))))]
 
-    def _take_start(self, event: StartFetched, now: float) -> list[Output]:
-        case = self._case
+    def take_start(self, path: str, now: float, *, is_excused: bool = False) -> list[Output]:
+        """Take the start that `FetchStart` asked for; ``path`` is empty if its author did not give it.
+
+        ``is_excused``: the author is busy giving to others, or has replaced the commitment since.
+        """
+        case, outputs = self._case, list[Output]()
         if case is None:
             return []
-        if event.path:
-            case.path = event.path
+        if path:
+            case.path = path
             return [case.replay()]
         self._case = None
-        if event.is_excused:
-            return []
-        if case.accuser:  # the round may be long past: the accused is not at fault
+        if case.accuser and not is_excused:  # the round may be long past: the accused is not at fault
             self._memory.liars.add(case.accuser)
-            return []
-        return self._note_failed(case.claim.author, case.claim.commitment.round, now)
+        elif not is_excused:
+            outputs = self._note_failed(case.claim.author, case.claim.commitment.round, now)
+        return outputs + self._next()
 
     def _note_failed(self, author: bytes, round_index: int, now: float) -> list[Output]:
         before = self._memory.failed.pop(author, set())
@@ -341,32 +283,43 @@ class Audits:
         reason = f"in {MAX_FAILED} rounds it gave no start to replay, or a partner something else than it committed to"
         return [Avoid(author, now + AVOID_SECONDS, reason)]
 
-    def _compare(self, replayed: Replayed) -> list[Output]:
+    def judge(self, replayed: Replayed) -> list[Output]:
+        """Compare the result of a replay with what the round's author has signed."""
         case = self._case
         if case is None:
             return []
         commitment, is_own = case.claim.commitment, case.claim.author == self._author
-        if replayed.problem and (is_own or not replayed.is_unfit):  # a problem of this machine's memory or disk
-            self._case = None
-            return []
-        if (replayed.end, replayed.contribution) == (commitment.end, commitment.contribution):
+        outputs: list[Output] = []
+        if replayed.problem and (is_own or not replayed.is_unfit):
+            pass  # a problem of this machine's memory or disk
+        elif (replayed.end, replayed.contribution) == (commitment.end, commitment.contribution):
             if case.first is not None:
                 return self._distrust("two replays of one round differ")
-            self._case, self._is_proved = None, self._is_proved or is_own
+            self._is_proved = self._is_proved or is_own
             if case.accuser:
                 self._memory.liars.add(case.accuser)
-            return [Audited(case.claim)]
-        if case.first is None:
+            outputs = [Audited(case.claim)]
+        elif case.first is None:
             case.first = replayed
             return [case.replay()]
-        if replayed != case.first:
+        elif replayed != case.first:
             return self._distrust("two replays of one round differ")
-        if is_own:
+        elif is_own:
             return self._distrust(f"a replay of its own round {commitment.round} gives other bits")
+        else:
+            self._memory.proved.add(case.claim.author)
+            reason = f"a replay of its round {commitment.round} gives something else than it committed to"
+            outputs = [Avoid(case.claim.author, math.inf, reason), Denounce(case.claim, case.path)]
         self._case = None
-        self._memory.proved.add(case.claim.author)
-        reason = f"a replay of its round {commitment.round} gives something else than it committed to"
-        return [Avoid(case.claim.author, math.inf, reason), Denounce(case.claim, case.path)]
+        return outputs + self._next()
+
+    def end_trainer(self) -> list[Output]:
+        """Note that the trainer is gone; the result of its replay is not known."""
+        self._case, self._is_proved = None, False
+        own = [case for case in self._waiting if case.claim.author == self._author]
+        for case in own:  # the next trainer removes their starts
+            self._waiting.remove(case)
+        return self._next()
 
     def _distrust(self, words: str) -> list[Output]:
         self._is_distrusted, self._case = True, None

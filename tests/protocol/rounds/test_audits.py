@@ -15,20 +15,14 @@ from farandole.protocol.rounds.audits import (
     MAX_FAILED,
     MAX_TIMES_OWN_STEPS,
     MAX_WAITING,
-    Accused,
     Audited,
     Audits,
     Avoid,
-    CommitmentsHeard,
     Denounce,
     Distrust,
-    Event,
     FetchStart,
     Output,
-    OwnRound,
     RoundClaim,
-    StartFetched,
-    TrainerGone,
     is_drawn,
 )
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
@@ -49,12 +43,7 @@ def claim(author: bytes, round_index: int, **changes: object) -> RoundClaim:
     return RoundClaim(author, msgspec.structs.replace(commitment, **changes))
 
 
-def received(peer: bytes, round_index: int, digest: bytes = RIGHT.contribution) -> ExchangeEnded:
-    return ExchangeEnded(bytes(16), peer, committed=True, partner_round=round_index, partner_digest=digest)
-
-
-def heard(*claims: RoundClaim) -> CommitmentsHeard:
-    return CommitmentsHeard(claims, frozenset({BOB, MALLORY}))
+LIVE = frozenset({BOB, MALLORY})
 
 
 class Auditor:
@@ -69,18 +58,17 @@ class Auditor:
         self.withholds: set[bytes] = set()
         self.fetched: list[RoundClaim] = []
 
-    def handle(self, event: Event) -> list[Output]:
-        """Handle an event, and the trainer's and network's answers to its outputs; return all outputs."""
-        said = self.audits.handle(event, self.now)
+    def follow(self, said: list[Output]) -> list[Output]:
+        """Give the trainer's and the network's answers to outputs; return all outputs."""
         outputs, waiting = list(said), list(said)
         while waiting:
             match waiting.pop(0):
                 case Replay(author=author):
-                    following = self.audits.handle(self.false.get(author, RIGHT), self.now)
+                    following = self.audits.judge(self.false.get(author, RIGHT))
                 case FetchStart(wanted, _):
                     self.fetched.append(wanted)
                     path = "" if wanted.author in self.withholds else "fetched"
-                    following = self.audits.handle(StartFetched(path), self.now)
+                    following = self.audits.take_start(path, self.now)
                 case _:
                     following = []
             outputs += following
@@ -91,7 +79,19 @@ class Auditor:
         """Train the next round, after which the others' commitments ``others`` are known."""
         self.round += 1
         self.now += 60.0
-        return self.handle(OwnRound(claim(ALICE, self.round), "own", others))
+        return self.follow(self.audits.note_own(claim(ALICE, self.round), "own", others))
+
+    def hear(self, *claims: RoundClaim, live: frozenset[bytes] = LIVE) -> list[Output]:
+        """Hear of the commitments in the run state."""
+        return self.follow(self.audits.compare_received(claims, live, self.now))
+
+    def hear_accusation(self, accuser: bytes, accused: RoundClaim) -> list[Output]:
+        return self.follow(self.audits.hear_accusation(accuser, accused))
+
+    def receive(self, peer: bytes, round_index: int, digest: bytes = RIGHT.contribution) -> None:
+        """Commit an exchange with a peer."""
+        ended = ExchangeEnded(bytes(16), peer, committed=True, partner_round=round_index, partner_digest=digest)
+        self.audits.note_exchange(ended, self.now)
 
 
 def of(kind: type[Output], outputs: Iterable[Output]) -> list[Output]:
@@ -105,7 +105,7 @@ def test_the_first_own_round_of_each_trainer_is_replayed_before_any_other() -> N
     assert not alice.fetched
     alice.train(claim(BOB, 2))
     assert [wanted.commitment.round for wanted in alice.fetched] == [2]
-    alice.handle(TrainerGone())
+    alice.follow(alice.audits.end_trainer())
     assert of(Audited, alice.train(claim(BOB, 3))) == [Audited(claim(ALICE, 3))]
 
 
@@ -150,13 +150,13 @@ def test_an_accusation_is_believed_only_after_a_replay_and_a_liar_is_heard_once(
     alice = Auditor(rate=1e-9)
     alice.train()
     alice.train(claim(BOB, 2))
-    outputs = alice.handle(Accused(MALLORY, claim(BOB, 2)))
+    outputs = alice.hear_accusation(MALLORY, claim(BOB, 2))
     assert of(Audited, outputs) == [Audited(claim(BOB, 2))]
     assert not of(Avoid, outputs)
     for round_index in range(3, 40):
-        assert not alice.handle(Accused(MALLORY, claim(BOB, round_index)))
+        assert not alice.hear_accusation(MALLORY, claim(BOB, round_index))
     alice.false[BOB] = WRONG
-    outputs = alice.handle(Accused(b"c" * 32, claim(BOB, 3)))
+    outputs = alice.hear_accusation(b"c" * 32, claim(BOB, 3))
     assert [avoid.author for avoid in of(Avoid, outputs) if isinstance(avoid, Avoid)] == [BOB]
 
 
@@ -165,7 +165,7 @@ def test_whose_accusation_cannot_be_checked_does_the_accused_no_harm() -> None:
     alice.train()
     alice.withholds.add(BOB)
     for number in range(3 * MAX_FAILED):
-        assert not of(Avoid, alice.handle(Accused(bytes([number]) * 32, claim(BOB, number))))
+        assert not of(Avoid, alice.hear_accusation(bytes([number]) * 32, claim(BOB, number)))
 
 
 def test_who_gives_no_starts_is_avoided_for_a_while_after_several_rounds() -> None:
@@ -182,27 +182,28 @@ def test_who_gives_no_starts_is_avoided_for_a_while_after_several_rounds() -> No
 
 def test_one_that_is_busy_withholds_nothing() -> None:
     audits = Audits(ALICE, 100.0)
-    audits.handle(OwnRound(claim(ALICE, 0), "own", ()), 0.0)
-    audits.handle(RIGHT, 0.0)
+    audits.note_own(claim(ALICE, 0), "own", ())
+    audits.judge(RIGHT)
     for round_index in range(1, 10):
-        outputs = audits.handle(OwnRound(claim(ALICE, round_index), "own", [claim(BOB, round_index)]), 0.0)
+        outputs = audits.note_own(claim(ALICE, round_index), "own", [claim(BOB, round_index)])
         while outputs:
             assert not of(Avoid, outputs)
-            outputs = audits.handle(RIGHT if isinstance(outputs[-1], Replay) else StartFetched(is_excused=True), 0.0)
+            is_replay = isinstance(outputs[-1], Replay)
+            outputs = audits.judge(RIGHT) if is_replay else audits.take_start("", 0.0, is_excused=True)
 
 
 def test_a_machine_whose_replays_differ_accuses_nobody_and_stops() -> None:
     audits = Audits(ALICE, 100.0)
-    audits.handle(OwnRound(claim(ALICE, 0), "own", ()), 0.0)
-    audits.handle(RIGHT, 0.0)
-    outputs = audits.handle(OwnRound(claim(ALICE, 1), "own", [claim(BOB, 1)]), 0.0)
+    audits.note_own(claim(ALICE, 0), "own", ())
+    audits.judge(RIGHT)
+    outputs = audits.note_own(claim(ALICE, 1), "own", [claim(BOB, 1)])
     while not isinstance(outputs[-1], FetchStart):
-        outputs = audits.handle(RIGHT, 0.0)
-    audits.handle(StartFetched("fetched"), 0.0)
-    audits.handle(WRONG, 0.0)
-    (distrust,) = audits.handle(Replayed(b"z" * 32, b"z" * 32), 0.0)
+        outputs = audits.judge(RIGHT)
+    audits.take_start("fetched", 0.0)
+    audits.judge(WRONG)
+    (distrust,) = audits.judge(Replayed(b"z" * 32, b"z" * 32))
     assert isinstance(distrust, Distrust)
-    assert not audits.handle(OwnRound(claim(ALICE, 2), "own", [claim(BOB, 2)]), 0.0)
+    assert not audits.note_own(claim(ALICE, 2), "own", [claim(BOB, 2)])
 
 
 def test_a_machine_whose_own_round_comes_out_otherwise_stops() -> None:
@@ -229,11 +230,12 @@ def test_what_waits_is_bounded_by_what_authors_keep() -> None:
     alice.train()
     audits, replayed = alice.audits, 0
     for round_index in range(2, 100):  # the trainer is slow: nothing is replayed in this time
-        audits.handle(OwnRound(claim(ALICE, round_index), "own", [claim(BOB, round_index)]), 0.0)
-    outputs = audits.handle(RIGHT, 0.0)
+        audits.note_own(claim(ALICE, round_index), "own", [claim(BOB, round_index)])
+    outputs = audits.judge(RIGHT)
     while outputs and replayed < 100:
         replayed += isinstance(outputs[-1], Replay)
-        outputs = audits.handle(RIGHT if isinstance(outputs[-1], Replay) else StartFetched("fetched"), 0.0)
+        is_replay = isinstance(outputs[-1], Replay)
+        outputs = audits.judge(RIGHT) if is_replay else audits.take_start("fetched", 0.0)
     assert replayed <= MAX_WAITING + 1
 
 
@@ -241,37 +243,37 @@ def test_who_gives_its_partner_something_else_than_it_commits_to_is_avoided_for_
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(MAX_FAILED):
         assert not outputs
-        alice.handle(received(MALLORY, round_index, b"other" * 6))
-        alice.handle(received(BOB, round_index))
-        outputs = alice.handle(heard(claim(MALLORY, round_index), claim(BOB, round_index)))
+        alice.receive(MALLORY, round_index, b"other" * 6)
+        alice.receive(BOB, round_index)
+        outputs = alice.hear(claim(MALLORY, round_index), claim(BOB, round_index))
     assert [(avoid.author, avoid.until) for avoid in outputs if isinstance(avoid, Avoid)] == [(MALLORY, AVOID_SECONDS)]
 
 
 def test_who_commits_to_fewer_rounds_than_it_takes_part_in_is_avoided_and_a_late_entry_does_no_harm() -> None:
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(2 * MAX_FAILED):
-        alice.handle(received(MALLORY, 2 * round_index + 1))
-        alice.handle(received(BOB, round_index))
-        assert not alice.handle(heard(claim(MALLORY, 2 * round_index))), "the entries may be on their way"
+        alice.receive(MALLORY, 2 * round_index + 1)
+        alice.receive(BOB, round_index)
+        assert not alice.hear(claim(MALLORY, 2 * round_index)), "the entries may be on their way"
         alice.now += COMMIT_SECONDS
-        outputs += alice.handle(heard(claim(MALLORY, 2 * round_index), claim(BOB, round_index)))
+        outputs += alice.hear(claim(MALLORY, 2 * round_index), claim(BOB, round_index))
     assert {avoid.author for avoid in outputs if isinstance(avoid, Avoid)} == {MALLORY}
 
 
 def test_a_member_that_is_gone_or_whose_commitment_was_replaced_has_done_nothing() -> None:
     alice = Auditor()
     for round_index in range(2 * MAX_FAILED):
-        alice.handle(received(BOB, 10 * round_index))
-        alice.handle(received(MALLORY, round_index))
+        alice.receive(BOB, 10 * round_index)
+        alice.receive(MALLORY, round_index)
         alice.now += COMMIT_SECONDS
         later = claim(BOB, 10 * round_index + RULES[Kind.COMMITMENT].slots)
-        assert not alice.handle(CommitmentsHeard([later], frozenset({BOB})))
+        assert not alice.hear(later, live=frozenset({BOB}))
 
 
 def test_a_member_that_never_commits_is_avoided_for_a_while() -> None:
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(MAX_FAILED):
-        alice.handle(received(MALLORY, round_index))
+        alice.receive(MALLORY, round_index)
         alice.now += COMMIT_SECONDS
-        outputs += alice.handle(heard())
+        outputs += alice.hear()
     assert [avoid.author for avoid in outputs if isinstance(avoid, Avoid)] == [MALLORY]
