@@ -43,7 +43,7 @@ from .inspect.listing import offers_of
 from .join.address_book import AddressBook, keep_ports, load_ports
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
 from .join.invites import own_invite
-from .loop.idle_service import IdleService, IdleWatch
+from .loop.idle_service import IdleService
 from .loop.rest_service import Rest, RestService
 from .loop.traffic_service import TrafficService
 from .member.assembly import close_gate, open_member
@@ -279,7 +279,10 @@ async def _dial(daemon: Daemon, host: Host, address: object) -> str:
 async def be_node(daemon: Daemon) -> None:
     """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
-    rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal.warn)
+    idle = None
+    if settings.only_when_idle:
+        idle = IdleService(lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=settings.device != "cpu")
+    rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal.warn, idle)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
@@ -311,13 +314,7 @@ async def be_node(daemon: Daemon) -> None:
         if target.manifest is not None:
             close_gate(mesh.host, *decode_manifest(target.manifest))
         async with open_control(daemon, mesh, target.run_id, socket_handlers, page_handlers) as reporter:
-            if settings.only_when_idle:
-                looks_at_gpu = settings.device != "cpu"
-                idle = IdleService(
-                    rest, IdleWatch(), lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=looks_at_gpu
-                )
-                await idle.look()
-                nursery.start_soon(idle.run)
+            await rest_service.look()
             nursery.start_soon(rest_service.run)
             raw = await _join(daemon, mesh, target)
             if raw is None:

@@ -1,6 +1,6 @@
 """Rests while others use the machine, for a node that trains "only when idle".
 
-`IdleWatch` is a pure decision on a series of observations; `IdleService` makes them at intervals, off the event loop. A
+`IdleWatch` is a pure decision on a series of observations; `IdleService` makes them, off the event loop. A
 rest costs the trainer a restart, and training during use costs the owner the machine. So both ends have a threshold in
 time: a reason must have been there for `BEGIN_SECONDS` before the node rests, and all must have been gone for
 `CALM_SECONDS` before it trains again. If rests follow each other soon, the required calm doubles, up to
@@ -19,8 +19,6 @@ from typing import Final, TypeVar
 
 import psutil
 import trio
-
-from .rest_service import Rest
 
 # Observes the machine: other programs on its GPU, its power source.
 #
@@ -169,15 +167,12 @@ class IdleWatch:
         return f"{words}; trains again {after} after that ends, or at once without --only-when-idle"
 
 
-IN_USE: Final = "in use"
-# The owner who starts a game waits for its memory no longer than the game takes to load: two looks and a pause.
-LOOK_INTERVAL: Final = 5.0
 # For a kernel file that does not answer because a driver hangs.
 READ_TIMEOUT: Final = 5.0
 
 
 class IdleService:
-    """Rests while others use the machine.
+    """Looks at the machine whether others use it.
 
     ``trainer_pid`` returns the process id of this node's trainer; ``warn`` shows a warning to the owner.
     ``clock`` gives seconds.
@@ -185,16 +180,13 @@ class IdleService:
 
     def __init__(
         self,
-        rest: Rest,
-        watch: IdleWatch,
         trainer_pid: Callable[[], int | None],
         warn: Callable[[str], None],
         *,
         looks_at_gpu: bool = True,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self._rest = rest
-        self._watch = watch
+        self._watch = IdleWatch()
         self._trainer_pid = trainer_pid
         self._warn = warn
         self._looks_at_gpu = looks_at_gpu
@@ -202,14 +194,8 @@ class IdleService:
         self._gpu = GpuProbe()
         self._has_warned = False
 
-    async def run(self) -> None:
-        """Look at intervals, until cancelled."""
-        while True:
-            await trio.sleep(LOOK_INTERVAL)
-            await self.look()
-
-    async def look(self) -> None:
-        """Look once; the first look is before anything is trained."""
+    async def look(self) -> str:
+        """Return why the node must rest, for display; empty if it may train."""
         own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
         users: Sequence[str] = ()
         if self._looks_at_gpu:
@@ -222,4 +208,4 @@ class IdleService:
         on_battery = None
         with trio.move_on_after(READ_TIMEOUT):
             on_battery = await in_a_thread_left_alone(is_on_battery)
-        self._rest.set(IN_USE, self._watch.look(on_battery, users, self._clock()))
+        return self._watch.look(on_battery, users, self._clock())

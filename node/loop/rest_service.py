@@ -21,6 +21,7 @@ from ..base.quiet_hours import QuietHours, parse_quiet_hours, quiet_until
 from ..state.gossip import GossipService
 from ..state.store import Store, StoreError
 from ..status.journal import Journal
+from .idle_service import IdleService
 
 BY_HAND: Final = "by hand"
 PAUSED: Final = "paused; `farandole resume` goes on"
@@ -63,15 +64,17 @@ class Rest:
 
 PAUSED_FACT: Final = "paused"
 QUIET: Final = "quiet hours"
-# A few seconds more or less of the quiet hours do not matter; a clock that is set is noticed.
+IN_USE: Final = "in use"
+# A few seconds more or less of the quiet hours do not matter; a clock that is set is noticed. The owner who starts a
+# game waits for its memory no longer than the game takes to load: two looks and a pause.
 LOOK_INTERVAL: Final = 5.0
 
 
 class RestService:
-    """Pauses the node by hand and in the quiet hours.
+    """Pauses the node by hand, in the quiet hours, and while others use the machine.
 
     ``hours``: quiet hours, each as `parse_quiet_hours` reads it, which may raise `QuietHoursError`. ``clock`` gives the
-    local time; ``warn`` shows a warning to the owner.
+    local time; ``warn`` shows a warning to the owner. ``idle``: None if it does not matter who uses the machine.
     """
 
     def __init__(
@@ -81,10 +84,12 @@ class RestService:
         hours: Sequence[str],
         clock: Callable[[], datetime],
         warn: Callable[[str], None],
+        idle: IdleService | None = None,
     ) -> None:
         self._rest = rest
         self._store = store
         self._clock = clock
+        self._idle = idle
         self._warn = warn
         self._hours: list[QuietHours] = []
         self.change_hours(hours)
@@ -93,13 +98,19 @@ class RestService:
         """Rest if an earlier life was paused by hand, or in quiet hours; call it before anything else."""
         if await self._store.get_fact(PAUSED_FACT):
             self._rest.set(BY_HAND, PAUSED)
-        self._look()
+        self._look_at_clock()
 
     async def run(self) -> None:
-        """Keep the quiet hours, until cancelled."""
+        """Look at the clock and at the machine, until cancelled."""
         while True:
-            self._look()
+            await self.look()
             await trio.sleep(LOOK_INTERVAL)
+
+    async def look(self) -> None:
+        """Rest, or rest no more, by the clock and the machine; the first look is before anything is trained."""
+        self._look_at_clock()
+        if self._idle is not None:
+            self._rest.set(IN_USE, await self._idle.look())
 
     async def pause(self) -> None:
         """Pause until `resume`, in later lives too."""
@@ -115,7 +126,7 @@ class RestService:
         """Keep other quiet hours until the node ends. Raises `QuietHoursError`."""
         self._hours = [parse_quiet_hours(text) for text in hours]
         self._rest.quiet_hours = tuple(hours)
-        self._look()
+        self._look_at_clock()
 
     async def _remember(self, value: bytes) -> None:
         try:
@@ -123,7 +134,7 @@ class RestService:
         except StoreError as error:
             self._warn(f"{error}; after a restart this node does not know whether it was paused")
 
-    def _look(self) -> None:
+    def _look_at_clock(self) -> None:
         until = quiet_until(self._hours, self._clock())
         self._rest.set(QUIET, "" if until is None else f"quiet hours until {until:%a %H:%M}")
 

@@ -11,7 +11,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.mesh.kademlia import run_key, shard_key
-from farandole.protocol.stages.stage_choice import LEASE_SECONDS, Decision, Provider, StageChoice, View, first_stage
+from farandole.protocol.stages.stage_choice import LEASE_SECONDS, Provider, StageChoice, View, first_stage
 
 from ..base.errors import JoinError
 from ..base.settings import NodeSettings
@@ -84,12 +84,23 @@ class StageService:
 
     async def run(self) -> None:
         """Decide on moves and carry them out, until cancelled."""
+        membership = self._membership
         while True:
             await trio.sleep(DECIDE_INTERVAL)
-            if self._weights.provider.trainer_stage not in (None, self._membership.stage):
+            if self._weights.provider.trainer_stage not in (None, membership.stage):
                 self._training.restart_trainer()  # it was still being started when this node moved
-            if self._wanted is None:
-                await self._act(self._choice.decide(self._view(), trio.current_time()))
+            if self._wanted is not None:
+                continue
+            match self._choice.decide(self._view(), trio.current_time()):
+                case ("claim", target):
+                    await membership.lease(target, is_settled=False)
+                case ("give back", _):
+                    await membership.lease(membership.stage, is_settled=False)
+                case ("move", target) if membership.is_young:
+                    await self._hold(target)
+                    self._training.restart_trainer()
+                case ("move", target):
+                    await self._move(target)
 
     def _view(self) -> View:
         membership = self._membership
@@ -103,25 +114,18 @@ class StageService:
             download_seconds=max(self._weights.download_seconds(stage) for stage in stages),
         )
 
-    async def _act(self, decision: Decision) -> None:
-        membership = self._membership
-        match decision:
-            case ("claim", target):
-                await membership.lease(target, is_settled=False)
-            case ("give back", _):
-                await membership.lease(membership.stage, is_settled=False)
-            case ("move", target) if membership.is_young:
-                await self._hold(target)
-                self._training.restart_trainer()
-            case ("move", target):
-                await self._move(target)
-
     async def _move(self, target: int) -> None:
         """Move with a lease: fetch the weights while the trainer works on, then switch stages."""
         membership, source = self._membership, self._membership.stage
         self._journal.say(f"moving from stage {source} to stage {target}, which needs it more")
+
+        async def renew_lease() -> None:
+            while True:
+                await membership.lease(target, is_settled=True)
+                await trio.sleep(RENEW_INTERVAL)
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._renew_lease, target)
+            nursery.start_soon(renew_lease)
             if await self._weights.fetch_ahead(target):
                 await self._hold(target)
                 self._training.restart_trainer()
@@ -130,11 +134,6 @@ class StageService:
                 self._journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
             nursery.cancel_scope.cancel()
         await membership.lease(membership.stage, is_settled=False)
-
-    async def _renew_lease(self, target: int) -> None:
-        while True:
-            await self._membership.lease(target, is_settled=True)
-            await trio.sleep(RENEW_INTERVAL)
 
     async def _hold(self, stage: int) -> None:
         membership = self._membership

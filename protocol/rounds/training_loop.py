@@ -236,20 +236,17 @@ class TrainingLoop:
             return
         if not ended.error or state is LoopState.STOPPING:
             self._seek_trainer()
-        elif self._is_last_life:
+            return
+        if self._is_last_life:
             self._end()
-        else:
-            self._recover(ended, None if rounds is None else now - rounds.ready_at, now)
-
-    def _recover(self, ended: TrainerEnded, lived: float | None, now: float) -> None:
-        """Plan the next trainer, or end where none can run. A loop that attaches comes by itself."""
-        decisions = self._decisions
-        if ended.cause == "detached":
+            return
+        if ended.cause == "detached":  # the next one comes by itself
             decisions.say(f"{ended.error}: waiting for the next one")
             decisions.change(tokens_per_second=0.0)
             decisions.move(LoopState.WAITING)
             self._seek_trainer()
             return
+        lived = None if rounds is None else now - rounds.ready_at
         verdict = self._supervisor.judge(ended.error, ended.cause, lived)
         if isinstance(verdict, End):
             self._end(verdict.words)

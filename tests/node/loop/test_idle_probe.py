@@ -16,14 +16,12 @@ from farandole.node.loop import idle_service as probing
 from farandole.node.loop.idle_service import (
     CALM_SECONDS,
     GPU_TIMEOUT,
-    LOOK_INTERVAL,
     GpuProbe,
     IdleService,
-    IdleWatch,
     ProbeError,
     users_in,
 )
-from farandole.node.loop.rest_service import Rest
+from farandole.node.loop.rest_service import LOOK_INTERVAL
 
 
 class Battery(NamedTuple):
@@ -146,30 +144,27 @@ async def test_a_node_rests_while_another_uses_the_gpu_and_goes_on_later(
 ) -> None:
     """The files and the program are real, the time between two looks is not."""
     monkeypatch.setattr("psutil.sensors_battery", lambda: None)
-    rest, warnings, now = Rest(), list[str](), 0.0
-    keeper = IdleService(rest, IdleWatch(), lambda: None, warnings.append, clock=lambda: now)
+    warnings, now = list[str](), 0.0
+    idle = IdleService(lambda: None, warnings.append, clock=lambda: now)
 
-    async def look_for(seconds: float) -> None:
+    async def look_for(seconds: float) -> str:
         nonlocal now
-        until = now + seconds
+        until, words = now + seconds, ""
         while now < until:
             now += LOOK_INTERVAL
-            await keeper.look()
+            words = await idle.look()
+        return words
 
     install_nvidia_smi(tmp_path / "bin", monkeypatch, table(os.getpid()))
-    await keeper.look()
-    assert not rest.is_on
+    assert await idle.look() == ""
     install_nvidia_smi(tmp_path / "bin", monkeypatch, table(os.getppid()))
-    await look_for(3 * LOOK_INTERVAL)
-    assert "python" in rest.words
+    assert "python" in await look_for(3 * LOOK_INTERVAL)
 
     monkeypatch.setattr("psutil.sensors_battery", lambda: Battery(power_plugged=False))
     install_nvidia_smi(tmp_path / "bin", monkeypatch, "exit 1")
-    await look_for(2 * LOOK_INTERVAL)
-    assert "battery" in rest.words
+    assert "battery" in await look_for(2 * LOOK_INTERVAL)
     assert len(warnings) == 1
 
     monkeypatch.setattr("psutil.sensors_battery", lambda: Battery(power_plugged=True))
-    await look_for(CALM_SECONDS + 2 * LOOK_INTERVAL)
-    assert not rest.is_on
+    assert await look_for(CALM_SECONDS + 2 * LOOK_INTERVAL) == ""
     assert len(warnings) == 1

@@ -15,6 +15,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.daemon import be_node
 from farandole.node.join.address_book import AddressBook
 from farandole.node.loop import idle_service as idle_keeper
+from farandole.node.loop import rest_service as rest_keeper
 from farandole.node.loop.rest_service import Rest
 from farandole.node.member.parts import Daemon
 from farandole.node.state.store import open_store
@@ -42,7 +43,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is real except the driver, the length of a minute, and the battery, of which there is none."""
-    monkeypatch.setattr(idle_keeper, "LOOK_INTERVAL", 0.05)
+    monkeypatch.setattr(rest_keeper, "LOOK_INTERVAL", 0.05)
     monkeypatch.setattr(idle_keeper, "CALM_SECONDS", 0.1)
     monkeypatch.setattr(idle_keeper, "BEGIN_SECONDS", {"battery": 0.0, "GPU": 0.0})
     monkeypatch.setattr(idle_keeper, "is_on_battery", lambda: None)
