@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -282,8 +282,7 @@ Handle = Callable[[LinkOpened | LinkFailed | LinkClosed | Received], None]
 class Links:
     """The links of one node.
 
-    ``is_neighbour(peer, stage)`` returns whether a peer is a live member of that stage. Without ``channels`` everything
-    goes over the streams.
+    Without ``channels`` everything goes over the streams.
     """
 
     def __init__(
@@ -292,17 +291,15 @@ class Links:
         manifest: Manifest,
         run_id: bytes,
         shaping: Shaping,
-        *,
-        is_neighbour: Callable[[bytes, int], bool],
         channels: BulkService | None = None,
     ) -> None:
+        self.nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages
+        """The live nodes of each stage."""
         self.by_number: dict[int, ActivationLink] = {}
         self._host = host
         self._channels = channels
         self._hello = Hello(run_id, 0, shape_hash(manifest))
-        self._num_stages = manifest.model.num_stages
         self._shaping = shaping
-        self._is_neighbour = is_neighbour
         self._handle: Handle = lambda event: None
         self._worker: Worker | None = None
         self._numbers = itertools.count()
@@ -355,7 +352,7 @@ class Links:
     async def _serve(self, stream: Stream) -> None:
         """Serve a link from the stage before, or from the last stage, which returns what was drawn here."""
         worker = self._worker
-        if worker is None or not self._is_neighbour(stream.peer, (worker.stage - 1) % self._num_stages):
+        if worker is None or stream.peer not in self.nodes[worker.stage - 1]:
             await close_stream(stream)
             return
         hello = msgspec.structs.replace(self._hello, stage=worker.stage)

@@ -59,7 +59,6 @@ class PipelineService:
         self._rng = rng
         self._warn = warn
         self._avoidance = Avoidance()
-        self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), links.flush)
@@ -114,7 +113,7 @@ class PipelineService:
         )
         self.links.begin(worker, self.handle)
         self._driver.begin(self._machine)
-        self.set_nodes(self._nodes)
+        self.set_nodes(self.links.nodes)
 
     def end(self) -> None:
         """Drop the trainer, which is gone, and its microbatches."""
@@ -124,7 +123,7 @@ class PipelineService:
 
     def set_nodes(self, nodes: Sequence[frozenset[bytes]]) -> None:
         """Set the live nodes of each stage, this one included."""
-        self._nodes = nodes
+        self.links.nodes = nodes
         if self._worker is None:
             return
         stage = self._worker.stage

@@ -125,7 +125,7 @@ def make_member(
     preparation = Preparation(daemon, host.author, run_id, manifest, membership, weights, start, supervisor)
     pipeline = leases = None
     if is_cut:
-        links = Links(host, manifest, run_id, mesh.shaping, is_neighbour=membership.is_in_stage, channels=channels)
+        links = Links(host, manifest, run_id, mesh.shaping, channels)
         pipeline = PipelineService(links, messenger, manifest, host.author, rng, journal.warn)
     if manifest.data.epochs:
         leases = LeaseService(manifest, host.author, gossip, daemon.store, journal, membership)

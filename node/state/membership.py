@@ -205,7 +205,8 @@ class Membership:
         self._first_step = first_step
         self._rng = random.Random()
         self._others: Nodes = (frozenset(),) * num_stages
-        self._reached: frozenset[bytes] = frozenset()  # of the others
+        self.reached: frozenset[bytes] = frozenset()
+        """The live members of all stages that this node has reached, itself excluded."""
         self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told: tuple[frozenset[bytes], frozenset[bytes], Nodes] | None = None
         self._waiting = trio.lowlevel.ParkingLot()  # for a change
@@ -231,21 +232,16 @@ class Membership:
 
         Without those whose release it cannot average with.
         """
-        return ((self._others[self.stage] - self._paused) & self._reached).difference(self.apart())
+        return ((self._others[self.stage] - self._paused) & self.reached).difference(self.apart())
 
     @property
     def near(self) -> frozenset[bytes]:
         """Return the near ones of the `live` members."""
         return frozenset(filter(self.is_near, self.live))
 
-    @property
-    def reached(self) -> frozenset[bytes]:
-        """Return the live members of all stages that this node has reached, itself excluded."""
-        return self._reached
-
     def networks(self) -> dict[bytes, str]:
         """Return the members that this node has reached, and the network that each is connected from, if known."""
-        return {peer: self._host.connections.network_of(peer) for peer in self._reached}
+        return {peer: self._host.connections.network_of(peer) for peer in self.reached}
 
     @property
     def everyone(self) -> frozenset[bytes]:
@@ -300,7 +296,7 @@ class Membership:
 
     def _believed(self) -> frozenset[bytes]:
         now = trio.current_time()
-        return frozenset(peer for peer in self._reached if self.credit.is_good(peer, now))
+        return frozenset(peer for peer in self.reached if self.credit.is_good(peer, now))
 
     def is_suspected(self, peer: bytes) -> bool:
         """Return whether enough live partners of this node's exchanges suspect a peer."""
@@ -313,7 +309,7 @@ class Membership:
         """Return whether trained members (partners, if any) were heard of, and none of them was reached yet."""
         trained = {peer for peer, beat in self._payloads(self.everyone, Beat).items() if self._has_trained(beat)}
         wanted = {peer for peer in trained if peer in self.partners} or trained
-        return bool(wanted) and wanted.isdisjoint(self._reached)
+        return bool(wanted) and wanted.isdisjoint(self.reached)
 
     def is_beginning(self) -> bool:
         """Return whether members that this node has reached and believes train in the run's first round."""
@@ -347,7 +343,7 @@ class Membership:
 
         def rank(peer: bytes) -> tuple[bool, bool, bool]:
             has_none = all(notice.stage != stage for notice in self._notices(peer, OWN_SLOT))
-            return peer not in self._reached, peer not in self.partners, has_none
+            return peer not in self.reached, peer not in self.partners, has_none
 
         return sorted(ahead, key=rank)
 
@@ -438,18 +434,18 @@ class Membership:
             self._liveness.trust(peer)
         heard = {peer for peer in self._liveness.live(now) if not self._liveness.is_suspect(peer)}
         live = {peer: member for peer, member in self._state.members().items() if peer in heard}
-        before = self._reached
+        before = self.reached
         self._others = tuple(
             frozenset(peer for peer, member in live.items() if member.stage == stage)
             for stage in range(self.num_stages)
         )
         self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
-        self._reached = self.everyone & self._liveness.present(now)
-        for peer in self._reached - before:
-            self._journal.say(f"{short_name(peer)} is here ({len(self._reached) + 1} live)")
-        for peer in before - self._reached:
+        self.reached = self.everyone & self._liveness.present(now)
+        for peer in self.reached - before:
+            self._journal.say(f"{short_name(peer)} is here ({len(self.reached) + 1} live)")
+        for peer in before - self.reached:
             why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
-            self._journal.say(f"{short_name(peer)} {why} ({len(self._reached) + 1} live)")
+            self._journal.say(f"{short_name(peer)} {why} ({len(self.reached) + 1} live)")
         told = self.live, self.near, self.nodes_of_stages()
         if told != self._told:
             self._told = told
@@ -459,10 +455,6 @@ class Membership:
         """Wait until `live`, `near` or `nodes_of_stages` change."""
         await self._waiting.park()
 
-    def is_in_stage(self, peer: bytes, stage: int) -> bool:
-        """Return whether a peer is a live member of a stage, and trains."""
-        return peer in self.nodes_of_stages()[stage]
-
     def origins(self) -> frozenset[bytes]:
         """Return the live members that draw data, this node excluded."""
         return self.nodes_of_stages()[0] - {self._host.author}
@@ -470,7 +462,7 @@ class Membership:
     def _check_clock(self) -> None:
         """Report a wrong clock. A dispute is reported only if no member is live, which it may explain."""
         skew = self._gossip.clock_skew
-        if skew is not None and not skew.is_agreed and self._reached:
+        if skew is not None and not skew.is_agreed and self.reached:
             skew = None
         self._journal.update(clock=skew)
         if skew is None:

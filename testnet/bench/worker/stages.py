@@ -172,8 +172,7 @@ class StageNode:
             self._manifest,
             RUN_ID,
             Shaping(),
-            is_neighbour=lambda peer, stage: peer == self._authors[stage],
-            channels=await self._stack.enter_async_context(open_bulk(self._host, RUN_ID)),
+            await self._stack.enter_async_context(open_bulk(self._host, RUN_ID)),
         )
         rng = random.Random(stage)
         self._service = PipelineService(links, messenger, self._manifest, self._authors[stage], rng)

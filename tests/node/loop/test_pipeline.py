@@ -174,8 +174,7 @@ async def open_nodes(
                 manifest,
                 RUN_ID,
                 Shaping(),
-                is_neighbour=lambda peer, stage: peer in authors and stages[authors.index(peer)] == stage,
-                channels=await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None,
+                await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None,
             )
             service = PipelineService(
                 links, messenger, manifest, authors[-1], random.Random(number), partial(warn, number)
@@ -313,7 +312,7 @@ async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back
             open_host(keys[1], LOOPBACK) as far,
             open_messenger(far) as messenger,
         ):
-            links = Links(far, manifest, RUN_ID, Shaping(), is_neighbour=lambda *_: True)
+            links = Links(far, manifest, RUN_ID, Shaping())
             service = PipelineService(links, messenger, manifest, author, random.Random(1))
             await nursery.start(service.run)
             memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
