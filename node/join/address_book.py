@@ -187,38 +187,28 @@ class Reconnector:
         await dial(self._host, self._missing())
         while True:
             await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
-            if self._is_isolated:
-                await self._reconnect()
+            for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
+                if not self._is_isolated:
+                    break
+                missing, found = self._missing(), list[bytes]()
+                await dial(self._host, missing, is_one_enough=True)
+                if self._is_isolated and self._host.connected:
+                    found = await find_members(self._host, self._target.run_id)
+                if self._is_isolated and (missing or found):
+                    times = "once" if attempt == 1 else f"{attempt} times"
+                    words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
+                    self._journal.update(isolation=words)
+                next_at = trio.current_time() + pause
+                while trio.current_time() < next_at:
+                    await trio.sleep(min(ISOLATION_INTERVAL, pause))
+                    if not self._is_isolated:  # other peers have dialled this node
+                        break
             self._journal.update(isolation="")
             self._journal.over(NO_ANSWER)
-
-    async def _reconnect(self) -> None:
-        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
-            is_any_known = await self._seek_members()
-            if not self._is_isolated:
-                return
-            if is_any_known:
-                times = "once" if attempt == 1 else f"{attempt} times"
-                words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
-                self._journal.update(isolation=words)
-            next_at = trio.current_time() + pause
-            while trio.current_time() < next_at:
-                await trio.sleep(min(ISOLATION_INTERVAL, pause))
-                if not self._is_isolated:  # other peers have dialled this node
-                    return
 
     @property
     def _is_isolated(self) -> bool:
         return not self._host.connected & self._members()
-
-    async def _seek_members(self) -> bool:
-        """Dial every known peer; return whether there was any."""
-        missing = self._missing()
-        await dial(self._host, missing, is_one_enough=True)
-        found: list[bytes] = []
-        if self._is_isolated and self._host.connected:
-            found = await find_members(self._host, self._target.run_id)
-        return bool(missing or found)
 
     def _missing(self) -> dict[bytes, list[str]]:
         known = {**self._book.peers(), **self._target.peers}

@@ -394,7 +394,10 @@ def _problems_of_model(model: ModelConfig) -> Iterator[str]:
 
 
 def _problems_of_own(model: ModelConfig, own: OwnModel) -> Iterator[str]:
-    yield from own.problems
+    for setting in own.config.values():
+        for value in setting if isinstance(setting, list) else [setting]:
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"model.own.config has {value}: numbers must be finite"
     if model.hf is not None:
         yield "model.own and model.hf name two models: a run has one"
     if model.num_heads or model.hidden or bool(model.width) != own.has_sections:

@@ -56,16 +56,6 @@ class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the number of parameters with ``num_layers`` layers."""
         return count(self.ends) + num_layers * count(self.layer)
 
-    @property
-    def problems(self) -> list[str]:
-        """Problems that the fields' own bounds cannot express."""
-        values = [part for value in self.config.values() for part in (value if isinstance(value, list) else [value])]
-        return [
-            f"model.own.config has {value}: numbers must be finite"
-            for value in values
-            if isinstance(value, float) and not math.isfinite(value)
-        ]
-
 
 def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of elements of all shapes together."""
