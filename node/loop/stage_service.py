@@ -11,7 +11,8 @@ from typing import Final
 import trio
 
 from farandole.protocol.mesh.kademlia import run_key, shard_key
-from farandole.protocol.stages.stage_choice import LEASE_SECONDS, Provider, StageChoice, View, first_stage
+from farandole.protocol.stages.stage_choice import LEASE_SECONDS, StageChoice, View, first_stage
+from farandole.protocol.state.entries import Member
 
 from ..base.errors import JoinError
 from ..base.settings import NodeSettings
@@ -104,7 +105,7 @@ class StageService:
 
     def _view(self) -> View:
         membership = self._membership
-        own = {self._host.author: Provider(membership.stage, membership.speed)}
+        own = {self._host.author: Member(membership.stage, speed=int(membership.speed))}
         stages = range(membership.num_stages)
         return View(
             membership.providers() | own,

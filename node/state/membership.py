@@ -20,7 +20,6 @@ import msgspec
 import trio
 
 from farandole.protocol.checkpoints.blocks import Index
-from farandole.protocol.stages.stage_choice import Provider
 from farandole.protocol.state.believing import Credit, OwnSuspects, Partners, is_suspected
 from farandole.protocol.state.entries import (
     Beat,
@@ -254,15 +253,10 @@ class Membership:
         training = (peers - self._paused for peers in self._others)
         return tuple(peers | own if stage == self.stage else peers for stage, peers in enumerate(training))
 
-    def providers(self) -> dict[bytes, Provider]:
-        """Return the live members that train, with their stages and speeds, as far as known; this node excluded."""
-        members = self._state.members()
-        return {
-            peer: Provider(stage, float(members[peer].speed), members[peer].is_bound)
-            for stage, peers in enumerate(self._others)
-            for peer in peers - self._paused
-            if peer in members
-        }
+    def providers(self) -> dict[bytes, Member]:
+        """Return the live members that train, and what they announce of themselves; this node excluded."""
+        training = self.everyone - self._paused
+        return {peer: member for peer, member in self._state.members().items() if peer in training}
 
     def leases(self) -> dict[bytes, StageLease]:
         """Return the leases of live members, and of this node, that are moving between stages or about to."""

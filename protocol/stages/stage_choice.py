@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
-from ..state.entries import StageLease
+from ..state.entries import Member, StageLease
 from ..wire.identity import framed
 
 # Until every lease has reached every node: some pushes of the run state, a second apart at most.
@@ -45,23 +45,13 @@ MIN_GAIN = 0.15
 HORIZON_SECONDS = 3_600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Provider:
-    """A live member that holds a stage."""
-
-    stage: int
-    speed: float = 0.0
-    """Tokens a second that it could process in a stage; 0: unknown."""
-    is_bound: bool = False
-    """Whether its owner has chosen the stage: then it does not move."""
-
-
 @dataclass(frozen=True)
 class View:
     """A node's view of the run."""
 
-    providers: Mapping[bytes, Provider]
-    """The live members, this node included once it has a stage."""
+    providers: Mapping[bytes, Member]
+    """The live members that train, this node included once it has a stage; speed 0: unknown. ``is_bound``: its owner
+    has chosen the stage, and it does not move."""
     num_stages: int
     leases: Mapping[bytes, StageLease] = field(default_factory=dict)
     """Leases of live members; without leases that were given back."""
@@ -75,7 +65,7 @@ class View:
         """Return each provider's speed. Unknown ones count as the median of the known ones; if none is known, as 1."""
         known = [provider.speed for provider in self.providers.values() if provider.speed > 0]
         usual = statistics.median(known) if known else 1.0
-        return {author: provider.speed or usual for author, provider in self.providers.items()}
+        return {author: float(provider.speed or usual) for author, provider in self.providers.items()}
 
     @functools.cached_property
     def strengths(self) -> Sequence[float]:

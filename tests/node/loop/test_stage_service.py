@@ -13,8 +13,8 @@ import trio.testing
 from farandole.node.base.errors import JoinError
 from farandole.node.loop.stage_service import StageService, wait_quiet
 from farandole.node.status.journal import Journal
-from farandole.protocol.stages.stage_choice import Provider, View, even_stages
-from farandole.protocol.state.entries import StageLease
+from farandole.protocol.stages.stage_choice import View, even_stages
+from farandole.protocol.state.entries import Member, StageLease
 
 ME, ANN, BOB = (bytes([number]) * 32 for number in range(1, 4))
 
@@ -22,7 +22,7 @@ ME, ANN, BOB = (bytes([number]) * 32 for number in range(1, 4))
 class World:
     """A membership and weights that record a keeper's calls, in order."""
 
-    def __init__(self, others: dict[bytes, Provider], *, is_young: bool = False, has_weights: bool = True) -> None:
+    def __init__(self, others: dict[bytes, Member], *, is_young: bool = False, has_weights: bool = True) -> None:
         self.others = others
         self.has_weights = has_weights
         self.done: list[object] = []
@@ -44,7 +44,7 @@ class World:
 
     # membership
 
-    def providers(self) -> dict[bytes, Provider]:
+    def providers(self) -> dict[bytes, Member]:
         return dict(self.others)
 
     def leases(self) -> dict[bytes, StageLease]:
@@ -94,7 +94,7 @@ class World:
 
 
 async def test_the_first_stage_is_the_volunteers_or_that_of_before_or_the_one_in_need() -> None:
-    others = {ANN: Provider(0), BOB: Provider(2)}
+    others = {ANN: Member(0), BOB: Member(2)}
     for wanted, before, stage in ((2, 0, 2), (None, 0, 0), (None, None, 1), (None, 7, 1)):
         world = World(others)
         world.stored = None if before is None else b"%d" % before
@@ -111,7 +111,7 @@ def test_a_stage_that_the_model_does_not_have_is_refused() -> None:
 async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world = World({ANN: Provider(0), BOB: Provider(2)})
+    world = World({ANN: Member(0), BOB: Member(2)})
     nursery.start_soon(world.keeper().run)
     await trio.sleep(60)
     assert world.done[0] == StageLease(0, 1)
@@ -121,7 +121,7 @@ async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(
 
 
 async def test_who_gets_no_weights_stays(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
-    world = World({ANN: Provider(0), BOB: Provider(2)}, has_weights=False)
+    world = World({ANN: Member(0), BOB: Member(2)}, has_weights=False)
     nursery.start_soon(world.keeper().run)
     await trio.sleep(30)
     assert world.stage == 0
@@ -131,7 +131,7 @@ async def test_who_gets_no_weights_stays(nursery: trio.Nursery, autojump_clock: 
 
 
 async def test_who_has_chosen_his_stage_stays(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
-    world = World({ANN: Provider(0), BOB: Provider(2)})
+    world = World({ANN: Member(0), BOB: Member(2)})
     nursery.start_soon(world.keeper(wanted=0).run)
     await trio.sleep(600)
     assert world.done == []
@@ -141,10 +141,10 @@ async def test_who_has_chosen_his_stage_stays(nursery: trio.Nursery, autojump_cl
 async def test_before_anybody_has_trained_a_move_needs_no_lease(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    others = {bytes([number]) * 32: Provider(1) for number in (2, 3)}
+    others = {bytes([number]) * 32: Member(1) for number in (2, 3)}
     world = World(others, is_young=True)
     world.stage = 1
-    goes_to = even_stages(View(others | {ME: Provider(1)}, 3)).get(ME)
+    goes_to = even_stages(View(others | {ME: Member(1)}, 3)).get(ME)
     assert goes_to is not None
     nursery.start_soon(world.keeper().run)
     await trio.sleep(10)
@@ -155,7 +155,7 @@ async def test_before_anybody_has_trained_a_move_needs_no_lease(
 async def test_a_trainer_of_another_stage_is_started_anew(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world = World({ANN: Provider(1), BOB: Provider(2)})
+    world = World({ANN: Member(1), BOB: Member(2)})
     world.trainer_stage = 1
     nursery.start_soon(world.keeper().run)
     await trio.sleep(5)
@@ -170,7 +170,7 @@ async def test_the_trainer_waits_until_the_stages_are_dealt_out(autojump_clock: 
 
     async def come() -> None:
         await trio.sleep(2)
-        world.others[ANN] = Provider(1)
+        world.others[ANN] = Member(1)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(come)

@@ -19,7 +19,6 @@ from farandole.node.state.membership import (
     Membership,
 )
 from farandole.node.status.journal import Journal
-from farandole.protocol.stages.stage_choice import Provider
 from farandole.protocol.state.believing import ClockSkew
 from farandole.protocol.state.entries import RULES, Beat, CheckpointNotice, Kind, Member, Payload, StageLease, Suspects
 from farandole.protocol.state.liveness import Liveness
@@ -190,7 +189,7 @@ async def test_who_moves_and_how_fast_each_is_comes_from_the_run_state() -> None
     node.hear(BOB, 1, is_bound=True)
     node.state.tell(ANN, StageLease(0, 2))
     node.state.tell(BOB, StageLease(1, 1))
-    assert node.membership.providers() == {ANN: Provider(0, 500.0), BOB: Provider(1, 0.0, is_bound=True)}
+    assert node.membership.providers() == {ANN: Member(0, speed=500), BOB: Member(1, is_bound=True)}
     assert node.membership.leases() == {ANN: StageLease(0, 2)}
 
 

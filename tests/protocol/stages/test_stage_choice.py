@@ -16,7 +16,6 @@ from farandole.protocol.stages.stage_choice import (
     LEASE_SECONDS,
     STAY,
     Decision,
-    Provider,
     StageChoice,
     View,
     candidates,
@@ -26,7 +25,7 @@ from farandole.protocol.stages.stage_choice import (
     rank,
     throughputs,
 )
-from farandole.protocol.state.entries import StageLease
+from farandole.protocol.state.entries import Member, StageLease
 
 PATIENCE = 12.0
 # In `Run`, seconds until all nodes have heard of a death; other news spreads sooner.
@@ -37,9 +36,9 @@ def author(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def providers(*stages: tuple[int, float]) -> dict[bytes, Provider]:
+def providers(*stages: tuple[int, float]) -> dict[bytes, Member]:
     """Return providers by (stage, speed), with authors 0, 1, ..."""
-    return {author(number): Provider(stage, speed) for number, (stage, speed) in enumerate(stages)}
+    return {author(number): Member(stage, speed=int(speed)) for number, (stage, speed) in enumerate(stages)}
 
 
 def test_a_newcomer_takes_the_stage_with_the_least_throughput() -> None:
@@ -77,7 +76,7 @@ def test_the_last_of_a_stage_is_no_candidate() -> None:
 def test_who_is_bound_is_no_candidate() -> None:
     members = providers((0, 4.0), (0, 4.0), (0, 1.0), (1, 1.0))
     best = candidates(View(members, 2), 1)[0]
-    bound = members | {best: Provider(0, members[best].speed, is_bound=True)}
+    bound = members | {best: Member(0, speed=members[best].speed, is_bound=True)}
     assert set(candidates(View(bound, 2), 1)) == set(candidates(View(members, 2), 1)) - {best}
 
 
@@ -85,7 +84,7 @@ def test_who_is_bound_is_no_candidate() -> None:
 def test_a_correction_leaves_the_bound_where_they_are_and_moves_no_more_than_it_must(
     nodes: list[tuple[int, bool]],
 ) -> None:
-    members = {author(number): Provider(stage, is_bound=bound) for number, (stage, bound) in enumerate(nodes)}
+    members = {author(number): Member(stage, is_bound=bound) for number, (stage, bound) in enumerate(nodes)}
     moves = even_stages(View(members, 4))
     assert not any(members[name].is_bound or members[name].stage == target for name, target in moves.items())
     after = Counter(moves.get(name, member.stage) for name, member in members.items())
@@ -110,7 +109,7 @@ def test_what_is_gained_by_a_move_is_not_gained_by_the_way_back() -> None:
         for name, provider in members.items():
             for target in range(3):
                 if is_worth_moving(View(members, 3), name, target):
-                    moved = members | {name: Provider(target, provider.speed)}
+                    moved = members | {name: Member(target, speed=provider.speed)}
                     assert not is_worth_moving(View(moved, 3), name, provider.stage)
 
 
@@ -134,7 +133,7 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
 
 
 def claimants(
-    members: dict[bytes, Provider], num_stages: int
+    members: dict[bytes, Member], num_stages: int
 ) -> tuple[dict[bytes, StageChoice], dict[bytes, StageLease]]:
     """Return the choices and claims of nodes that hear of no other's lease while one waits for its turn."""
     choices = {name: StageChoice(name, PATIENCE) for name in members}
@@ -210,7 +209,7 @@ class Node:
     is_frozen: bool = False
     is_bound: bool = False
     is_alive: bool = True
-    known: dict[bytes, Provider] = field(default_factory=dict)
+    known: dict[bytes, Member] = field(default_factory=dict)
     leases: dict[bytes, StageLease] = field(default_factory=dict)
     heard: dict[bytes, float] = field(default_factory=dict)
     """Author -> time at which the newest known news of it was sent."""
@@ -220,8 +219,8 @@ class Node:
     killed_at: float = 0.0
 
     @property
-    def provider(self) -> Provider:
-        return Provider(self.stage, self.speed, self.is_bound)
+    def provider(self) -> Member:
+        return Member(self.stage, speed=int(self.speed), is_bound=self.is_bound)
 
 
 class Run:
@@ -233,7 +232,7 @@ class Run:
         self.is_young = is_young
         self.now = 0.0
         self.nodes: list[Node] = []
-        self.news: list[tuple[float, float, Node, bytes, Provider | None, StageLease | None]] = []
+        self.news: list[tuple[float, float, Node, bytes, Member | None, StageLease | None]] = []
         self.num_moves = 0
         self.emptied_at: dict[int, float] = {}
         self.longest_empty = 0.0
@@ -261,7 +260,7 @@ class Run:
     def tell(self, node: Node, lease: StageLease | None = None) -> None:
         self._spread(node.name, node.provider, lease, 0.2, 3.0)
 
-    def _spread(self, name: bytes, told: Provider | None, lease: StageLease | None, least: float, most: float) -> None:
+    def _spread(self, name: bytes, told: Member | None, lease: StageLease | None, least: float, most: float) -> None:
         for peer in self.nodes:
             delay = 0.0 if peer.name == name else self._rng.uniform(least, most)
             self.news.append((self.now + delay, self.now, peer, name, told, lease))
