@@ -26,9 +26,7 @@ from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
 from .app.commands.runs import run_app
 from .app.commands.sample import sample
-from .app.commands.service import service
 from .app.commands.status import dashboard, peers, status
-from .app.commands.uninstall import uninstall
 from .base.exits import Exit
 from .base.system.terminal import show_all_characters
 
@@ -49,9 +47,7 @@ app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, dial, status, dashboard, peers, sample):
-    app.command()(command)
-for command in (doctor, limit, pause, resume, leave, service, uninstall):
+for command in (join, relay, dial, status, dashboard, peers, sample, doctor, limit, pause, resume, leave):
     app.command()(command)
 
 
@@ -67,9 +63,9 @@ def print_reference(
 
 def _print_version(is_asked_for: bool) -> None:
     if is_asked_for:
-        from .base.project import about_this_program
+        from .base.project import VERSION
 
-        typer.echo(about_this_program())
+        typer.echo(VERSION)
         raise typer.Exit
 
 
@@ -77,9 +73,7 @@ def _print_version(is_asked_for: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version, and the project's addresses."
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Train one model together with others, peer to peer: no coordinator, no account."""
@@ -89,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code (`Exit`).
 
     Errors that farandole raises on purpose become one line and an exit code; others are defects, and stay as they are,
-    with a note of where to report them.
+    with a note that says so.
     """
     show_all_characters()
     if sys.platform == "win32":
@@ -106,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(Exit.INTERRUPTED)
     except Exception as error:  # any defect; it stays as it is, with a note
-        from .base.project import addresses, where_to_report
+        from .base.project import VERSION
 
-        error.add_note(where_to_report(addresses()))
+        error.add_note(f"This is a defect of farandole {VERSION}")
         raise
     sys.exit(Exit.OK)
 

@@ -40,7 +40,7 @@ from .preparation import TOKENS_FACT, Preparation
 # Leaving: the trainer ends its round and saves, the farewell is gossiped.
 LEAVE_TIMEOUT: Final = 15.0
 # With the save of a large model, in all no longer than `farandole leave` and service managers wait before they kill
-# (`farandole.node.app.commands.service.STOP_SECONDS`): at 100 MB/s enough for the 16 GB of a billion parameters.
+# (`TimeoutStopSec` in docs/volunteer.md): at 100 MB/s enough for the 16 GB of a billion parameters.
 MAX_LEAVE_TIMEOUT: Final = 240.0
 FAREWELL_TIMEOUT: Final = 2.0
 # Short, because a node that is killed soon after it began a run has no invite to rejoin with.

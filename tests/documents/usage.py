@@ -40,6 +40,7 @@ PROGRAMS = {
     "pytest": None,
     "python": None,
     "python3": None,
+    "rm": "removes files",
     "ruff": None,
     "lint-imports": None,
     "source": None,

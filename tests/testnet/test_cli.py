@@ -51,7 +51,7 @@ def test_a_benchmark_that_is_told_to_end_ends_what_it_has_begun(interrupt: str) 
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
         assert bench.stdout.readline() == "begun\n"
-        # Python drops an interrupt that is raised in a finaliser (`farandole.node.base.interrupts`); people repeat it.
+        # Python drops an interrupt that is raised in a finaliser, as each import has; people repeat it.
         for _ in range(6):
             bench.terminate()
             with suppress(subprocess.TimeoutExpired):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
-from ...base.interrupts import interruptible
 from .options import AsJson, Home
 from .output import node_status, print_answer, print_json
 
-if TYPE_CHECKING:
-    from ...base.interrupts import Ending
+INTERVAL: Final = 1.0
+# A screen has no room for more members, and `farandole peers` shows all: a status of a thousand members has a megabyte.
+MAX_MEMBERS: Final = 64
 
 
 def status(
@@ -29,22 +32,19 @@ def status(
 
     Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan]
     """
-    with interruptible() as is_interrupted:
-        if watch and as_json:
-            _watch_json(home, is_interrupted)
-        elif watch:
-            _watch(home, is_interrupted)
-        elif as_json:
-            from ...base.control import call
+    if watch:
+        _watch(home, as_json=as_json)
+    elif as_json:
+        from ...base.control import call
 
-            print_json(call(home, "status"))
-        else:
-            from rich.console import Console
+        print_json(call(home, "status"))
+    else:
+        from rich.console import Console
 
-            from ...ui.view import status_screen
+        from ...ui.view import status_screen
 
-            seen = node_status(home)
-            Console().print(status_screen(seen, seen.at))
+        seen = node_status(home)
+        Console().print(status_screen(seen, seen.at))
 
 
 def peers(home: Home, as_json: AsJson = False) -> None:
@@ -89,34 +89,31 @@ def dashboard(
         raise FarandoleError("no browser was found here; open the address above")
 
 
-def _watch_json(home: Path, is_interrupted: Ending) -> None:
-    """Print one line a second, a stream for scripts. A node that was there may go away, and come back."""
+def _watch(home: Path, *, as_json: bool) -> None:
+    """Show the status on the whole screen, or print a line of JSON a second. The node may go away, and come back."""
     from farandole.protocol.wire.errors import FarandoleError
 
-    from ...base.control import call
-    from ...ui.watch.feed import INTERVAL, MAX_MEMBERS, error_line
+    from ...base.control import NoNodeError, call
 
-    was_there = False
-    while True:
-        try:
-            typer.echo(json.dumps(call(home, "status", max_members=MAX_MEMBERS)))
-            was_there = True
-        except FarandoleError as error:
-            if not was_there:
-                raise
-            typer.echo(error_line(error))
-        if is_interrupted.wait(INTERVAL):
-            return
+    def ask(method: str) -> Any:
+        return call(home, method, **({"max_members": MAX_MEMBERS} if method == "status" else {}))
 
+    if not as_json:
+        if not (sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
+            raise FarandoleError("the screen of --watch needs a terminal; with --json it is a line a second")
+        from ...ui.watch.app import WatchApp
 
-def _watch(home: Path, is_interrupted: Ending) -> None:
-    """Show the status on the whole screen if there is one, otherwise print events line by line."""
-    from ...ui.watch.feed import Feed, has_screen, print_lines
-
-    feed = Feed(home)
-    if not has_screen():
-        print_lines(feed, is_interrupted, typer.echo)
+        WatchApp(ask, INTERVAL).run()
         return
-    from ...ui.watch.app import WatchApp
-
-    WatchApp(feed).run()
+    was_there = False
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            try:
+                typer.echo(json.dumps(ask("status")))
+                was_there = True
+            except FarandoleError as error:
+                if not was_there:
+                    raise
+                code = "no_node" if isinstance(error, NoNodeError) else getattr(error, "code", "internal")
+                typer.echo(json.dumps({"error": {"code": code, "message": str(error)}}))
+            time.sleep(INTERVAL)

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...base.control import ControlError
 from ...status.status import NodeStatus
-from ..metrics.exposition import CONTENT_TYPE, metrics_text
+from ..exposition import CONTENT_TYPE, metrics_text
 from .views import RunHistory, members_view, overview
 
 LOOPBACK_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})

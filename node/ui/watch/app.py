@@ -1,7 +1,7 @@
-"""The full screen: a Textual application over `farandole.node.ui.watch.feed`.
+"""The full screen of ``farandole status --watch``: a Textual application.
 
-A thread follows the feed, whose reads block, and hands its news over. The screen is drawn from one `NodeView`, when
-news come and every second, since the screen shows the status's age.
+A thread asks the node, which blocks, and hands over what it learns. The screen is drawn from one `NodeView`, when there
+is news and every second, since the screen shows the status's age.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from threading import Event, Thread
-from typing import ClassVar, Final
+from dataclasses import dataclass, replace
+from threading import Event as Flag
+from threading import Thread
+from typing import Any, ClassVar, Final
 
+import msgspec
 from rich.console import RenderableType
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -23,15 +26,63 @@ from textual.widgets import Footer, Static
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.figures import plural
-from ...status.status import NodeStatus
-from .feed import Feed, News, NodeView
+from ...status.status import Event, NodeStatus
+from ..headline import Headline, headline
 from .panels import events_text, first_lines, links_table, node_panel, run_panel
 
 REDRAW_INTERVAL: Final = 1.0
+# Most events of the watcher itself; nodes come and go less often.
+MAX_OWN_EVENTS: Final = 50
 # Below this many columns the panels are stacked.
 _WIDE: Final = 64
 
+News = NodeStatus | str
+"""A status, or why the node did not answer, for people."""
 Draw = Callable[[NodeStatus, float, int, int], RenderableType]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """The last status of a node; ``read_at`` and each method's ``now`` are on the viewer's monotonic clock."""
+
+    status: NodeStatus | None = None
+    read_at: float = 0.0
+    lost: str = ""
+    """Why the node does not answer; empty while it does."""
+    own_events: tuple[Event, ...] = ()
+    """Events that the node cannot know: its end and its return."""
+
+    def told(self, news: News, now: float) -> NodeView:
+        """Return the view with these news."""
+        if isinstance(news, str):
+            view = replace(self, lost=news)
+            return view if self.lost else view._noting(f"the node does not answer: {news}", now)
+        view, before = replace(self, status=news, read_at=now, lost=""), self.status
+        if before is not None and (before.pid, before.started_at) != (news.pid, news.started_at):
+            return view._noting("the node was started anew", now, is_warning=False)
+        return view._noting("the node answers again", now, is_warning=False) if self.lost else view
+
+    def _noting(self, text: str, now: float, *, is_warning: bool = True) -> NodeView:
+        event = Event(self.node_time(now), text, is_warning)
+        return replace(self, own_events=(*self.own_events, event)[-MAX_OWN_EVENTS:])
+
+    def node_time(self, now: float) -> float:
+        """Return Unix seconds by the node's own clock, which may be another machine's."""
+        return 0.0 if self.status is None else self.status.at + now - self.read_at
+
+    def headline(self, now: float) -> Headline:
+        """Return the first line."""
+        if self.lost:
+            age = "" if self.status is None else f"; what is below is {now - self.read_at:.0f} s old"
+            return Headline("trouble", f"the node does not answer{age}", self.lost)
+        if self.status is None:
+            return Headline("busy", "asking the node")
+        return headline(self.status, self.node_time(now))
+
+    def events(self) -> list[Event]:
+        """Return the events of the node and of this screen, oldest first."""
+        events = [] if self.status is None else self.status.events
+        return sorted([*events, *self.own_events], key=lambda event: event.at)
 
 
 class Panel(Widget):
@@ -56,7 +107,11 @@ class Panel(Widget):
 
 
 class WatchApp(App[None]):
-    """The screen of one node, until the key ``q``. ``clock``: seconds, never backwards."""
+    """The screen of one node, until the key ``q``.
+
+    ``ask(method)`` asks the node, as `farandole.node.base.control.call` does: for its ``status`` every ``interval``
+    seconds, or to ``pause`` or ``resume``. ``clock``: seconds, never backwards.
+    """
 
     TITLE = "farandole"
     ENABLE_COMMAND_PALETTE = False
@@ -79,11 +134,12 @@ class WatchApp(App[None]):
     .-narrow #top > Panel { width: 100%; height: 1fr; }
     """
 
-    def __init__(self, feed: Feed, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ask: Callable[[str], Any], interval: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(ansi_color=True)
-        self._feed = feed
+        self._ask = ask
+        self._interval = interval
         self._clock = clock
-        self._is_over = Event()
+        self._is_over = Flag()
         self._headline = Static(id="headline")
         self._run, self._node = Panel(run_panel, "run"), Panel(node_panel, "node")
         self._links, self._events = Static(), Static()
@@ -124,7 +180,7 @@ class WatchApp(App[None]):
             return
         action = "resume" if status.phase == "paused" else "pause"
         try:
-            self.notify(await asyncio.to_thread(self._feed.ask, action), markup=False)
+            self.notify(str(await asyncio.to_thread(self._ask, action)), markup=False)
         except FarandoleError as error:
             self.notify(str(error), severity="error", markup=False)
 
@@ -133,27 +189,27 @@ class WatchApp(App[None]):
             self.view = self.view.told(news, self._clock())
             self._draw_all()
 
-        for news in self._feed.news(self._is_over):
-            if self._is_over.is_set():
-                return
-            self.call_later(take, news)
+        while not self._is_over.is_set():
+            try:
+                news: News = msgspec.convert(self._ask("status"), NodeStatus)
+            except (FarandoleError, msgspec.MsgspecError) as error:
+                news = str(error)
+            if not self._is_over.is_set():
+                self.call_later(take, news)
+            self._is_over.wait(self._interval)
 
     def _draw_all(self) -> None:
         now, view = self._clock(), self.view
         self._headline.update(first_lines(view.headline(now)))
-        if view.status is not None:
-            self._draw_status(view.status, view.node_time(now))
+        if (status := view.status) is not None:
+            at = view.node_time(now)
+            self._run.show(status, at)
+            self._node.show(status, at)
+            self._run.border_title = f"{status.run.name or 'the run'} {status.run.run_id[:8]}".strip()
+            self._node.border_title = f"this node {status.peer_id[-8:]}"
+            self._links_part.border_title = f"links: {plural(status.connected_peers, 'peer')} connected"
+            self._links.update(links_table(status, at, self._links_part.scrollable_content_region.width))
         was_at_end = self._events_part.is_vertical_scroll_end
         self._events.update(events_text(view.events()))
         if was_at_end:
             self._events_part.scroll_end(animate=False)
-
-    def _draw_status(self, status: NodeStatus, now: float) -> None:
-        self._run.show(status, now)
-        self._node.show(status, now)
-        run = status.run
-        self._run.border_title = f"{run.name or 'the run'} {run.run_id[:8]}".strip()
-        self._node.border_title = f"this node {status.peer_id[-8:]}"
-        self._links_part.border_title = f"links: {plural(status.connected_peers, 'peer')} connected"
-        width = self._links_part.scrollable_content_region.width
-        self._links.update(links_table(status, now, width))

@@ -18,6 +18,7 @@ import trio
 import trio.testing
 import typer
 
+from farandole.node import cli
 from farandole.node.base.control import serve_control
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
@@ -266,6 +267,17 @@ def test_commands_start_without_torch_and_libp2p(arguments: list[str], tmp_path:
 def test_help_needs_neither_msgspec_nor_a_reader_of_toml(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("slow = 2")
     assert imported(("msgspec", "tomllib"), ["join", "--help"], tmp_path) == []
+
+
+def test_a_defect_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "whole_app", lambda: lambda args: broken())
+    with pytest.raises(ZeroDivisionError) as raised:
+        cli.main(["status"])
+    (note,) = raised.value.__notes__
+    assert "defect of farandole" in note
 
 
 def extension(name: str, value: str) -> EntryPoint:

@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from textual.pilot import Pilot
 
-from farandole.node.ui.watch.app import WatchApp
-from farandole.node.ui.watch.feed import News
+from farandole.node.ui.watch.app import News, WatchApp
 
 from ...statuses import NOW
-from .feeds import FULL, GivenFeed, changed
+from .fake_node import FULL, FakeNode, changed
 
 SIZES = [(80, 24), (200, 60), (45, 40)]
 Story = Callable[["Watched"], Awaitable[None]]
@@ -21,8 +20,8 @@ class Watched:
 
     def __init__(self, *news: News) -> None:
         self.now = 1_000.0
-        self.feed = GivenFeed(*news)
-        self.app = WatchApp(self.feed, clock=lambda: self.now)
+        self.node = FakeNode(*news)
+        self.app = WatchApp(self.node.ask, 0.0, lambda: self.now)
         self.pilot: Pilot[None]
 
     def text(self) -> str:
@@ -39,7 +38,7 @@ class Watched:
         return text
 
     async def tell(self, news: News) -> None:
-        self.feed.queue.put(news)
+        self.node.queue.put(news)
         await self.pilot.pause()
 
 
@@ -49,7 +48,7 @@ def play(story: Story, *news: News, size: tuple[int, int] = (80, 24)) -> Watched
     async def run() -> None:
         async with watched.app.run_test(size=size, notifications=True) as watched.pilot:
             await story(watched)
-        watched.feed.queue.put(None)
+        watched.node.queue.put(None)
 
     asyncio.run(run())
     return watched
@@ -99,11 +98,11 @@ def test_p_pauses_and_resumes() -> None:
         await watched.shows("WAIT", "not training: paused")
         await watched.pilot.press("p")
         await watched.shows("asked to resume")
-        watched.feed.refusal = "this node trains nothing"
+        watched.node.refusal = "this node trains nothing"
         await watched.pilot.press("p")
         await watched.shows("this node trains nothing")
 
-    assert play(story, FULL).feed.asked == ["pause", "resume"]
+    assert play(story, FULL).node.asked == ["pause", "resume"]
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])

@@ -108,10 +108,8 @@ async def test_a_daemon_is_watched_while_it_trains_is_gone_and_comes_back(tmp_pa
         assert terminal.press("q") == Exit.OK
 
 
-def test_where_there_is_no_terminal_it_is_lines(tmp_path: Path) -> None:
-    command = [*COMMAND, "--home", str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"trouble: the node does not answer")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == Exit.OK
+def test_where_there_is_no_terminal_it_names_the_lines_for_scripts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--home", str(tmp_path)], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert (done.returncode, b"--json" in done.stderr) == (Exit.BAD_INPUT, True)

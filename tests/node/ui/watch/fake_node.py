@@ -1,16 +1,13 @@
-"""Feeds controlled by a test, and statuses for them."""
+"""A node controlled by a test, and statuses of it."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
-from farandole.node.base.interrupts import Ending
 from farandole.node.status.status import Event, ExchangeStatus, NodeStatus, Resources
-from farandole.node.ui.watch.feed import Feed, News
+from farandole.node.ui.watch.app import News
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...statuses import BOB, NOW, STATUS
@@ -47,23 +44,23 @@ def changed(**changes: object) -> NodeStatus:
     return msgspec.structs.replace(FULL, **changes)
 
 
-class GivenFeed(Feed):
-    """A feed with the test's news."""
+class FakeNode:
+    """A node that answers with the test's news: statuses, or why it does not answer."""
 
     def __init__(self, *news: News) -> None:
-        super().__init__(Path())
         self.queue: queue.Queue[News | None] = queue.Queue()
         self.asked: list[str] = []
         self.refusal = ""
         for each in news:
             self.queue.put(each)
 
-    def news(self, is_over: Ending) -> Iterator[News]:
-        while (news := self.queue.get()) is not None:
-            yield news
-
-    def ask(self, action: str) -> str:
-        if self.refusal:
-            raise FarandoleError(self.refusal)
-        self.asked.append(action)
-        return f"asked to {action}"
+    def ask(self, method: str) -> object:
+        if method != "status":
+            if self.refusal:
+                raise FarandoleError(self.refusal)
+            self.asked.append(method)
+            return f"asked to {method}"
+        news = self.queue.get()
+        if isinstance(news, NodeStatus):
+            return msgspec.to_builtins(news)
+        raise FarandoleError(news or "the test is over")

@@ -10,12 +10,12 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from farandole.node.status.status import NodeStatus, PipelineStatus
-from farandole.node.ui.metrics.exposition import metrics_text
+from farandole.node.ui.exposition import metrics_text
 
-from ...statuses import ALICE, STATUS
-from ..dashboard.page import open_page
+from ..statuses import ALICE, STATUS
+from .dashboard.page import open_page
 
-GRAFANA = Path(__file__).parents[4] / "grafana" / "farandole.json"
+GRAFANA = Path(__file__).parents[3] / "grafana" / "farandole.json"
 PIPELINE = PipelineStatus(1, 3, 100, 90, 10, 5, 1, 2, {"deadline": 10}, 1_000, 2_000)
 RUN = msgspec.structs.replace(STATUS.run, providers=[2, 1])
 FULL = msgspec.structs.replace(STATUS, run=RUN, pipeline=PIPELINE, validation=[(5, 2.5)], recent_utilisation=0.9)

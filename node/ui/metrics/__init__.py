@@ -1,1 +1,0 @@
-"""A node's figures over time: for Prometheus, and round by round in a file."""
