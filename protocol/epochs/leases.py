@@ -326,14 +326,19 @@ class Leases:
             self._current.finished.append(LeasedSlices(first, end - first, end - first))
 
     def _give_way(self, now: float) -> None:
-        """Give up sections that another author has leased too, where that author's hash is less."""
-        own_mask, gave_way_at = self._own_mask, self._current.gave_way_at
+        """Give up leases of sections that another author has leased too, where that author's hash is less."""
+        gave_way_at = self._current.gave_way_at
         for author, peer in self._respected():
-            if not peer.mask & own_mask or now - gave_way_at.get(author, -GIVE_WAY_SECONDS) < GIVE_WAY_SECONDS:
+            if now - gave_way_at.get(author, -GIVE_WAY_SECONDS) < GIVE_WAY_SECONDS:
                 continue
             for lease in list(self._current.own):
-                if self._give_way_to(author, peer, lease, now):
-                    gave_way_at[author] = now
+                position = self.done.next(lease.first)
+                contested = peer.mask & self.sections.mask(position, lease.end)
+                last = contested.bit_length() - 1  # the first one changes while we work, and each of us sees that later
+                if contested and self._rank(author, last) < self._rank(self._author, last):
+                    self._current.own.remove(lease)
+                    self._put_aside(lease.first, position)
+                    gave_way_at[author], self._announced.is_outdated = now, True
 
     @property
     def _own_mask(self) -> int:
@@ -342,28 +347,6 @@ class Leases:
         for lease in self._current.own:
             mask |= self.sections.mask(self.done.next(lease.first), lease.end)
         return mask
-
-    def _give_way_to(self, author: bytes, peer: Claimant, lease: _OwnLease, now: float) -> bool:
-        """Give way to an author in one lease; return whether any of the lease was given up."""
-        sections, position = self.sections, self.done.next(lease.first)
-        contested = peer.mask & sections.mask(position, lease.end)
-        last = contested.bit_length() - 1  # the first one changes while we work, and each of us sees that later
-        if not contested or self._rank(self._author, last) < self._rank(author, last):
-            return False
-        first = next_bit(contested, 0)
-        assert first is not None
-        begin, rest = max(position, sections.begin(first)), sections.end(last)
-        place = self._current.own.index(lease)
-        self._current.own.remove(lease)
-        if begin > position:
-            self._current.own.insert(place, _OwnLease(lease.first, begin, lease.settled_at))
-            place += 1
-        else:
-            self._put_aside(lease.first, position)
-        if rest < lease.end and len(self._current.own) < MAX_UNFINISHED:
-            self._current.own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
-        self._announced.is_outdated = True
-        return True
 
     def _rank(self, author: bytes, section: int) -> bytes:
         """Return a hash of the author, the epoch and ``section``: 32 bytes that no node chooses."""

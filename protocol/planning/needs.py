@@ -105,10 +105,9 @@ class Needs:
         """Return the seconds that a contribution takes at ``rate`` bytes per second."""
         return self.contribution_bytes / rate
 
-    def memory(self, *, has_gpu: bool, averages_on_gpu: bool = False, is_lean: bool = False) -> Memory:
+    def memory(self, *, has_gpu: bool, is_lean: bool = False) -> Memory:
         """Return the memory for a trainer on the GPU, or on the CPU, where being lean saves nothing."""
-        on_gpu = self.lean_on_gpu if is_lean else self.all_on_gpu if averages_on_gpu else self.on_gpu
-        return on_gpu if has_gpu else self.on_cpu
+        return self.on_cpu if not has_gpu else self.lean_on_gpu if is_lean else self.on_gpu
 
 
 def needs_of(manifest: Manifest, *, recomputes: bool = False) -> Needs:

@@ -145,7 +145,7 @@ def test_a_lean_trainer_takes_half_of_it_and_layers_computed_again_keep_their_in
     assert lean[GPU].between <= 8.0 * num_parameters + 1_000_000  # and the rotary tables
     assert lean[HOST].between == usual[HOST].between
     # Activations of matrix products are bf16 there, as under autocast.
-    assert lean[GPU].most <= needs_of(manifest).memory(has_gpu=True, averages_on_gpu=False, is_lean=True).device
+    assert lean[GPU].most <= needs_of(manifest).memory(has_gpu=True, is_lean=True).device
     muon = msgspec.structs.replace(manifest, inner=InnerConfig(optimizer="muon"))
     states_of_muon = 6 * (num_parameters - ends) + 8 * ends
     assert held_by(partial(member_round, muon, is_lean=True))[GPU].between == pytest.approx(states_of_muon, rel=0.01)
