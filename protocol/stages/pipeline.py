@@ -67,7 +67,7 @@ from .pipeline_events import (
     Send,
     Tell,
 )
-from .pipeline_links import LOSES_ALL, RETRY_INTERVAL, Avoidance, Dialling, Promises, choose_hop
+from .pipeline_links import LOSES_ALL, MIN_AHEAD, RETRY_INTERVAL, Avoidance, Dialling, choose_hop, grant
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
@@ -112,7 +112,8 @@ class Pipeline:
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
         self._links: dict[int, MicrobatchLink] = {}
         self._dialling = Dialling(rng)
-        self._promises = Promises(settings.in_flight)
+        self._ahead = MIN_AHEAD
+        """Microbatches that may wait for their forward pass."""
         self._microbatches = Microbatches(settings.in_flight)
         self._jobs = MicrobatchJobs()
         self._schedule = Schedule(settings, quota=lambda: self.quota, num_coming=self._num_coming)
@@ -240,9 +241,11 @@ class Pipeline:
 
     def _grant(self) -> None:
         has_way_on = self._is_last or any(link.is_upstream for link in self._links.values())
-        self._promises.grant(
+        self._ahead = grant(
             self._links,
             self._nodes,
+            self._settings.in_flight,
+            self._ahead,
             num_free=self._microbatches.num_free if has_way_on else 0,
             num_waiting=self._num_coming(),
             is_starving=not self._jobs.given and self._schedule.may_begin(self._now),

@@ -74,51 +74,46 @@ class Dialling:
         return sorted(peers)
 
 
-class Promises:
-    """Limits the microbatches sent to this node to its free slots, and to its trainer's speed."""
+def grant(
+    links: Mapping[int, MicrobatchLink],
+    nodes: NodesChanged,
+    in_flight: int,
+    ahead: int,
+    *,
+    num_free: int,
+    num_waiting: int,
+    is_starving: bool,
+) -> int:
+    """Promise the free slots, each to the link from the stage before with the least; return the next ``ahead``.
 
-    def __init__(self, in_flight: int) -> None:
-        """``in_flight``: this node's slots."""
-        self._in_flight = in_flight
-        self._ahead = MIN_AHEAD
-
-    def grant(
-        self,
-        links: Mapping[int, MicrobatchLink],
-        nodes: NodesChanged,
-        *,
-        num_free: int,
-        num_waiting: int,
-        is_starving: bool,
-    ) -> None:
-        """Promise the free slots, each to the link from the stage before with the least.
-
-        A returning microbatch has its slot already. So its link gets twice as many credits as there are slots, and new
-        ones when half of them are used: a message for each would cost more than it is worth. ``num_waiting``:
-        microbatches that wait for their forward pass, or are arriving; ``is_starving``: the trainer has nothing to do,
-        although it may begin a microbatch.
-        """
-        for link in links.values():
-            if link.is_return and not link.is_upstream and link.free < self._in_flight:
-                link.credits = link.num_forwarded + min(2 * self._in_flight, MAX_CREDITS)
-        previous = {number: link for number, link in links.items() if not link.is_upstream and not link.is_return}
-        num_promised = sum(link.free for link in previous.values())
-        # A few microbatches wait for their forward pass, and the trainer never waits. More at a slow node would only be
-        # late, and delay the steps of the stages before.
-        if num_waiting > MIN_AHEAD:
-            self._ahead = max(MIN_AHEAD, self._ahead - 1)
-        elif not num_waiting and is_starving and num_promised > 0:
-            self._ahead = min(self._in_flight, self._ahead + 1)
-        # A link's share of the slots. Promises cannot be taken back, so expected links are counted too.
-        num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
-        share = max(1, self._in_flight // max(1, len(previous), num_expected))
-        may_promise = min(num_free, self._ahead - num_waiting)
-        while previous and num_promised < may_promise:
-            number = min(previous, key=lambda number: previous[number].free + len(previous[number].open))
-            if previous[number].free + len(previous[number].open) >= share:
-                break
-            previous[number].credits += 1
-            num_promised += 1
+    So the microbatches sent to this node are limited to its slots (``in_flight``, of which ``num_free`` are free), and
+    to its trainer's speed. A returning microbatch has its slot already. So its link gets twice as many credits as there
+    are slots, and new ones when half of them are used: a message for each would cost more than it is worth.
+    ``ahead``: microbatches that may wait for their forward pass, at first `MIN_AHEAD`; ``num_waiting``: those that do,
+    or are arriving; ``is_starving``: the trainer has nothing to do, although it may begin a microbatch.
+    """
+    for link in links.values():
+        if link.is_return and not link.is_upstream and link.free < in_flight:
+            link.credits = link.num_forwarded + min(2 * in_flight, MAX_CREDITS)
+    previous = [link for link in links.values() if not link.is_upstream and not link.is_return]
+    num_promised = sum(link.free for link in previous)
+    # A few microbatches wait for their forward pass, and the trainer never waits. More at a slow node would only be
+    # late, and delay the steps of the stages before.
+    if num_waiting > MIN_AHEAD:
+        ahead = max(MIN_AHEAD, ahead - 1)
+    elif not num_waiting and is_starving and num_promised > 0:
+        ahead = min(in_flight, ahead + 1)
+    # A link's share of the slots. Promises cannot be taken back, so expected links are counted too.
+    num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
+    share = max(1, in_flight // max(1, len(previous), num_expected))
+    may_promise = min(num_free, ahead - num_waiting)
+    while previous and num_promised < may_promise:
+        least = min(previous, key=lambda link: link.free + len(link.open))
+        if least.free + len(least.open) >= share:
+            break
+        least.credits += 1
+        num_promised += 1
+    return ahead
 
 
 def choose_hop(
