@@ -95,22 +95,8 @@ class PipelineService:
 
     def begin(self, worker: Worker) -> None:
         """Start with a trainer that is ready."""
-        settings = self._manifest.pipeline
         self._worker = worker
-        self._machine = Pipeline(
-            machine.PipelineSettings(
-                author=self._author,
-                stage=worker.stage,
-                num_stages=self._manifest.model.num_stages,
-                quota=self._manifest.inner.batch_size // settings.microbatch_size,
-                in_flight=settings.in_flight,
-                microbatch_seconds=settings.microbatch_seconds,
-                overlap=settings.overlap,
-            ),
-            self._rng,
-            self.counts,
-            self._avoidance,
-        )
+        self._machine = Pipeline(self._manifest, self._author, worker.stage, self._rng, self.counts, self._avoidance)
         self.links.begin(worker, self.handle)
         self._driver.begin(self._machine)
         self.set_nodes(self.links.nodes)

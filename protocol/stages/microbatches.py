@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..run.manifest import PipelineConfig
 from ..trainer.trainer_messages import Job
 from ..wire.latest import Latest
-from .pipeline_events import PipelineSettings, RoundBegan
+from .pipeline_events import RoundBegan
 
 # Schedule of inner steps: the step that a microbatch is for, when a step is taken, and when the round is over.
 #
@@ -49,14 +50,17 @@ class InnerStep:
 class Schedule:
     """One node's schedule. ``quota``: microbatches of an inner step now; ``num_coming``: coming, not yet begun here."""
 
-    def __init__(self, settings: PipelineSettings, *, quota: Callable[[], int], num_coming: Callable[[], int]) -> None:
+    def __init__(
+        self, config: PipelineConfig, stage: int, *, quota: Callable[[], int], num_coming: Callable[[], int]
+    ) -> None:
         self.round = 0
         self.is_open = False
         """True from the beginning of a round until it is drained."""
         self.current, self.following = InnerStep(), InnerStep()
         self.drain_until = math.inf
         """Time at which microbatches under way are dropped, at the end of a round."""
-        self._settings = settings
+        self._config = config
+        self._stage = stage
         self._quota = quota
         self._num_coming = num_coming
         self._is_ending = False
@@ -73,7 +77,7 @@ class Schedule:
     def begin_round(self, event: RoundBegan) -> None:
         """Begin a round: microbatches may be begun."""
         self.round, self.is_open, self._is_ending = event.round, True, False
-        self._steps_left, self._is_followed = event.max_steps or math.inf, event.is_followed and self._settings.overlap
+        self._steps_left, self._is_followed = event.max_steps or math.inf, event.is_followed and self._config.overlap
         self._begin_until = math.inf
 
     def end_round(self, now: float) -> None:
@@ -83,8 +87,8 @@ class Schedule:
             drain = DRAIN_SECONDS
             if self._is_followed:
                 drain = max(drain, 2 * max(self._durations, default=0.0))
-            drain = min(drain, self._settings.microbatch_seconds)
-            self._begin_until = now if self._settings.stage == 0 else now + drain / 2
+            drain = min(drain, self._config.microbatch_seconds)
+            self._begin_until = now if self._stage == 0 else now + drain / 2
             self.drain_until = now + drain
 
     def is_draining_over(self, now: float) -> bool:
@@ -122,7 +126,7 @@ class Schedule:
         assert inner_step is not None, "it was asked before"
         inner_step.num_begun += 1
         inner_step.num_open += 1
-        inner_step.until = min(inner_step.until, now + self._settings.microbatch_seconds)
+        inner_step.until = min(inner_step.until, now + self._config.microbatch_seconds)
         return inner_step
 
     def note_arrival(self, age: float, now: float) -> None:
@@ -140,7 +144,7 @@ class Schedule:
         is_over = self._is_over(now)
         if not is_over and not self.following.num_begun and self._is_wanting(self.current, now):
             return self.current
-        has_following = self._settings.overlap and (self._is_followed or (not is_over and self._steps_left > 1))
+        has_following = self._config.overlap and (self._is_followed or (not is_over and self._steps_left > 1))
         return self.following if has_following and self._is_wanting(self.following, now) else None
 
     def _is_wanting(self, inner_step: InnerStep, now: float) -> bool:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import random
 
+from ..run.manifest import Manifest
 from ..trainer.trainer_messages import InnerStepTaken, Job, Settle, TakeInnerStep, Work, Worked
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
@@ -58,7 +59,6 @@ from .pipeline_events import (
     NodesChanged,
     OpenLink,
     Output,
-    PipelineSettings,
     Received,
     ReceiveInto,
     RoundBegan,
@@ -99,24 +99,26 @@ class Pipeline:
 
     def __init__(
         self,
-        settings: PipelineSettings,
+        manifest: Manifest,
+        author: bytes,
+        stage: int,
         rng: random.Random,
         counts: Counts | None = None,
         avoidance: Avoidance | None = None,
     ) -> None:
-        """``counts`` and ``avoidance`` are taken over from earlier lives."""
+        """``author`` and ``stage``: this node's. ``counts`` and ``avoidance`` are taken over from earlier lives."""
         self.counts = counts or Counts()
         self._avoidance = avoidance or Avoidance()
-        self._settings = settings
+        self._author, self._stage, self._manifest, self._config = author, stage, manifest, manifest.pipeline
         self._rng = rng
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
         self._links: dict[int, MicrobatchLink] = {}
         self._dialling = Dialling(rng)
         self._ahead = MIN_AHEAD
         """Microbatches that may wait for their forward pass."""
-        self._microbatches = Microbatches(settings.in_flight)
+        self._microbatches = Microbatches(self._config.in_flight)
         self._jobs = MicrobatchJobs()
-        self._schedule = Schedule(settings, quota=lambda: self.quota, num_coming=self._num_coming)
+        self._schedule = Schedule(self._config, stage, quota=lambda: self.quota, num_coming=self._num_coming)
         self._held_out = HeldOut()
         self._draw_after = -math.inf
         self._change_links_at = math.inf
@@ -132,14 +134,12 @@ class Pipeline:
     @property
     def quota(self) -> int:
         """Return the microbatches of an inner step: what each node of this stage gets while the origins draw theirs."""
-        nodes, settings = self._nodes, self._settings
-        if settings.stage == 0:
-            return settings.quota
-        return max(1, round(settings.quota * nodes.num_origins / max(1, nodes.num_own)))
+        nodes, drawn = self._nodes, self._manifest.inner.batch_size // self._config.microbatch_size
+        return drawn if self._stage == 0 else max(1, round(drawn * nodes.num_origins / max(1, nodes.num_own)))
 
     @property
     def _is_last(self) -> bool:
-        return self._settings.stage == self._settings.num_stages - 1
+        return self._stage == self._manifest.model.num_stages - 1
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Process an event and return the outputs to carry out."""
@@ -221,7 +221,7 @@ class Pipeline:
             self._lose_origin(link.peer)
         elif link.is_upstream:
             self._dialling.note_lost(link.peer, self._now)
-            if self._settings.stage and not any(link.is_upstream for link in self._links.values()):
+            if self._stage and not any(link.is_upstream for link in self._links.values()):
                 for microbatch in self._microbatches.at(LinkStep.ROUTING):  # another node may have a way on
                     self._drop(microbatch, "no node of the next stage takes it")
         for microbatch in link.open.values():
@@ -244,7 +244,7 @@ class Pipeline:
         self._ahead = grant(
             self._links,
             self._nodes,
-            self._settings.in_flight,
+            self._config.in_flight,
             self._ahead,
             num_free=self._microbatches.num_free if has_way_on else 0,
             num_waiting=self._num_coming(),
@@ -320,8 +320,8 @@ class Pipeline:
             microbatch = self._microbatches.by_ticket[forward.ticket]
             microbatch.homeward, microbatch.step = (number, index), LinkStep.HOME_COMING
         else:
-            seconds = min(forward.seconds_left, self._settings.microbatch_seconds)
-            self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
+            seconds = min(forward.seconds_left, self._config.microbatch_seconds)
+            self._schedule.note_arrival(self._config.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
             microbatch = self._microbatches.add(forward.ticket, forward.origin, deadline, LinkStep.COMING)
             microbatch.is_held_out = forward.is_held_out
@@ -332,7 +332,7 @@ class Pipeline:
         """Return why a microbatch cannot be taken; an empty string if it can."""
         known = self._microbatches.by_ticket.get(forward.ticket)
         if link.is_return:
-            if known is None or known.origin != self._settings.author:
+            if known is None or known.origin != self._author:
                 return "it is not mine"
             return "" if known.step is LinkStep.OUT else "it has come already"
         if abs(forward.round - self._schedule.round) > MAX_ROUNDS_APART:
@@ -344,7 +344,7 @@ class Pipeline:
         return "" if self._microbatches.num_free else "no slot is free"
 
     def _gradient_arrives(self, microbatch: Microbatch, number: int) -> None:
-        is_due = microbatch.step is (LinkStep.OUT if self._settings.stage else LinkStep.HOME_OUT)
+        is_due = microbatch.step is (LinkStep.OUT if self._stage else LinkStep.HOME_OUT)
         if not is_due:
             self._leave(microbatch.onward)
             microbatch.onward = None
@@ -423,9 +423,7 @@ class Pipeline:
         """Seek another next hop, if no gradient has come back yet."""
         microbatch.tried.add(peer)
         microbatch.num_lost += 1
-        is_ahead = microbatch.step is LinkStep.OUT or (
-            microbatch.step is LinkStep.RETURNING and self._settings.stage > 0
-        )
+        is_ahead = microbatch.step is LinkStep.OUT or (microbatch.step is LinkStep.RETURNING and self._stage > 0)
         if is_ahead and not self._is_last and microbatch.num_lost < MAX_ATTEMPTS:
             microbatch.step = LinkStep.ROUTING
             self.counts.rerouted += 1
@@ -441,8 +439,8 @@ class Pipeline:
                 self._work(*following)
             elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(wire.TICKET_BYTES)
-                deadline = self._now + self._settings.microbatch_seconds
-                microbatch = self._microbatches.add(ticket, self._settings.author, deadline, LinkStep.QUEUED)
+                deadline = self._now + self._config.microbatch_seconds
+                microbatch = self._microbatches.add(ticket, self._author, deadline, LinkStep.QUEUED)
                 if self._held_out.is_waiting:
                     microbatch.is_held_out, microbatch.number = True, self._held_out.next()
                 self._work("draw", microbatch)
@@ -451,7 +449,7 @@ class Pipeline:
 
     def _can_draw(self) -> bool:
         """Return whether a drawn microbatch has a slot and a link with credit."""
-        if self._settings.stage or not self._microbatches.num_free or self._now < self._draw_after:
+        if self._stage or not self._microbatches.num_free or self._now < self._draw_after:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
@@ -492,7 +490,7 @@ class Pipeline:
         elif job == "tail":
             microbatch.step = LinkStep.HOME_OUT
             self._send_back(microbatch.homeward, microbatch)
-        elif microbatch.origin == self._settings.author:
+        elif microbatch.origin == self._author:
             self._end(microbatch, is_kept=True)
         else:
             microbatch.step = LinkStep.DONE
@@ -550,7 +548,7 @@ class Pipeline:
         for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
             self._leave(hop)
         microbatch.onward = microbatch.inward = microbatch.homeward = None
-        if microbatch.origin == self._settings.author:
+        if microbatch.origin == self._author:
             self._microbatches.note_outcome(microbatch)
             if microbatch.is_held_out and self._held_out.note_end(microbatch.number):
                 self._outputs.append(Measured())

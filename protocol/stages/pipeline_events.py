@@ -1,4 +1,4 @@
-"""Settings, events and outputs of `farandole.protocol.stages.pipeline`.
+"""Events and outputs of `farandole.protocol.stages.pipeline`.
 
 Links carry the messages of `farandole.protocol.stages.activations`. The trainer's jobs and reports are the messages of
 `farandole.protocol.trainer.trainer_messages`. Both are used here as they are on the wire.
@@ -11,22 +11,6 @@ from dataclasses import dataclass
 from ..trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSettings:
-    """The pipeline's parameters of the run and of its node."""
-
-    author: bytes
-    stage: int
-    num_stages: int
-    quota: int
-    """Microbatches that a node of stage 0 draws for an inner step."""
-    in_flight: int
-    """Number of slots: microbatches that have begun and not ended."""
-    microbatch_seconds: float
-    overlap: bool = False
-
 
 # Events
 

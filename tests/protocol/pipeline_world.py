@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.pipeline import Pipeline
@@ -18,6 +19,17 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
+
+
+def manifest_of(
+    num_stages: int, quota: int, in_flight: int, microbatch_seconds: float, overlap: bool = False
+) -> Manifest:
+    return Manifest(
+        "a run",
+        ModelConfig(num_stages, 8, 1, 8, 8, 256, num_stages=num_stages),
+        inner=InnerConfig(batch_size=quota),
+        pipeline=PipelineConfig(in_flight=in_flight, microbatch_seconds=microbatch_seconds, overlap=overlap),
+    )
 
 
 @dataclass
@@ -37,9 +49,9 @@ class Node:
     def __init__(self, world: World, author: bytes, stage: int, seconds: float, rng: random.Random) -> None:
         self.world, self.author, self.stage, self.seconds = world, author, stage, seconds
         self.pipeline = Pipeline(
-            machine.PipelineSettings(
-                author, stage, world.num_stages, world.quota, world.in_flight, world.microbatch_seconds, world.overlap
-            ),
+            manifest_of(world.num_stages, world.quota, world.in_flight, world.microbatch_seconds, world.overlap),
+            author,
+            stage,
             rng,
         )
         self.is_alive = True

@@ -20,7 +20,7 @@ from farandole.protocol.stages.pipeline_links import (
 from farandole.protocol.trainer.trainer_messages import Settle, Work, Worked
 from farandole.protocol.wire.timers import TimerFired
 
-from ..pipeline_world import World
+from ..pipeline_world import World, manifest_of
 
 
 def settled_alike(world: World, num_stages: int) -> bool:
@@ -316,12 +316,8 @@ def test_where_nothing_is_held_out_the_training_goes_on() -> None:
     assert origin.steps
 
 
-def settings(stage: int, num_stages: int = 3, in_flight: int = 2) -> machine.PipelineSettings:
-    return machine.PipelineSettings(b"me" * 16, stage, num_stages, 4, in_flight, 10.0)
-
-
 def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:
-    pipeline = Pipeline(settings(stage, in_flight=in_flight), random.Random(0))
+    pipeline = Pipeline(manifest_of(3, 4, in_flight, 10.0), b"me" * 16, stage, random.Random(0))
     pipeline.handle(machine.NodesChanged(frozenset({b"next"}), 1, 1, 1), 0.0)
     pipeline.handle(machine.RoundBegan(20), 0.0)
     pipeline.handle(machine.LinkOpened(1, b"previous", is_upstream=False), 0.0)
