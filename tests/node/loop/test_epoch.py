@@ -20,9 +20,9 @@ from farandole.protocol.run.manifest import SignedManifest
 from ..daemons import Daemon, joined
 from ..small_runs import TINY, small_manifest, write_run
 
-# An inner step takes some milliseconds; slowed down, three nodes need 40 seconds for the epoch. The node that joins
+# An inner step takes some milliseconds; slowed down, three nodes need 25 seconds for the epoch. The node that joins
 # later is faster: the epoch waits for it even if it starts slowly, and ends soon after it has joined.
-NUM_FILES, WORDS_A_FILE, SLOW, SLOW_LATER = 12, 2_000, "80", "15"
+NUM_FILES, WORDS_A_FILE, SLOW, SLOW_LATER = 8, 2_000, "80", "15"
 NUM_NODES = 3
 MAX_MEAN = 1.1
 

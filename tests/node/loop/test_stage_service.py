@@ -42,6 +42,10 @@ class World:
         settings: Any = SimpleNamespace(stage=wanted, heartbeat_seconds=2.0)
         return StageService(me, me, me, bytes(32), me, self.journal, settings, me)
 
+    async def run(self, seconds: float, wanted: int | None = None) -> None:
+        with trio.move_on_after(seconds):
+            await self.keeper(wanted).run()
+
     # membership
 
     def providers(self) -> dict[bytes, Member]:
@@ -108,59 +112,43 @@ def test_a_stage_that_the_model_does_not_have_is_refused() -> None:
         World({}).keeper(3)
 
 
-async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(
-    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(autojump_clock: trio.testing.MockClock) -> None:
     world = World({ANN: Member(0), BOB: Member(2)})
-    nursery.start_soon(world.keeper().run)
-    await trio.sleep(60)
+    await world.run(60)
     assert world.done[0] == StageLease(0, 1)
     assert {StageLease(0, 1, True), "fetch 1"} == set(world.done[1:3])
     assert world.done[3:] == ["hold 1", "moved to 1", "restart", "give back"]
-    nursery.cancel_scope.cancel()
 
 
-async def test_who_gets_no_weights_stays(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+async def test_who_gets_no_weights_stays(autojump_clock: trio.testing.MockClock) -> None:
     world = World({ANN: Member(0), BOB: Member(2)}, has_weights=False)
-    nursery.start_soon(world.keeper().run)
-    await trio.sleep(30)
+    await world.run(30)
     assert world.stage == 0
     assert "restart" not in world.done
     assert "give back" in world.done
-    nursery.cancel_scope.cancel()
 
 
-async def test_who_has_chosen_his_stage_stays(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+async def test_who_has_chosen_his_stage_stays(autojump_clock: trio.testing.MockClock) -> None:
     world = World({ANN: Member(0), BOB: Member(2)})
-    nursery.start_soon(world.keeper(wanted=0).run)
-    await trio.sleep(600)
+    await world.run(600, wanted=0)
     assert world.done == []
-    nursery.cancel_scope.cancel()
 
 
-async def test_before_anybody_has_trained_a_move_needs_no_lease(
-    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_before_anybody_has_trained_a_move_needs_no_lease(autojump_clock: trio.testing.MockClock) -> None:
     others = {bytes([number]) * 32: Member(1) for number in (2, 3)}
     world = World(others, is_young=True)
     world.stage = 1
     goes_to = even_stages(View(others | {ME: Member(1)}, 3)).get(ME)
     assert goes_to is not None
-    nursery.start_soon(world.keeper().run)
-    await trio.sleep(10)
+    await world.run(10)
     assert world.done == [f"hold {goes_to}", f"moved to {goes_to}", "restart"]
-    nursery.cancel_scope.cancel()
 
 
-async def test_a_trainer_of_another_stage_is_started_anew(
-    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_trainer_of_another_stage_is_started_anew(autojump_clock: trio.testing.MockClock) -> None:
     world = World({ANN: Member(1), BOB: Member(2)})
     world.trainer_stage = 1
-    nursery.start_soon(world.keeper().run)
-    await trio.sleep(5)
+    await world.run(5)
     assert world.done == ["restart"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_the_trainer_waits_until_the_stages_are_dealt_out(autojump_clock: trio.testing.MockClock) -> None:

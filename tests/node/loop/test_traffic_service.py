@@ -191,19 +191,6 @@ def test_the_budget_comes_in_as_the_month_goes_by() -> None:
     assert Budget(GB, Used(2026, 12, 0)).end == datetime(2027, 1, 1)
 
 
-def test_bulk_begins_when_what_it_costs_has_come_in() -> None:
-    one = budget(used=50 * GB)
-    assert not one.may_spend(6 * GB, HALF)
-    assert one.may_spend(4 * GB, HALF)
-    assert one.may_spend(6 * GB, HALF + timedelta(days=1))
-
-
-def test_what_is_counted_is_what_the_provider_counts() -> None:
-    one = budget()
-    one.count(GB, HALF)
-    assert one.used.num_bytes == pytest.approx(WIRE_SHARE * GB)
-
-
 def test_a_new_month_begins_anew_and_an_earlier_one_does_not() -> None:
     one = budget(used=99 * GB)
     one.count(0, NOVEMBER - timedelta(days=40))  # the clock was set back

@@ -61,6 +61,18 @@ async def trainer_at(door: ScriptDoor, folder: Path, run: Manifest | None = None
             yield trainer
 
 
+@asynccontextmanager
+async def follow(folder: Path, loop: Callable[[], None], run: Manifest | None = None) -> AsyncIterator[Trainer]:
+    """Run a loop in a thread, and yield its trainer; at the end it goes away by itself."""
+    async with open_script_door(folder / "trainer.sock") as door, trio.open_nursery() as nursery:
+        nursery.start_soon(in_thread, loop)
+        with pytest.raises(TrainerError, match="gone"):
+            async with trainer_at(door, folder, run) as trainer:
+                yield trainer
+                while True:
+                    await trainer.receive()
+
+
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
     while not isinstance(report := await trainer.receive(), kind):
         pass
@@ -80,23 +92,19 @@ async def test_a_loop_takes_the_steps_of_a_round_and_keeps_its_last_outer_step(t
         attachment.end()
 
     before = model.weight.detach().clone()
-    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-        nursery.start_soon(in_thread, loop)
-        with pytest.raises(TrainerError, match="gone"):
-            async with trainer_at(door, tmp_path) as trainer:
-                assert trainer.prepared.num_parameters == 8
-                assert not trainer.prepared.has_loss
-                assert trainer.prepared.pid == os.getpid()
-                await trainer.send(messages.Train(4, 3))
-                contributed = await report_of(trainer, messages.Contributed)
-                assert (contributed.inner_steps_this_round, contributed.tokens_this_round) == (3, 21)
-                await report_of(trainer, messages.Encoded)
-                await trainer.send(messages.TakeOuterStep(4))
-                await report_of(trainer, messages.OuterStepTaken)
-                await trainer.send(messages.Train(5, 3))  # the loop has ended by now: it saves
-                saved = await report_of(trainer, messages.Saved)
-                assert (saved.round, saved.inner_steps, saved.tokens) == (5, 3, 21)
-                await trainer.receive()
+    async with follow(tmp_path, loop) as trainer:
+        assert trainer.prepared.num_parameters == 8
+        assert not trainer.prepared.has_loss
+        assert trainer.prepared.pid == os.getpid()
+        await trainer.send(messages.Train(4, 3))
+        contributed = await report_of(trainer, messages.Contributed)
+        assert (contributed.inner_steps_this_round, contributed.tokens_this_round) == (3, 21)
+        await report_of(trainer, messages.Encoded)
+        await trainer.send(messages.TakeOuterStep(4))
+        await report_of(trainer, messages.OuterStepTaken)
+        await trainer.send(messages.Train(5, 3))  # the loop has ended by now: it saves
+        saved = await report_of(trainer, messages.Saved)
+        assert (saved.round, saved.inner_steps, saved.tokens) == (5, 3, 21)
     assert not torch.equal(model.weight, before)
 
 
@@ -139,16 +147,11 @@ async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
         attachment.begin()
         attachment.end()
 
-    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-        nursery.start_soon(in_thread, loop)
-        with pytest.raises(TrainerError, match="gone"):
-            async with trainer_at(door, tmp_path) as trainer:
-                assert trainer.prepared.has_loss
-                await trainer.send(messages.Validate(8))
-                validated = await report_of(trainer, messages.Validated)
-                await trainer.send(messages.Train(0, 2))
-                while True:
-                    await trainer.receive()
+    async with follow(tmp_path, loop) as trainer:
+        assert trainer.prepared.has_loss
+        await trainer.send(messages.Validate(8))
+        validated = await report_of(trainer, messages.Validated)
+        await trainer.send(messages.Train(0, 2))
     assert validated == messages.Validated(0, 2.5, bits_per_byte=2.5 / math.log(2) / 4)
 
 
@@ -163,14 +166,9 @@ async def test_the_first_loop_of_a_built_in_models_run_begins_with_the_seeds_wei
         seen.append(model.embedding.weight.detach().clone())
         attachment.end()
 
-    async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-        nursery.start_soon(in_thread, loop)
-        with pytest.raises(TrainerError, match="gone"):
-            async with trainer_at(door, tmp_path, run) as trainer:
-                assert trainer.prepared.resumed is None
-                await trainer.send(messages.Train(0, 2))
-                while True:
-                    await trainer.receive()
+    async with follow(tmp_path, loop, run) as trainer:
+        assert trainer.prepared.resumed is None
+        await trainer.send(messages.Train(0, 2))
     assert torch.equal(seen[0], build_model(run.model, 7).embedding.weight)
 
 
@@ -309,13 +307,8 @@ async def test_processes_that_the_loop_forks_do_not_hold_the_connection(tmp_path
         attachment.end()
 
     try:
-        async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-            nursery.start_soon(in_thread, loop)
-            with pytest.raises(TrainerError, match="gone"):
-                async with trainer_at(door, tmp_path) as trainer:
-                    await trainer.send(messages.Train(0, 2))
-                    while True:
-                        await trainer.receive()
+        async with follow(tmp_path, loop) as trainer:
+            await trainer.send(messages.Train(0, 2))
     finally:
         os.close(writer)
         os.close(reader)

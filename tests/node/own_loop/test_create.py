@@ -42,6 +42,8 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
     verify_hashes(made)
     manifest = made.manifest
     assert start_of(folder) == folder / "start"
+    with pytest.raises(ManifestError, match="has a run already"):
+        farandole.create_run(model, folder)
     assert manifest.rounds.overlap
     assert manifest.outer.codec == "int8"
     assert manifest.start is not None
@@ -58,20 +60,6 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
     for name in names:
         assert torch.equal(other.get_parameter(name), shared[name])
     assert torch.equal(other.get_parameter("2.weight"), model.get_parameter("2.weight")) == with_frozen
-
-
-def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="colour"):
-        farandole.create_run(a_model(), tmp_path / "run", colour="red")
-    with pytest.raises(ManifestError, match="own loop chooses its text"):
-        farandole.create_run(a_model(), tmp_path / "run", inner={"batch_size": 2})
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_is_made_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    farandole.create_run(a_model(), tmp_path / "run")
-    with pytest.raises(ManifestError, match="has a run already"):
-        farandole.create_run(a_model(), tmp_path / "run")
 
 
 def test_a_model_of_too_many_parameters_is_refused_by_name_and_number(tmp_path: Path) -> None:
@@ -103,12 +91,14 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert farandole.NoLoCo(model, optimizer, "farandole1abc").home == Path("farandole1abc")
 
 
-def test_what_is_wrong_is_said_as_for_a_run_file(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for sections, message in (
         ({"rounds": {"round_second": 3}}, "rounds.round_second is no setting; did you mean round_seconds?"),
         ({"outer": {"codec": "int9"}}, "did you mean int8?"),
         ({"roundz": {}}, "roundz is no section"),
+        ({"colour": "red"}, "colour"),
+        ({"inner": {"batch_size": 2}}, "own loop chooses its text"),
     ):
         with pytest.raises(ManifestError, match=re.escape(message)):
             farandole.create_run(model, tmp_path / "new", **sections)

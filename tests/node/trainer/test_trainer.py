@@ -186,66 +186,6 @@ async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_o
         assert (await report_of(again, messages.Validated)).loss == loss
 
 
-async def test_an_outer_step_may_come_during_the_next_round(
-    prepare: Callable[..., messages.Prepare], manifest: Manifest
-) -> None:
-    """Alice trains on while her first contribution is exchanged; the same calls in this process give the same bits."""
-    names = ("a", "b")
-    twins = {name: _twin(prepare(name.encode() * 32), manifest) for name in names}
-    sent = {name: bytearray(twin.round_end.contribution_bytes) for name, twin in twins.items()}
-    for name in names:
-        for _ in range(3):
-            twins[name].learn()
-        twins[name].round_end.contribute(sent[name])
-    async with open_trainer(prepare(b"a" * 32), None) as alice:
-        await alice.send(messages.Train(0, 3))
-        first = await report_of(alice, messages.Contributed)
-        size = first.size
-        await digest_of(alice)
-        await alice.send(messages.Train(1, 4))  # four steps, which end before the exchange does
-        await alice.send(messages.FinishRound(0))  # crossed the contribution: it is for an earlier round
-        await alice.send(messages.Validate(1))  # waits for the round's end
-        alice.incoming[:size] = b"\xff" * size  # NaN, sent by a first partner
-        arrived = SharedCounter(alice.incoming)
-        arrived.store(1, size)
-        await alice.send(messages.Screen(size, 1))
-        assert "finite" in (await report_of(alice, messages.Screened)).reason
-        arrived.store(2, size)
-        await alice.send(messages.Ping())
-        await report_of(alice, messages.Pong)
-        arrived.store(3, 0)  # that exchange failed
-        await alice.send(messages.Save())
-        assert (await report_of(alice, messages.Saved)).round == 0
-        assert alice.outgoing[:size] == bytes(sent["a"])  # the contribution that is still being sent
-        alice.incoming[:size] = bytes(sent["b"])
-        arrived.store(3, size)
-        await alice.send(messages.Screen(size, 3))
-        assert (await report_of(alice, messages.Screened)).reason == ""
-        await alice.send(messages.TakeOuterStep(0, b"b" * 32, size, 70))
-        taken = await report_of(alice, messages.OuterStepTaken)
-        assert taken.round == 0
-        assert 0 <= taken.late_steps <= 4
-
-        for step in range(5):
-            if step == taken.late_steps:
-                encounter = Encounter(b"", first.tokens_this_round, 70)
-                assert twins["a"].round_end.apply(sent["b"], encounter, own_first=True) == step
-            if step < 4:
-                twins["a"].learn()
-        twins["a"].round_end.contribute(sent["a"])
-
-        second = await report_of(alice, messages.Contributed)
-        assert (second.round, second.inner_steps_this_round, second.inner_steps) == (1, 4, 7)
-        assert second.tokens_this_round == 4 * 2 * 16
-        await digest_of(alice)
-        assert alice.outgoing[:size] == bytes(sent["a"])
-        await report_of(alice, messages.Validated)
-        await alice.send(messages.TakeOuterStep(1))
-        assert (await report_of(alice, messages.OuterStepTaken)).late_steps == 0
-        await alice.send(messages.Save())
-        assert (await report_of(alice, messages.Saved)).round == 2
-
-
 STEP_BYTES = 1 << 22
 # Enough memory to write a checkpoint, but not to copy it.
 LITTLE = 20_000_000
@@ -339,20 +279,6 @@ async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., message
             assert contributed.inner_steps == 3
             losses.append(contributed.loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., messages.Prepare]) -> None:
-    async with open_trainer(prepare(), None) as trainer:
-        await trainer.send(messages.Ping())
-        await report_of(trainer, messages.Pong)
-        await trainer.send(messages.Train(0, 0))
-        await trainer.send(messages.Ping())
-        await report_of(trainer, messages.Pong)
-        await trainer.send(messages.FinishRound(0))
-        await report_of(trainer, messages.Contributed)
-        await trainer.send(messages.Train(1, 1))  # ends before round 0 has its outer step
-        await trainer.send(messages.Ping())
-        await report_of(trainer, messages.Pong)
 
 
 async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
@@ -480,21 +406,15 @@ async def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(
         await report_of(trainer, messages.Contributed)
 
 
-async def test_a_trainer_gives_way_to_other_programs(
+async def test_a_trainer_gives_way_to_other_programs_and_does_not_outlive_its_node_though_it_is_frozen(
     prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(KEEP_PRIORITY_VARIABLE)
-    async with open_trainer(prepare(), None) as trainer:
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, trainer.pid) == min(own + TRAINING_NICENESS, 19)
-
-
-async def test_a_frozen_trainer_does_not_outlive_its_node(
-    prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("farandole.node.trainer.trainer.STOP_TIMEOUT", 0.2)
     with trio.fail_after(PATIENCE):
         async with open_trainer(prepare(), None) as trainer:
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            assert os.getpriority(os.PRIO_PROCESS, trainer.pid) == min(own + TRAINING_NICENESS, 19)
             os.kill(trainer.pid, signal.SIGSTOP)
     with pytest.raises(ProcessLookupError):
         os.kill(trainer.pid, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -217,6 +218,35 @@ def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[
     assert (contributed.round, contributed.inner_steps_this_round, contributed.inner_steps) == (1, 2, 3)
     mesh.receive(messages.Encoded)
     assert mesh.outgoing[:SIZE] == torch.full((2, 2), 3.0).numpy().tobytes()
+
+
+def test_a_round_that_is_over_waits_for_the_outer_step_before(meet: Callable[[Engine], Mesh]) -> None:
+    """Meanwhile it answers signs of life; what is for the round's end comes after it."""
+    engine = Adder()
+    mesh = meet(engine)
+    mesh.receive(messages.Prepared)
+    mesh.tell(messages.Ping(), messages.Pong)
+    mesh.send(messages.Train(0, 0), messages.Ping(), messages.FinishRound(1), messages.FinishRound(0))
+    mesh.obey()
+    mesh.receive(messages.Pong)
+    assert mesh.receive(messages.Contributed).inner_steps_this_round >= 1, "another round's end is ignored"
+    mesh.receive(messages.Encoded)
+    sent = bytes(mesh.outgoing[:SIZE])
+
+    early = messages.Train(1, 0, takes_steps=False), messages.FinishRound(0), messages.Validate(1), messages.Ping()
+    mesh.send(*early, messages.Save())
+    waiting = threading.Thread(target=mesh.obey)
+    waiting.start()
+    mesh.receive(messages.Pong)
+    assert mesh.receive(messages.Saved).round == 0
+    assert mesh.outgoing[:SIZE] == sent, "the partner may still be reading it"
+    mesh.send(messages.TakeOuterStep(0))
+    waiting.join()
+    assert mesh.receive(messages.OuterStepTaken).round == 0
+    assert mesh.receive(messages.Contributed).round == 1
+    mesh.receive(messages.Encoded)
+    mesh.obey()
+    assert mesh.receive(messages.Validated).round == 1
 
 
 class Driven(Adder):
