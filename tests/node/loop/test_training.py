@@ -21,6 +21,7 @@ from farandole.node.loop import training as training_module
 from farandole.node.loop.rest_service import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Parts, Training
 from farandole.node.status.journal import Journal
+from farandole.node.status.round_log import RoundRecord
 from farandole.node.trainer.trainer import TrainerError
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
@@ -36,6 +37,7 @@ from farandole.protocol.rounds.training_loop import (
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, WATCH_INTERVAL, Supervisor
+from farandole.protocol.wire.identity import peer_id_of
 
 SIZE = 12_000_000
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
@@ -99,7 +101,8 @@ class Story:
         self.trainers: list[FakeTrainer] = []
         self.others_round = 0
         self.traffic = 1e9  # bytes of an exchange that are left
-        self.journal = Journal(say=lambda text: None)
+        self.rounds: list[RoundRecord] = []
+        self.journal = Journal(say=lambda text: None, tell_round=self.rounds.append)
         self.peers_that_answer: set[bytes] = set()
         self.proposed_to: list[bytes] = []
         self.has_left = False
@@ -359,6 +362,31 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     assert len(story.trainers) == 2
     assert story.journal.state.round == 9
     assert story.journal.state.phase == "training"
+
+
+async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    story.rest.set(BY_HAND, "the owner plays")
+    await trio.sleep(REST_TIMEOUT + 1)
+    assert story.journal.state.phase == "paused"
+    story.rest.set(BY_HAND, "")
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(story.trainers) == 2
+
+
+async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
+    story: Story, nursery: trio.Nursery
+) -> None:
+    (trainer,) = story.trainers
+    story.rest.set(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    nursery.start_soon(story.leave)
+    await trio.testing.wait_all_tasks_blocked()
+    assert not story.has_left
+    await trainer.report(saved())
+    assert story.has_left
+    assert trainer.num_saves() == 1
 
 
 async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_loses_no_round_that_is_over(
@@ -628,6 +656,9 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
         story.journal.exchanges.num_committed,
         story.journal.exchanges.num_alone,
     ) == (1, 1, 0)
+    await trainer.report(messages.OuterStepTaken(0))
+    (record,) = story.rounds
+    assert (record.partner, record.failed_partner) == (peer_id_of(second.peer), peer_id_of(first.peer))
 
 
 async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(

@@ -161,6 +161,8 @@ class Walk(RuleBasedStateMachine):
         self.now, self.timer_at = 0.0, math.inf
         self.trainer: Trainer | None = None
         self.exchange: StartExchange | None = None
+        self.ended: list[ExchangeEnded] = []
+        """Exchanges of the newest contribution."""
         self.sessions: dict[bytes, bytes] = {}
         """Peer -> the session that it proposed or was asked for."""
         self.theirs: set[bytes] = set()
@@ -240,7 +242,7 @@ class Walk(RuleBasedStateMachine):
             case RoundEnd(contributed, exchanges, alone):
                 assert trainer is not None
                 assert contributed.round == trainer.contributed
-                assert {exchange.round for exchange in exchanges} <= {contributed.round}
+                assert list(exchanges) == self.ended
                 assert alone or exchanges[-1].committed
                 assert not any(exchange.committed for exchange in (exchanges if alone else exchanges[:-1]))
             case SetTimer(at):
@@ -343,7 +345,7 @@ class Walk(RuleBasedStateMachine):
         assert trainer is not None
         assert trainer.training is not None
         trainer.contributed, trainer.training = trainer.training, None
-        trainer.contributed_at = self.now
+        trainer.contributed_at, self.ended = self.now, []
         self.handle(contribution(trainer.contributed, trainer.fragment))
 
     @precondition(lambda self: self.is_ready() and self.trainer.pending)
@@ -415,6 +417,7 @@ class Walk(RuleBasedStateMachine):
         is_committed, is_broken = end == "committed", end == "broken"
         over = ExchangeEnded(start.session, start.peer, is_committed, is_broken, round=start.round, partner_size=64)
         if self.trainer is not None and self.trainer.phase == "ready":
+            self.ended.append(over)
             self.handle(over)
 
     # The owner, and the run
