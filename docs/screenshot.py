@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
 
-from farandole.node.ui.dashboard.server import PageAddress, find_place
+from farandole.node.base.control import call
+from farandole.protocol.wire.errors import FarandoleError
 
 PICTURE = Path(__file__).with_name("dashboard.png")
 # By then the demo's curves have a shape, and it is not over yet.
@@ -36,23 +38,24 @@ def main() -> None:
             demo.wait()
 
 
-def wait_for_page(folder: Path) -> PageAddress:
-    """Of the demo's first node."""
+def wait_for_page(folder: Path) -> str:
+    """Return the link to the page of the demo's first node."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
-        for place_file in sorted(folder.glob("nodes/*/dashboard.json")):
-            if (place := find_place(place_file)) is not None:
-                return place
-        time.sleep(0.5)  # the page is said by a file
+        for home in sorted(folder.glob("nodes/*")):
+            with suppress(FarandoleError):
+                page = call(home, "dashboard")
+                return f"{page['url']}#{page['token']}"
+        time.sleep(0.5)
     raise SystemExit("no node of the demo serves a page")
 
 
-def take_picture(place: PageAddress) -> None:
+def take_picture(link: str) -> None:
     """Once the run is in its middle."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1180, "height": 1320})
-        page.goto(place.link)
+        page.goto(link)
         expect(page.locator("#headline")).to_contain_text(ROUND, timeout=TIMEOUT * 1_000)
         page.screenshot(path=PICTURE)
         chromium.close()

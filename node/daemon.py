@@ -62,7 +62,7 @@ from .store.run_file import require_trainable_model
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
 from .ui.console import Console
-from .ui.dashboard.server import open_dashboard
+from .ui.dashboard.server import PageAddress, open_dashboard
 from .ui.headline import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
@@ -235,11 +235,18 @@ async def open_control(
         journal.say(words)
         return words
 
+    page: PageAddress | None = None
+
+    async def dashboard(params: dict[str, Any]) -> object:
+        if page is None:
+            raise ControlError("no_page", "this node serves no page: it has --no-dashboard, or is just starting")
+        return page
+
     from_page = {"leave": leave, "limit": limit, **(page_handlers or {})}
-    handlers = {"status": status, "peers": peers, "dial": dial, **from_page, **(socket_handlers or {})}
+    of_socket = {"status": status, "peers": peers, "dial": dial, "dashboard": dashboard, **(socket_handlers or {})}
     async with open_service_nursery() as nursery, AsyncExitStack() as stack:
         # Before anything is printed: a script that reads it may ask at once.
-        await nursery.start(serve_control, settings.control, handlers)
+        await nursery.start(serve_control, settings.control, {**from_page, **of_socket})
         journal.say(f"this node is {host.peer_id}")
         for address in host.addresses:
             is_announced = address.partition("/p2p/")[0] in settings.announce
@@ -248,10 +255,10 @@ async def open_control(
         nursery.start_soon(_keep_offline, daemon, mesh)
         nursery.start_soon(keep_reminding, lambda: reporter.status(0), journal.remind)
         if settings.dashboard:
-            place = await stack.enter_async_context(
-                open_dashboard(settings.dashboard_place, settings.dashboard_port, reporter.status, from_page, time.time)
+            page = await stack.enter_async_context(
+                open_dashboard(settings.dashboard_port, reporter.status, from_page, time.time)
             )
-            journal.say(f"this node's page, for `farandole dashboard --open`, is at {place.url}")
+            journal.say(f"this node's page, for `farandole dashboard --open`, is at {page.url}")
         yield reporter
 
 

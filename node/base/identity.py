@@ -20,7 +20,7 @@ from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, HeldError, locked_fil
 
 KEY_BYTES = 32
 # A node's private files, which may already exist with a wider mode.
-_PRIVATE = ("store.sqlite*", "log*", "rounds.jsonl*", "dashboard.json")
+_PRIVATE = ("store.sqlite*", "log*", "rounds.jsonl*")
 
 
 class IdentityError(FarandoleError):

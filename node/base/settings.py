@@ -394,7 +394,6 @@ class NodeSettings:
     # Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.store.folder`).
     checkpoints = InHome("checkpoints")
     tokens = InHome("tokens")  # the text that this node brings, tokenised (`farandole.training.data.token_cache`)
-    dashboard_place = InHome("dashboard.json")  # where the page is, while the daemon runs
     rounds = InHome("rounds.jsonl")  # the rounds that are over (`farandole.node.status.round_log`)
     log = InHome("log")  # the daemon's
 

@@ -458,7 +458,7 @@ class Training:
                 if isinstance(report, messages.Contributed):
                     session.contribute(report)
                     journal.over("trainer")
-                    journal.losses.add_training(report.round, report.loss)
+                    journal.history.add_loss(report.round, report.loss)
                     seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
                     warning = slow_steps(self._loop.config.manifest, seconds)
                     if warning and not self._is_slowness_told:

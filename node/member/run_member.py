@@ -11,9 +11,9 @@ import trio
 
 from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
 
+from ..base.causes import release_words
 from ..base.errors import JoinError
 from ..base.project import VERSION
-from ..base.remedies import release_words
 from ..join.address_book import Reconnector
 from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
 from ..loop.audit_service import AuditService

@@ -21,9 +21,9 @@ from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.wire.identity import short_name
 
 from ..base.backoff import Backoff
+from ..base.causes import release_words
 from ..base.errors import PeerUnreachableError
 from ..base.project import VERSION
-from ..base.remedies import release_words
 from ..base.streams import SUSPICION_DIAL_TIMEOUT
 from ..mesh.host import Host
 from ..status.journal import Journal

@@ -36,8 +36,8 @@ from farandole.protocol.state.state import PayloadType, RunState
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 
+from ..base.causes import clock_words
 from ..base.project import VERSION
-from ..base.remedies import clock_words
 from ..mesh.addresses import rank
 from ..mesh.host import Host
 from ..status.journal import Journal
@@ -137,7 +137,7 @@ class Announcer:
 
     async def report_progress(self) -> None:
         """Publish this node's part of the run's counters."""
-        moved = self._journal.exchanges
+        moved = self._journal.history
         progress = progress_of(self._journal.state, moved.bytes_sent, moved.bytes_received)
         await self._gossip.publish(Kind.PROGRESS, 0, progress)
         while self._unannounced:

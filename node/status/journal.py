@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +20,7 @@ from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.rounds.training_events import RoundEnd
 from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
 from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.latest import Latest
 
 from .round_log import RoundRecord
 from .status import NO_STREAM, NOT_BEGUN, REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus
@@ -40,69 +42,53 @@ def without_figures(text: str) -> str:
     return _FIGURES.sub("", text)
 
 
-class ExchangeHistory:
-    """Counts since the node began, and the newest exchanges."""
+@dataclass
+class History:
+    """What has happened since the node began, by the names that `NodeStatus` has for it."""
 
-    def __init__(self) -> None:
-        self.num_committed = 0
-        self.num_alone = 0
-        self.num_failed = 0
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        """Of contributions and of checkpoints."""
-        self.recent: deque[ExchangeStatus] = deque(maxlen=MAX_EXCHANGES)
-        self.partners: Counter[str] = Counter()
-        """Peer id -> committed exchanges."""
-        self.paths: Counter[str] = Counter()
-        """How contributions moved -> committed exchanges."""
-
-    @property
-    def last(self) -> ExchangeStatus | None:
-        """The newest exchange, or round without one."""
-        return self.recent[-1] if self.recent else None
+    exchanges_ok: int = 0
+    exchanges_alone: int = 0
+    exchanges_failed: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    """Of contributions and of checkpoints."""
+    recent_exchanges: deque[ExchangeStatus] = field(default_factory=lambda: deque(maxlen=MAX_EXCHANGES))
+    partners: Counter[str] = field(default_factory=Counter)
+    paths: Counter[str] = field(default_factory=Counter)
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
+    loss_first: float | None = None
+    validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
+    bits_per_byte: float | None = None
 
     def add(self, exchange: ExchangeStatus) -> None:
         """Add an exchange that has ended, or a round that was taken alone (an empty ``partner``)."""
         name = exchange.partner
         if exchange.verdict == "committed":
-            self.num_committed += 1
+            self.exchanges_ok += 1
             if name not in self.partners and len(self.partners) >= MAX_PARTNERS:
                 del self.partners[min(self.partners, key=self.partners.__getitem__)]
             self.partners[name] += 1
             self.paths[exchange.path] += 1
         elif name:
-            self.num_failed += 1
+            self.exchanges_failed += 1
         else:
-            self.num_alone += 1
+            self.exchanges_alone += 1
         self.bytes_sent += exchange.bytes_sent
         self.bytes_received += exchange.bytes_received
-        self.recent.append(exchange)
+        self.recent_exchanges.append(exchange)
 
-
-class LossHistory:
-    """Points of both curves, each (round, nats a token). A loss that is not finite is left out."""
-
-    def __init__(self) -> None:
-        self.training: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
-        self.validation: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
-        self.bits_per_byte: float | None = None
-        """The newest validation loss in bits per byte; None where it is not known."""
-        self.first: float | None = None
-        """Training loss of the first round."""
-
-    def add_training(self, round_index: int, loss: float | None) -> None:
-        """Add the mean training loss of a finished round, where it is known."""
+    def add_loss(self, round_index: int, loss: float | None) -> None:
+        """Add the mean training loss of a finished round, where it is known; one that is not finite is left out."""
         if loss is not None and math.isfinite(loss):
-            self.first = loss if self.first is None else self.first
-            self.training.append((round_index, loss))
+            self.loss_first = loss if self.loss_first is None else self.loss_first
+            self.losses.append((round_index, loss))
 
-    def add_validation(self, round_index: int, loss: float, bits_per_byte: float | None = None) -> bool:
-        """Add the validation loss after a round; returns False if it is not finite."""
-        if not math.isfinite(loss):
-            return False
-        self.validation.append((round_index, loss))
-        self.bits_per_byte = bits_per_byte
-        return True
+    def facts(self, max_partners: int) -> dict[str, Any]:
+        """Return the fields of a `NodeStatus` that tell it, with the most frequent partners."""
+        copies = {name: list(value) if isinstance(value, deque) else value for name, value in vars(self).items()}
+        partners = dict(self.partners.most_common(max_partners))
+        last = self.recent_exchanges[-1] if self.recent_exchanges else None
+        return {**copies, "partners": partners, "paths": dict(self.paths), "last_exchange": last}
 
 
 # What peers do to a node, and nothing else says: how often until the peer is named, and in which words.
@@ -124,19 +110,17 @@ class Conduct:
     """What each peer has done to this node. Only what this node has seen itself counts, not what others say."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[bytes, Counter[str]] = OrderedDict()
-        self._named: dict[bytes, list[str]] = {}
+        self._counts: Latest[bytes, Counter[str]] = Latest(MAX_PARTNERS)
+        self._named: Latest[bytes, list[str]] = Latest(MAX_PARTNERS)
 
     def add(self, peer: bytes, deed: str) -> bool:
         """Note one of `DEEDS`; return whether the peer is to be named for it now, which is once."""
-        counts = self._counts.setdefault(peer, Counter())
-        self._counts.move_to_end(peer)
-        if len(self._counts) > MAX_PARTNERS:
-            self._named.pop(self._counts.popitem(last=False)[0], None)
+        counts = self._counts[peer] = self._counts.get(peer, Counter())
         counts[deed] += 1
-        if counts[deed] < DEEDS[deed][0] or deed in self._named.get(peer, ()):
+        named = self._named.get(peer, [])
+        if counts[deed] < DEEDS[deed][0] or deed in named:
             return False
-        self._named.setdefault(peer, []).append(deed)
+        self._named[peer] = [*named, deed]
         return True
 
     def forgive(self, peer: bytes) -> None:
@@ -177,8 +161,7 @@ class Journal:
     ) -> None:
         self.clock = clock
         self.state = NodeState()
-        self.exchanges = ExchangeHistory()
-        self.losses = LossHistory()
+        self.history = History()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.conduct = Conduct()
         self.sponsor_of: Callable[[bytes], bytes | None] = lambda peer: None
@@ -280,7 +263,10 @@ class Journal:
 
     def record_validation(self, round_index: int, loss: float, bits_per_byte: float | None = None) -> None:
         """Record the validation loss after a round, in nats a token, and in bits per byte where these are known."""
-        if not self.losses.add_validation(round_index, loss, bits_per_byte):
+        if math.isfinite(loss):
+            self.history.validation.append((round_index, loss))
+            self.history.bits_per_byte = bits_per_byte
+        else:
             self.warn(f"the loss on held-out text is {loss} after round {round_index}: the replica diverges")
 
     def record_exchange(self, ended: ExchangeEnded) -> None:
@@ -297,7 +283,7 @@ class Journal:
             ended.clip,
             ended.late_seconds,
         )
-        self.exchanges.add(exchange)
+        self.history.add(exchange)
         if ended.committed and ended.clip >= 1.0:
             self.conduct.forgive(ended.peer)
         elif ended.committed:
@@ -321,8 +307,8 @@ class Journal:
         failed = [exchange for exchange in end.exchanges if exchange is not used]
         verdict = f"alone: {end.alone}" if end.alone else "committed" if used else ""
         if end.alone:
-            self.exchanges.add(ExchangeStatus(done.round, "", verdict, 0, 0, 0.0, self.clock()))
-        measured = self.losses.validation[-1] if self.losses.validation else None
+            self.history.add(ExchangeStatus(done.round, "", verdict, 0, 0, 0.0, self.clock()))
+        measured = self.history.validation[-1] if self.history.validation else None
         is_new = measured is not None and measured != self._told_validation
         record = RoundRecord(
             at=self.clock(),
@@ -344,7 +330,7 @@ class Journal:
             failure=f"failed: {failed[-1].reason}" if failed else "",
             failed_bytes_sent=sum(exchange.bytes_sent for exchange in failed),
             skipped_steps=done.skipped_steps,
-            bits_per_byte=self.losses.bits_per_byte if is_new else None,
+            bits_per_byte=self.history.bits_per_byte if is_new else None,
         )
         self._told_validation = measured
         if self._tell_round is None:

@@ -543,7 +543,7 @@ class Downloads:
         except PeerUnreachableError as error:
             self.journal.warn(f"no weights of round {index.round}: {error}", NO_WEIGHTS)
             return None
-        self.journal.exchanges.bytes_received += fetched.num_bytes
+        self.journal.history.bytes_received += fetched.num_bytes
         if fetched.num_bytes:
             self.rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
         return fetched

@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 import trio
 
+from ..base.causes import clock_words, release_words
 from ..base.figures import count, duration, loss, plural
-from ..base.remedies import clock_words, release_words
 from ..status.status import (
     NO_START,
     REFUSED_HERE,

@@ -66,8 +66,7 @@ class Reporter:
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Return the present status with at most ``max_members`` members, connected ones first."""
-        journal, exchanges, losses = self.journal, self.journal.exchanges, self.journal.losses
-        host, shaping, connectivity = self.host, self.shaping, self.connectivity
+        journal, host, shaping, connectivity = self.journal, self.host, self.shaping, self.connectivity
         members, run = self._look()
         shown = members
         if len(members) > max_members:
@@ -78,20 +77,7 @@ class Reporter:
             pid=os.getpid(),
             started_at=self.started_at,
             at=journal.clock(),
-            # What happened before
-            losses=list(losses.training),
-            loss_first=losses.first,
-            validation=list(losses.validation),
-            bits_per_byte=losses.bits_per_byte,
-            exchanges_ok=exchanges.num_committed,
-            exchanges_alone=exchanges.num_alone,
-            exchanges_failed=exchanges.num_failed,
-            partners=dict(exchanges.partners.most_common(max_members)),
-            paths=dict(exchanges.paths),
-            bytes_sent=exchanges.bytes_sent,
-            bytes_received=exchanges.bytes_received,
-            last_exchange=exchanges.last,
-            recent_exchanges=list(exchanges.recent),
+            **journal.history.facts(max_members),
             warnings=[event.text for event in journal.standing],
             warned_at=[event.at for event in journal.standing],
             disk=journal.disk,
@@ -125,16 +111,8 @@ class Reporter:
             audits=None if self.audits is None else self.audits.status(),
             notice="" if self.notices is None else self.notices.words,
             traffic=None if self.traffic is None else self.traffic.status(),
-            resources=self._resources(),
+            resources=measure_resources(journal.state),
         )
-
-    def _resources(self) -> Resources | None:
-        state = self.journal.state
-        taken = measure_resources(state.trainer_pid)
-        if taken is None or state.trainer_pid is None or state.device_memory is None:
-            return taken
-        device_memory, total = state.device_memory
-        return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
 
     def members(self) -> list[MemberStatus]:
         """Return the members, live ones first. A large run's may be a few seconds old: pages ask every second."""
@@ -248,15 +226,18 @@ def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:
     )
 
 
-def measure_resources(trainer_pid: int | None) -> Resources | None:
+def measure_resources(state: NodeState) -> Resources | None:
     """Measure this process, in which trio runs, and its trainer; None where the system keeps that secret."""
-    memory = resident_bytes(os.getpid())
+    memory, pid = resident_bytes(os.getpid()), state.trainer_pid
     if memory is None:
         return None
+    device_memory, total = (None, None) if pid is None or state.device_memory is None else state.device_memory
     return Resources(
         memory=memory,
-        trainer_memory=None if trainer_pid is None else resident_bytes(trainer_pid),
+        trainer_memory=None if pid is None else resident_bytes(pid),
         descriptors=count_descriptors(),
         tasks=trio.lowlevel.current_statistics().tasks_living,
+        device_memory=device_memory,
+        device_memory_total=total,
         processor_seconds=time.process_time(),
     )

@@ -16,8 +16,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..base.causes import release_words, releases
 from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, plural, size, sparkline
-from ..base.remedies import release_words, releases
 from ..status.round_log import more_steps
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
 from .headline import headline

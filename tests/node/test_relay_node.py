@@ -16,13 +16,11 @@ import trio
 
 from farandole.node.base.control import ControlError, call
 from farandole.node.base.exits import Exit
-from farandole.node.base.settings import NodeSettings
 from farandole.node.control_methods import admission_handlers
 from farandole.node.loop.traffic_service import TRAFFIC_FACT, Used
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.state.store import open_store
-from farandole.node.ui.dashboard.server import find_place
 from farandole.node.ui.headline import headline
 from farandole.protocol.mesh.kademlia import relay_key, run_key
 from farandole.protocol.run.invite import Invite, encode_invite, split_address
@@ -52,9 +50,7 @@ async def providers(host: Host, key: bytes, wanted: bytes) -> None:
 
 def figures_of(relay: Daemon) -> str:
     """Return the relay's metrics for Prometheus."""
-    place = find_place(NodeSettings(home=relay.home).dashboard_place)
-    assert place is not None
-    with urllib.request.urlopen(f"{place.url}metrics") as answer:
+    with urllib.request.urlopen(f"{call(relay.home, 'dashboard')['url']}metrics") as answer:
         return str(answer.read().decode())
 
 

@@ -77,15 +77,12 @@ def dashboard(
 
     from farandole.protocol.wire.errors import FarandoleError
 
-    from ...base.settings import NodeSettings
-    from ...ui.dashboard.server import find_place
+    from ...base.control import call
 
-    node_status(home)  # raises an error if no node runs here
-    place = find_place(NodeSettings(home=home).dashboard_place)
-    if place is None:
-        raise FarandoleError("this node serves no page: it was started with --no-dashboard, or is just starting")
-    print_answer(as_json, {"url": place.url, "token": place.token}, place.link)
-    if open_browser and not webbrowser.open(place.link):
+    page = call(home, "dashboard")
+    link = f"{page['url']}#{page['token']}"  # a browser sends the fragment to no server
+    print_answer(as_json, page, link)
+    if open_browser and not webbrowser.open(link):
         raise FarandoleError("no browser was found here; open the address above")
 
 

@@ -21,9 +21,8 @@ from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.wire.identity import short_name
 
-from ...base.causes import Finding, found, lessen
+from ...base.causes import Finding, describe_skew, found, lessen
 from ...base.errors import PeerUnreachableError, StrangerError
-from ...base.remedies import describe_skew
 from ...join.bootstrap import dial, fetch_manifest
 from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host

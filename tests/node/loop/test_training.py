@@ -259,7 +259,7 @@ async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
     await trio.sleep(2 * TRAFFIC_INTERVAL)
     await story.play_round()
     assert not story.exchanges
-    assert story.journal.exchanges.recent[-1].verdict == "alone: this node saves its traffic"
+    assert story.journal.history.recent_exchanges[-1].verdict == "alone: this node saves its traffic"
 
     story.traffic = 2 * SIZE
     await trio.sleep(2 * TRAFFIC_INTERVAL)
@@ -567,7 +567,7 @@ async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
     assert [start.round for start in story.exchanges] == [0]
     assert without_saves(trainer) == [*commands, ALONE(0)]
     assert story.pairing.round == 1
-    assert story.journal.exchanges.num_failed == 1
+    assert story.journal.history.exchanges_failed == 1
 
 
 async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
@@ -652,9 +652,9 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
     assert steps == [messages.TakeOuterStep(0, second.peer, 0, 0)]
     assert SharedCounter(trainer.incoming).read() == (2, 0), "what the first one sent is not taken for the second's"
     assert (
-        story.journal.exchanges.num_failed,
-        story.journal.exchanges.num_committed,
-        story.journal.exchanges.num_alone,
+        story.journal.history.exchanges_failed,
+        story.journal.history.exchanges_ok,
+        story.journal.history.exchanges_alone,
     ) == (1, 1, 0)
     await trainer.report(messages.OuterStepTaken(0))
     (record,) = story.rounds
@@ -709,7 +709,7 @@ async def test_a_trainer_that_judges_too_slowly_costs_no_exchange_and_is_reporte
     if answers:
         await trainer.report(late)
     await trio.sleep(EXCHANGE_SECONDS + 1.0)
-    ended = story.journal.exchanges.recent[-1]
+    ended = story.journal.history.recent_exchanges[-1]
     assert (ended.verdict, ended.clip) == ("committed", 0.5)
     assert ended.late_seconds == pytest.approx(4.0 if answers else 3.0)
 

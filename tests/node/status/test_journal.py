@@ -20,8 +20,12 @@ def test_committed_exchanges_are_counted_by_their_path() -> None:
         journal.record_exchange(ended(0, b"b" * 32, path=path))
     journal.record_exchange(ended(1, b"b" * 32, "too slow", path="bulk"))
     journal.finish_round(round_end(2, alone="nobody is there"))
-    assert journal.exchanges.paths == {"bulk": 2, "stream": 1}
-    assert (journal.exchanges.num_committed, journal.exchanges.num_failed, journal.exchanges.num_alone) == (3, 1, 1)
+    assert journal.history.paths == {"bulk": 2, "stream": 1}
+    assert (journal.history.exchanges_ok, journal.history.exchanges_failed, journal.history.exchanges_alone) == (
+        3,
+        1,
+        1,
+    )
 
 
 def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +33,8 @@ def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.Monk
     journal = Journal(say=lambda text: None)
     for peer in (b"a", b"a", b"b", b"c", b"d"):
         journal.record_exchange(ended(0, peer * 32))
-    assert journal.exchanges.partners == {peer_id_of(b"a" * 32): 2, peer_id_of(b"d" * 32): 1}
-    assert journal.exchanges.num_committed == 5
+    assert journal.history.partners == {peer_id_of(b"a" * 32): 2, peer_id_of(b"d" * 32): 1}
+    assert journal.history.exchanges_ok == 5
 
 
 def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
@@ -127,13 +131,13 @@ def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) ->
     rounds: list[RoundRecord] = []
     journal = Journal(say=lambda text: None, tell_round=rounds.append)
     for number in (3.0, loss, 2.0):
-        journal.losses.add_training(7, number)
+        journal.history.add_loss(7, number)
         journal.record_validation(7, number)
         journal.finish_round(round_end(7, loss=number))
-    assert list(journal.losses.training) == list(journal.losses.validation) == [(7, 3.0), (7, 2.0)]
+    assert list(journal.history.losses) == list(journal.history.validation) == [(7, 3.0), (7, 2.0)]
     assert [record.loss for record in rounds] == [3.0, None, 2.0]
     assert "held-out text" in journal.warnings[-1]
 
     journal.update(loss=loss)
-    status = msgspec.structs.replace(STATUS, loss=journal.state.loss, losses=list(journal.losses.training))
+    status = msgspec.structs.replace(STATUS, loss=journal.state.loss, losses=list(journal.history.losses))
     assert msgspec.json.decode(msgspec.json.encode(status), type=NodeStatus).loss is None

@@ -67,7 +67,7 @@ def test_every_figure_of_the_grafana_dashboard_exists_and_every_figure_has_its_p
     assert names - shown <= {"farandole_stage"}
 
 
-async def test_the_page_s_server_gives_them_to_a_scraper_on_this_machine(tmp_path: Path) -> None:
+async def test_the_page_s_server_gives_them_to_a_scraper_on_this_machine() -> None:
     def scrape(port: int) -> tuple[int, str, bytes]:
         connection = http.client.HTTPConnection("localhost", port, timeout=10)
         try:
@@ -77,7 +77,7 @@ async def test_the_page_s_server_gives_them_to_a_scraper_on_this_machine(tmp_pat
         finally:
             connection.close()
 
-    async with open_page(tmp_path) as shown:
+    async with open_page() as shown:
         code, kind, body = await trio.to_thread.run_sync(scrape, shown.port)
     assert (code, kind.partition(";")[0]) == (200, "text/plain")
     assert ALICE.encode() in body

@@ -8,7 +8,7 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from farandole.node.base.remedies import clock_words, release_words
+from farandole.node.base.causes import clock_words, release_words
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import NO_START, NodeStatus
 from farandole.node.ui.headline import REMIND_AFTER, STATUS_INTERVAL, Reminder, keep_reminding

@@ -88,7 +88,11 @@ class FakeNode:
         async def invite(params: dict[str, Any]) -> object:
             return ""  # its run is open to all
 
+        async def dashboard(params: dict[str, Any]) -> object:
+            return {"url": "http://127.0.0.1:8710/", "token": "secret"}
+
         handlers = {"status": status, "peers": peers, "leave": leave, "invite": invite, "network_key": invite}
+        handlers["dashboard"] = dashboard
         with locked(self.home / "lock"):
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve_control, self.home / "control.sock", handlers)
@@ -205,6 +209,11 @@ def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
     assert json.loads(run("status", "--json")[1]) == json.loads(msgspec.json.encode(STATUS))
     assert [line.split()[0] for line in run("peers")[1].splitlines() if "this node" in line] == [ALICE[-8:]]
     assert [member["peer_id"] for member in json.loads(run("peers", "--json")[1])][:2] == [ALICE, BOB]
+
+
+def test_the_page_of_a_running_node_is_named_with_its_token(run: Run, node: FakeNode) -> None:
+    assert run("dashboard")[:2] == (Exit.OK, "http://127.0.0.1:8710/#secret\n")
+    assert json.loads(run("dashboard", "--json")[1])["token"] == "secret"
 
 
 def test_an_invite_of_a_running_node_names_it_and_its_members(run: Run, node: FakeNode) -> None:

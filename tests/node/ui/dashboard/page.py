@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,12 +32,16 @@ class Shown:
     actions: list[str] = field(default_factory=list)
 
     @property
+    def link(self) -> str:
+        return f"{self.place.url}#{self.place.token}"
+
+    @property
     def port(self) -> int:
         return int(self.place.url.rstrip("/").rpartition(":")[2])
 
 
 @asynccontextmanager
-async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> AsyncIterator[Shown]:
+async def open_page(clock: Callable[[], float] = lambda: NOW) -> AsyncIterator[Shown]:
     shown = Shown(PageAddress("", ""))
 
     async def pause(params: dict[str, Any]) -> object:
@@ -68,5 +71,5 @@ async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> A
         return f"quiet hours {params['hours']}"
 
     actions = {"pause": pause, "leave": leave, "invitation": invitation, "limit": limit, "quiet": quiet}
-    async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, actions, clock) as shown.place:
+    async with open_dashboard(0, lambda: shown.status, actions, clock) as shown.place:
         yield shown

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import stat
-from pathlib import Path
 
 import msgspec
 import pytest
 import trio
 
-from farandole.node.ui.dashboard.server import find_place, open_dashboard
+from farandole.node.ui.dashboard.server import open_dashboard
 
 from ...statuses import ALICE, BOB, STATUS
 from .page import Shown, open_page
@@ -32,14 +30,14 @@ async def answer(shown: Shown, method: str, path: str, **headers: str) -> Answer
     return await trio.to_thread.run_sync(lambda: ask(shown, method, path, b"", **headers))
 
 
-async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others(tmp_path: Path) -> None:
+async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others() -> None:
     kinds = {
         "/": "text/html",
         "/dashboard.js": "text/javascript",
         "/charts.js": "text/javascript",
         "/style.css": "text/css",
     }
-    async with open_page(tmp_path) as shown:
+    async with open_page() as shown:
         for path, kind in kinds.items():
             code, headers, body = await answer(shown, "GET", path)
             assert code == 200
@@ -48,8 +46,8 @@ async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others(tmp
             assert b"http" not in body.replace(b"http-equiv", b"")  # no outside assets
 
 
-async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown:
+async def test_the_overview_says_what_the_status_says() -> None:
+    async with open_page() as shown:
         shown.status = msgspec.structs.replace(STATUS, remarks={BOB: "flooded this node"})
         token = f"Bearer {shown.place.token}"
         overview = json.loads((await answer(shown, "GET", "/api/overview", Authorization=token))[2])
@@ -67,8 +65,8 @@ async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
     assert [member["remark"] for member in members["members"]] == ["", "flooded this node", ""]
 
 
-async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown:
+async def test_who_bears_the_token_may_act() -> None:
+    async with open_page() as shown:
         token = f"Bearer {shown.place.token}"
         done = await answer(shown, "POST", "/api/pause", Authorization=token, Origin=shown.place.url.rstrip("/"))
         refused = await answer(shown, "POST", "/api/leave", Authorization=token)
@@ -94,8 +92,8 @@ async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
         (b'{"upload_mbit": 5, "x": "' + b"x" * 2_000 + b'"}', 413),
     ],
 )
-async def test_an_action_takes_a_few_numbers(tmp_path: Path, body: bytes, code: int) -> None:
-    async with open_page(tmp_path) as shown:
+async def test_an_action_takes_a_few_numbers(body: bytes, code: int) -> None:
+    async with open_page() as shown:
         token = f"Bearer {shown.place.token}"
         told = await trio.to_thread.run_sync(lambda: ask(shown, "POST", "/api/limit", body, Authorization=token))
     assert told[0] == code, told[2]
@@ -116,8 +114,8 @@ async def test_an_action_takes_a_few_numbers(tmp_path: Path, body: bytes, code: 
         {"Authorization": "TOKEN", "Sec_Fetch_Site": "cross-site"},
     ],
 )
-async def test_others_may_not(tmp_path: Path, headers: dict[str, str]) -> None:
-    async with open_page(tmp_path) as shown:
+async def test_others_may_not(headers: dict[str, str]) -> None:
+    async with open_page() as shown:
         sent = {name: value.replace("TOKEN", f"Bearer {shown.place.token}") for name, value in headers.items()}
         code, _, body = await answer(shown, "POST", "/api/pause", **sent)
 
@@ -126,8 +124,8 @@ async def test_others_may_not(tmp_path: Path, headers: dict[str, str]) -> None:
     assert shown.actions == []
 
 
-async def test_other_pages_and_other_users_of_the_machine_read_nothing_about_members(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown:
+async def test_other_pages_and_other_users_of_the_machine_read_nothing_about_members() -> None:
+    async with open_page() as shown:
         for path in ("/", "/api/members"):
             for headers in ({"Host": "evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "http://a.b"}):
                 assert (await answer(shown, "GET", path, **headers))[0] == 403
@@ -141,24 +139,16 @@ async def test_other_pages_and_other_users_of_the_machine_read_nothing_about_mem
         assert not [member for member in STATUS.members if member.peer_id != ALICE and member.peer_id.encode() in body]
 
 
-async def test_where_the_page_is_is_the_owners_to_know_and_gone_with_the_node(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown:
-        place_file = tmp_path / "dashboard.json"
-        assert stat.S_IMODE(place_file.stat().st_mode) == 0o600
-        assert shown.place.link == f"{shown.place.url}#{shown.place.token}"
-    assert find_place(place_file) is None
-
-
-async def test_a_port_that_is_taken_is_no_obstacle(tmp_path: Path) -> None:
+async def test_a_port_that_is_taken_is_no_obstacle() -> None:
     async with (
-        open_page(tmp_path) as first,
-        open_dashboard(tmp_path / "second.json", first.port, lambda: STATUS, {}, lambda: 0.0) as second,
+        open_page() as first,
+        open_dashboard(first.port, lambda: STATUS, {}, lambda: 0.0) as second,
     ):
         assert second.url != first.place.url
 
 
-async def test_garbage_costs_nobody_else(tmp_path: Path) -> None:
-    async with open_page(tmp_path) as shown:
+async def test_garbage_costs_nobody_else() -> None:
+    async with open_page() as shown:
         for garbage in (
             b"\x00" * 100,
             b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000,

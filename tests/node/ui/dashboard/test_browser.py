@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -63,16 +62,16 @@ def open_browser(link: str, *, awaited: str = "#members tr", **context: Any) -> 
         chromium.close()
 
 
-async def in_browser(tmp_path: Path, look: Callable[[Shown], None], status: NodeStatus = STATUS) -> Shown:
-    async with open_page(tmp_path) as shown:
+async def in_browser(look: Callable[[Shown], None], status: NodeStatus = STATUS) -> Shown:
+    async with open_page() as shown:
         shown.status = status
         await trio.to_thread.run_sync(look, shown)
         return shown
 
 
-async def test_the_page_shows_live_data_without_an_error(tmp_path: Path) -> None:
+async def test_the_page_shows_live_data_without_an_error() -> None:
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
+        with open_browser(shown.link) as browser:
             page = browser.page
             assert page.inner_text("#headline").startswith("training with 2 others, round 7")
             assert "token" not in page.url
@@ -88,12 +87,12 @@ async def test_the_page_shows_live_data_without_an_error(tmp_path: Path) -> None
 
     last = STATUS.last_exchange
     assert last is not None
-    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, recent_exchanges=[last]))
+    await in_browser(look, msgspec.structs.replace(STATUS, recent_exchanges=[last]))
 
 
-async def test_a_person_pauses_invites_and_sets_caps(tmp_path: Path) -> None:
+async def test_a_person_pauses_invites_and_sets_caps() -> None:
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
+        with open_browser(shown.link) as browser:
             page = browser.page
             page.click("#pause")
             expect(page.locator("#answer")).to_have_text("pausing")
@@ -124,14 +123,12 @@ async def test_a_person_pauses_invites_and_sets_caps(tmp_path: Path) -> None:
             expect(page.locator("#limits")).to_contain_text("quiet hours: 22:00-07:30")
             assert [problem for problem in browser.problems if "409" not in problem] == []
 
-    assert (await in_browser(tmp_path, look)).actions == ["pause"]
+    assert (await in_browser(look)).actions == ["pause"]
 
 
-async def test_a_node_that_joins_shows_its_steps_and_then_charts_to_read(
-    tmp_path: Path,
-) -> None:
+async def test_a_node_that_joins_shows_its_steps_and_then_charts_to_read() -> None:
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
+        with open_browser(shown.link) as browser:
             page = browser.page
             expect(page.locator("#steps .now")).to_have_text("fetch weights")
             assert page.locator("#steps .done").count() == 2
@@ -154,10 +151,10 @@ async def test_a_node_that_joins_shows_its_steps_and_then_charts_to_read(
             expect(page.locator("#loss canvas")).to_have_count(1)
             assert browser.problems == []
 
-    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, phase="fetching weights"))
+    await in_browser(look, msgspec.structs.replace(STATUS, phase="fetching weights"))
 
 
-async def test_without_the_token_the_page_and_a_click_say_where_to_get_it(tmp_path: Path) -> None:
+async def test_without_the_token_the_page_and_a_click_say_where_to_get_it() -> None:
     def look(shown: Shown) -> None:
         with open_browser(shown.place.url, awaited="#headline.trouble") as browser:
             expect(browser.page.locator("#headline")).to_contain_text("farandole dashboard")
@@ -165,28 +162,28 @@ async def test_without_the_token_the_page_and_a_click_say_where_to_get_it(tmp_pa
             browser.page.click("#pause")
             expect(browser.page.locator("#answer")).to_contain_text("farandole dashboard")
 
-    assert (await in_browser(tmp_path, look)).actions == []
+    assert (await in_browser(look)).actions == []
 
 
-async def test_what_peers_say_is_text_and_nothing_else(tmp_path: Path) -> None:
+async def test_what_peers_say_is_text_and_nothing_else() -> None:
     evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
     members = [msgspec.structs.replace(member, device=evil, path=evil) for member in STATUS.members]
 
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
+        with open_browser(shown.link) as browser:
             assert evil in browser.page.inner_text("#members")
             assert browser.page.title() != "owned"
             assert browser.page.locator("#members img").count() == 0
 
-    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, members=members, warnings=[evil]))
+    await in_browser(look, msgspec.structs.replace(STATUS, members=members, warnings=[evil]))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_fits_a_phone_and_axe_core_finds_nothing_that_keeps_people_out(tmp_path: Path, scheme: str) -> None:
+async def test_it_fits_a_phone_and_axe_core_finds_nothing_that_keeps_people_out(scheme: str) -> None:
     """WCAG 2.2 A and AA, and axe-core's best practices: contrast, names for screen readers, keyboard, structure."""
 
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.link, color_scheme=scheme) as browser:
+        with open_browser(shown.link, color_scheme=scheme) as browser:
             for width, height in ((1440, 900), (360, 740)):
                 browser.page.set_viewport_size({"width": width, "height": height})
                 assert browser.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -204,17 +201,17 @@ async def test_it_fits_a_phone_and_axe_core_finds_nothing_that_keeps_people_out(
                 assert result.violations_count == 0, result.generate_report()
                 assert len(result.response["passes"]) > 20
 
-    await in_browser(tmp_path, look)
+    await in_browser(look)
 
 
-async def test_a_thousand_members_are_drawn_a_page_at_a_time_and_found_by_typing(tmp_path: Path) -> None:
+async def test_a_thousand_members_are_drawn_a_page_at_a_time_and_found_by_typing() -> None:
     example = STATUS.members[1]
     members = [STATUS.members[0]] + [
         msgspec.structs.replace(example, peer_id=f"12D3KooW{index:08d}", round=index % 7) for index in range(1_000)
     ]
 
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.link) as browser:
+        with open_browser(shown.link) as browser:
             page = browser.page
             rows, which = page.locator("#members tr"), page.locator("#rows")
             expect(page.locator("#members-count")).to_have_text("1001")
@@ -233,4 +230,4 @@ async def test_a_thousand_members_are_drawn_a_page_at_a_time_and_found_by_typing
             assert page.locator("*").count() < 2_500
             assert browser.problems == []
 
-    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, members=members))
+    await in_browser(look, msgspec.structs.replace(STATUS, members=members))
