@@ -3,8 +3,8 @@
 A program connects to the node's socket once for each thing that it wants, and sends one request:
 
     Open | Take      StreamReady, then the bytes of a stream to a peer, both ways, until either end closes
-    Listen           RequestGranted, then a Ringing for each stream that a peer opens; another connection takes it with
-                     `Take`
+    Listen           RequestGranted: peers may open streams under the name while the connection is open, and other
+                     connections wait for one each with `Take`
     HoldNote*        RequestGranted for each: the note is in the run state while the connection is open
     Provide          RequestGranted: this node is found as a provider of the file while the connection is open
     FindNotes        NotesFound
@@ -62,9 +62,9 @@ class Listen(_Message, frozen=True):
 
 
 class Take(_Message, frozen=True):
-    """Take over a stream that a peer has opened (`Ringing`)."""
+    """Wait for the next stream that a peer opens under a name to which the program listens."""
 
-    ticket: int
+    name: NoteName
 
 
 class HoldNote(_Message, frozen=True):
@@ -111,13 +111,6 @@ class RequestGranted(_Message, frozen=True):
     """The request holds."""
 
 
-class Ringing(_Message, frozen=True):
-    """A peer has opened a stream."""
-
-    ticket: int
-    peer: str
-
-
 class NotesFound(_Message, frozen=True):
     """The notes by peer id."""
 
@@ -131,7 +124,7 @@ class ProvidersFound(_Message, frozen=True):
 
 
 Request = Open | Listen | Take | HoldNote | FindNotes | Provide | FindProviders
-Answer = StreamReady | Refused | RequestGranted | Ringing | NotesFound | ProvidersFound
+Answer = StreamReady | Refused | RequestGranted | NotesFound | ProvidersFound
 
 decode_request: Final = MessageDecoder[Request](Request, "a request of a program")
 decode_answer: Final = MessageDecoder[Answer](Answer, "an answer to a program")

@@ -33,7 +33,6 @@ from farandole.protocol.programs import (
     ProvidersFound,
     Request,
     RequestGranted,
-    Ringing,
     StreamReady,
     Take,
     decode_index,
@@ -46,7 +45,7 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home
 from ..base.system.sockets import connect
-from .stream import AnswerType, MeshError, MeshStream, ask, receive_answer
+from .stream import AnswerType, MeshError, MeshStream, ask
 
 # Files that a program shares, and how another one fetches them (`farandole.protocol.programs`).
 
@@ -153,7 +152,8 @@ class Run(Protocol):
 class MeshListener:
     """Accepts streams under one name while it is open: ``for stream in listener``; made by `Mesh.listen`."""
 
-    def __init__(self, node: MeshStream, take: Callable[[int], MeshStream]) -> None:
+    def __init__(self, node: MeshStream, take: Callable[[float | None], MeshStream]) -> None:
+        """``node``: the connection that holds the name; ``take``: waits for a stream, for so many seconds."""
         self._node = node
         self._take = take
 
@@ -167,10 +167,9 @@ class MeshListener:
 
     def accept(self, timeout: float | None = None) -> MeshStream:
         """Wait for a peer's stream; raise `MeshError` if the listener is closed, and `TimeoutError`."""
-        while True:
-            ringing = receive_answer(self._node, Ringing, timeout)
-            with contextlib.suppress(MeshError):  # the peer is gone again
-                return self._take(ringing.ticket)
+        if self._node.is_closed:  # another program may listen to the name by now
+            raise MeshError("this listener is closed")
+        return self._take(timeout)
 
     def __iter__(self) -> Iterator[MeshStream]:
         """Yield streams until `close`."""
@@ -245,7 +244,7 @@ class Mesh:
     def listen(self, name: str) -> MeshListener:
         """Accept streams that peers open under ``name``. Raises `MeshError` if another program here listens to it."""
         held = self._hold(Listen(_checked(name)))
-        return MeshListener(held, lambda ticket: self._stream(Take(ticket), LOCAL_SECONDS))
+        return MeshListener(held, lambda timeout: self._stream(Take(name), timeout))
 
     def send(self, peer: str, name: str, message: bytes, timeout: float = OPEN_SECONDS) -> None:
         """Send one message of at most 256 KiB; return when the peer's program has taken it from `messages`.
@@ -367,7 +366,7 @@ class Mesh:
 
     # Requests
 
-    def _stream(self, request: Request, timeout: float) -> MeshStream:
+    def _stream(self, request: Request, timeout: float | None) -> MeshStream:
         stream, ready = self._ask(request, StreamReady, timeout)
         stream.peer, stream.path = ready.peer, ready.path
         return stream
@@ -377,10 +376,10 @@ class Mesh:
         self._held.append(node)
         return node
 
-    def _ask(self, request: Request, kind: type[AnswerType], timeout: float) -> tuple[MeshStream, AnswerType]:
+    def _ask(self, request: Request, kind: type[AnswerType], timeout: float | None) -> tuple[MeshStream, AnswerType]:
         """Make a request over a connection of its own; return both."""
         try:
-            node = MeshStream(connect(NodeSettings(home=self.home).programs, timeout))
+            node = MeshStream(connect(NodeSettings(home=self.home).programs, LOCAL_SECONDS))
         except OSError as error:
             why = "it is in no run yet, has ended, or is a relay: see farandole status"
             raise MeshError(f"the node in {self.home} serves no programs: {why}") from error

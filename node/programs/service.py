@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +33,6 @@ from farandole.protocol.programs import (
     Refused,
     Request,
     RequestGranted,
-    Ringing,
     StreamReady,
     Take,
     decode_request,
@@ -59,9 +56,9 @@ MAX_CONNECTIONS: Final = 256
 MAX_STREAMS_OF_PEER: Final = 16
 # Unread bytes of a stream: at 100 ms there and back this still allows 80 Mbit/s, and a peer's streams hold 16 MiB.
 MAX_UNREAD_BYTES: Final = 1024 * 1024
-# Streams that a listening program has not yet heard of.
-MAX_RINGING: Final = 64
-# A program takes a stream as soon as it hears of it.
+# Streams under one name that no connection has taken, and how long each may wait: a program takes the next one as soon
+# as it has handed the last one on.
+MAX_UNTAKEN: Final = 64
 TAKE_SECONDS: Final = 10.0
 # A program's answer, and a request after a connection, are at most a few kilobytes between two processes.
 LOCAL_SECONDS: Final = 10.0
@@ -69,6 +66,10 @@ LOCAL_SECONDS: Final = 10.0
 MAX_PROVIDED: Final = 64
 # A note is renewed before its entry expires.
 RENEW_SECONDS: Final = RULES[Kind.NOTES].ttl / 2
+
+
+_Call = tuple[Libp2pStream, trio.Event]
+"""A stream that a peer has opened, and what is set when it is over."""
 
 
 class ProgramService:
@@ -94,11 +95,8 @@ class ProgramService:
         self._notes: dict[str, bytes] = {}
         self._has_new_notes = trio.Event()
         self._provided: set[bytes] = set()
-        self._names: set[str] = set()
-        """The names under which programs listen."""
-        self._calls: dict[int, tuple[Libp2pStream, trio.Event]] = {}
-        """Streams of peers that no program has taken, by ticket; and the event that one is over."""
-        self._tickets = count(1)
+        self._calls: dict[str, trio.MemoryReceiveChannel[_Call]] = {}
+        """The names under which programs listen, and the streams of peers that no connection has taken."""
         self._num_streams: Counter[bytes] = Counter()
 
     async def serve(self, connection: trio.SocketStream) -> None:
@@ -112,16 +110,8 @@ class ProgramService:
                         await self._open(connection, request)
                     case Listen():
                         await self._listen(connection, request.name)
-                    case Take(ticket):
-                        if ticket not in self._calls:
-                            raise FarandoleError("this stream is gone, or taken")
-                        stream, over = self._calls.pop(ticket)
-                        try:
-                            path = self._host.connections.path(stream.peer)
-                            await _say(connection, StreamReady(peer_id_of(stream.peer), path))
-                            await self._splice(connection, stream)
-                        finally:
-                            over.set()
+                    case Take(name):
+                        await self._take(connection, name)
                     case HoldNote():
                         await self._hold_note(connection, request)
                     case FindNotes(name):
@@ -152,43 +142,53 @@ class ProgramService:
             stream.reset()
 
     async def _listen(self, connection: trio.SocketStream, name: str) -> None:
-        if name in self._names:
+        if name in self._calls:
             raise FarandoleError(f"another program of this node listens to {name}")
-        calls, ringing = trio.open_memory_channel[Ringing](MAX_RINGING)
-        self._names.add(name)
-        self._host.set_handler(PROGRAMS_PROTOCOL + name, partial(self._ring, calls))
+
+        async def hand_on(stream: Libp2pStream) -> None:
+            """Hold a peer's stream until a connection of the program has carried it."""
+            if self._num_streams[stream.peer] >= MAX_STREAMS_OF_PEER:
+                raise RemoteProtocolError(
+                    f"{short_name(stream.peer)} has {MAX_STREAMS_OF_PEER} streams to programs already"
+                )
+            if calling.statistics().tasks_waiting_send >= MAX_UNTAKEN:
+                raise trio.TooSlowError("the listening program takes no streams")
+            self._num_streams[stream.peer] += 1
+            over = trio.Event()
+            try:
+                with trio.fail_after(TAKE_SECONDS):
+                    await calling.send((stream, over))
+                await over.wait()
+            finally:
+                self._num_streams -= Counter((stream.peer,))
+
+        calling, self._calls[name] = trio.open_memory_channel[_Call](0)
+        self._host.set_handler(PROGRAMS_PROTOCOL + name, hand_on)
         try:
             await _say(connection, RequestGranted())
-            async with open_service_nursery() as nursery:
-                nursery.start_soon(_await_end, connection, nursery.cancel_scope)
-                async for call in ringing:
-                    await _say(connection, call)
+            await _await_end(connection)
         finally:
             self._host.handlers.remove(PROGRAMS_PROTOCOL + name)
-            self._names.remove(name)
+            self._calls.pop(name).close()
 
-    async def _ring(self, calls: trio.MemorySendChannel[Ringing], stream: Libp2pStream) -> None:
-        """Tell the listening program of a peer's stream, and hold it while a connection of that program carries it."""
-        if self._num_streams[stream.peer] >= MAX_STREAMS_OF_PEER:
-            raise RemoteProtocolError(
-                f"{short_name(stream.peer)} has {MAX_STREAMS_OF_PEER} streams to programs already"
-            )
-        self._num_streams[stream.peer] += 1
-        ticket, over = next(self._tickets), trio.Event()
-        self._calls[ticket] = stream, over
+    async def _take(self, connection: trio.SocketStream, name: str) -> None:
+        """Wait for a peer's stream, for as long as the program does, and carry it."""
+        call: _Call | None = None
         try:
-            try:
-                calls.send_nowait(Ringing(ticket, peer_id_of(stream.peer)))
-            except (trio.WouldBlock, trio.BrokenResourceError) as error:
-                raise trio.TooSlowError("the listening program takes no streams") from error
-            with trio.move_on_after(TAKE_SECONDS):
-                await over.wait()
-            if ticket in self._calls:
-                raise trio.TooSlowError("the listening program has not taken this stream")
-            await over.wait()
+            if (calls := self._calls.get(name)) is not None:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_await_end, connection, nursery.cancel_scope)
+                    with contextlib.suppress(trio.ClosedResourceError):
+                        call = await calls.receive()
+                    nursery.cancel_scope.cancel()
+            if call is None:
+                raise FarandoleError(f"this program does not listen to {name} any more")
+            stream, _ = call
+            await _say(connection, StreamReady(peer_id_of(stream.peer), self._host.connections.path(stream.peer)))
+            await self._splice(connection, stream)
         finally:
-            self._calls.pop(ticket, None)
-            self._num_streams -= Counter((stream.peer,))
+            if call is not None:
+                call[1].set()
 
     async def _splice(self, connection: trio.SocketStream, stream: Libp2pStream) -> None:
         """Carry bytes both ways until either end closes; reset the stream if either breaks off."""

@@ -122,6 +122,11 @@ class MeshStream:
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits
         self._connection.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether this end is closed."""
+        return self._connection.fileno() < 0
+
     def _send(self, parts: Iterable[bytes | memoryview], timeout: float | None) -> None:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
@@ -163,13 +168,11 @@ class MeshStream:
 
 
 def ask(node: MeshStream, request: Request, kind: type[AnswerType], timeout: float | None) -> AnswerType:
-    """Make a request of the node, and return the answer. Raises as `receive_answer` does."""
+    """Make a request of the node, and return the answer.
+
+    Raises `MeshError` if it is a refusal, or the node is gone, and `TimeoutError`.
+    """
     node.send(encode(request), timeout)
-    return receive_answer(node, kind, timeout)
-
-
-def receive_answer(node: MeshStream, kind: type[AnswerType], timeout: float | None) -> AnswerType:
-    """Return the next answer. Raises `MeshError` if it is a refusal, or the node is gone, and `TimeoutError`."""
     answer = decode_answer(node.receive(timeout, MAX_ANSWER_BYTES) or b"")
     if isinstance(answer, Refused):
         raise MeshError(answer.reason)

@@ -251,6 +251,8 @@ async def test_a_name_has_one_listener_and_a_peer_few_streams(tmp_path: Path, no
     listener = await program(lambda: mesh.listen("work"))
     with pytest.raises(MeshError, match="another program"):
         await program(lambda: mesh.listen("work"))
+    with pytest.raises(TimeoutError):
+        await program(lambda: listener.accept(0.01))
     streams = [await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work") for _ in range(MAX_STREAMS_OF_PEER)]
     with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
         await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
@@ -262,7 +264,25 @@ async def test_a_name_has_one_listener_and_a_peer_few_streams(tmp_path: Path, no
         assert await streams[0].receive_some() == b""
     # One of its streams is over: the peer may open another.
     await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).send_all(b"?")
-    await program(mesh.close)
+    mesh.close()
+    with pytest.raises(MeshError, match="closed"):
+        await program(listener.accept)
+
+
+async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(
+    tmp_path: Path, nodes: tuple[Host, Host]
+) -> None:
+    mesh = await mesh_at(tmp_path / "b")
+    listener = await program(lambda: mesh.listen("work"))
+
+    def wait() -> None:
+        with pytest.raises(MeshError, match="does not listen to work any more"):
+            listener.accept()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(program, wait)
+        await trio.sleep(0.1)
+        mesh.close()
 
 
 async def test_a_stream_that_no_program_takes_is_reset(
