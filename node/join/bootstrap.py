@@ -196,8 +196,8 @@ def how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
 
 async def wait_for_anyone(host: Host, timeout: float) -> None:
     """Wait for ``timeout`` seconds, or until there is a connection, made by either side."""
-    with trio.move_on_after(timeout), host.connections.events() as events:
-        async for _, is_connected in events:
+    with trio.move_on_after(timeout):
+        async for _, is_connected in host.connections.events():
             if is_connected:
                 return
 

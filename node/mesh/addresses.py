@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -16,6 +16,7 @@ from multiaddr.utils import get_network_addrs
 from farandole.protocol.mesh.dialling import DialBudget, may_dial
 from farandole.protocol.mesh.relay import parse_circuit
 from farandole.protocol.wire.identity import peer_id_of
+from farandole.protocol.wire.latest import Latest
 
 from ..base.errors import PeerUnreachableError
 
@@ -146,33 +147,6 @@ class OwnAddresses:
         return [f"{multiaddr_of(ip, port)}/p2p/{self._peer_id}" for ip, port in dict.fromkeys(outer)]
 
 
-class LatestAddresses:
-    """The latest addresses of the peers heard of last."""
-
-    def __init__(self) -> None:
-        self._peers: OrderedDict[bytes, dict[str, None]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._peers)
-
-    def add(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember the valid addresses; new ones replace the oldest."""
-        known = self._peers.setdefault(peer, {})
-        self._peers.move_to_end(peer)
-        for address in addresses:
-            if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address):
-                known.pop(address, None)
-                known[address] = None
-        while len(known) > MAX_ADDRESSES:
-            del known[next(iter(known))]
-        while len(self._peers) > MAX_KNOWN_PEERS:
-            self._peers.popitem(last=False)
-
-    def of(self, peer: bytes) -> list[str]:
-        """Return the addresses known for a peer, the latest first."""
-        return list(reversed(self._peers.get(peer, {})))
-
-
 class KnownAddresses:
     """What one host knows of where its peers are, and dials of those that it knows only from other peers.
 
@@ -181,21 +155,33 @@ class KnownAddresses:
 
     def __init__(self, own: OwnAddresses, dialled_ips: Callable[[], Iterable[str]]) -> None:
         """``dialled_ips``: returns the IP addresses of the direct connections that this node dialled."""
-        self.trusted = LatestAddresses()
-        """From this node's user, or of a connection that was authenticated."""
-        self.hearsay = LatestAddresses()
-        """From the peers themselves, or from others; these do not displace trusted ones."""
+        # Peer -> its addresses, the latest last. Those from the peers themselves, or from others, do not displace the
+        # trusted ones, which are from this node's user, or of a connection that was authenticated.
+        self._trusted = Latest[bytes, Latest[str, None]](MAX_KNOWN_PEERS)
+        self._hearsay = Latest[bytes, Latest[str, None]](MAX_KNOWN_PEERS)
         self._own = own
         self._dialled_ips = dialled_ips
         self._budget = DialBudget()
 
+    def add(self, peer: bytes, addresses: Iterable[str], *, is_hearsay: bool) -> None:
+        """Remember the valid ones of a peer's addresses; new ones replace the oldest."""
+        peers = self._hearsay if is_hearsay else self._trusted
+        peers[peer] = known = peers.get(peer, Latest[str, None](MAX_ADDRESSES))
+        for address in addresses:
+            if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address):
+                known[address] = None
+
     def of(self, peer: bytes) -> list[str]:
         """Return the addresses known for a peer, trusted ones first, the latest first."""
-        return list(dict.fromkeys((*self.trusted.of(peer), *self.hearsay.of(peer))))
+        both = (reversed(peers.get(peer, {})) for peers in (self._trusted, self._hearsay))
+        return list(dict.fromkeys(itertools.chain(*both)))
+
+    def is_trusted(self, peer: bytes, address: str) -> bool:
+        """Return whether an address of a peer may be dialled without caution."""
+        return address in self._trusted.get(peer, {})
 
     def to_keep(self, peer: bytes) -> list[str]:
         """Return the addresses of a peer that may be dialled without caution another day."""
-        trusted = self.trusted.of(peer)
 
         def is_harmless(address: str) -> bool:
             circuit = parse_circuit(address)
@@ -204,17 +190,19 @@ class KnownAddresses:
             )
             return target is not None and self.allows(*target)
 
-        return [address for address in self.of(peer) if address in trusted or is_harmless(address)]
+        return [address for address in self.of(peer) if self.is_trusted(peer, address) or is_harmless(address)]
 
     def ipv4_target(self, peer: bytes) -> tuple[str, int] | None:
         """Return an IPv4 address of a peer that may be dialled now; None if none is known.
 
         `succeed` follows if the peer is there.
         """
-        trusted, now = self.trusted.of(peer), trio.current_time()
         for address in self.of(peer):
             target = dial_target(address, peer) if address.startswith("/ip4/") else None
-            if target and (address in trusted or (self.allows(*target) and self._budget.take(*target, now))):
+            if target and (
+                self.is_trusted(peer, address)
+                or (self.allows(*target) and self._budget.take(*target, trio.current_time()))
+            ):
                 return target
         return None
 

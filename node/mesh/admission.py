@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 
 import trio
 
+from farandole.protocol.wire.latest import Latest
+
 # Steps of handshakes in one pass of the event loop: each takes up to 1 ms, which is how long everything else waits.
 STEPS_PER_PASS: Final = 2
 # A peer that floods is shut out, and can come back under another key at no cost. So after a flood, one stranger from
@@ -54,27 +56,23 @@ class FloodedNetworks:
     """The networks from which floods came. Times are in seconds, of any monotonic clock."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
-        self._next_at: dict[str, float] = {}
+        self._flooded = Latest[str, tuple[float, float]](MAX_FLOODED)
+        """Network -> until when strangers have to wait there, and when the next one may come in."""
 
     def note(self, site: Site, now: float) -> None:
         """Note that a peer at this site has flooded this node."""
-        if not site.is_global:
-            return
-        self._until.pop(site.network, None)
-        self._until[site.network] = now + AFTERMATH_SECONDS
-        self._next_at.setdefault(site.network, now + STRANGER_SECONDS)
-        if len(self._until) > MAX_FLOODED:
-            oldest = next(iter(self._until))
-            del self._until[oldest], self._next_at[oldest]
+        if site.is_global:
+            _, next_at = self._flooded.get(site.network, (0.0, now + STRANGER_SECONDS))
+            self._flooded[site.network] = now + AFTERMATH_SECONDS, next_at
 
     def lets_in(self, site: Site, now: float) -> bool:
         """Return whether a stranger from this site may come in now; if so, the next one has to wait."""
-        if self._until.get(site.network, 0.0) <= now:
+        until, next_at = self._flooded.get(site.network, (0.0, 0.0))
+        if until <= now:
             return True
-        if self._next_at[site.network] > now:
+        if next_at > now:
             return False
-        self._next_at[site.network] = now + STRANGER_SECONDS
+        self._flooded[site.network] = until, now + STRANGER_SECONDS
         return True
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 
 import trio
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.token_bucket import TokenBucket
 
 from ..base.errors import PeerUnreachableError
@@ -156,31 +157,26 @@ class Connection:
 
 
 class ConnectionEvents:
-    """Connects and disconnects of peers, for one subscriber: an async iterator of (peer, is_connected).
+    """Connects and disconnects of peers, for one reader: an async iterator of (peer, is_connected).
 
-    It holds the latest unread change of every peer, so the number of peers bounds it, whatever the subscriber does. It
-    starts with the peers that are connected already.
+    It compares who is connected with what it has reported, and starts with the peers that are connected already. So the
+    number of peers bounds it, whatever the reader does, and a peer that came and went between two reads is left out.
     """
 
-    def __init__(self, connected: Iterable[bytes]) -> None:
-        self._changed = OrderedDict((peer, True) for peer in connected)
-        self._wakeup = trio.Event()
-
-    def put(self, peer: bytes, is_connected: bool) -> None:
-        """Record a change."""
-        self._changed[peer] = is_connected
-        self._changed.move_to_end(peer)
-        self._wakeup.set()
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._reported: set[bytes] = set()
 
     def __aiter__(self) -> ConnectionEvents:
         return self
 
     async def __anext__(self) -> tuple[bytes, bool]:
         await trio.lowlevel.checkpoint()
-        while not self._changed:
-            self._wakeup = trio.Event()
-            await self._wakeup.wait()
-        return self._changed.popitem(last=False)
+        while not (changed := self._pool.by_peer.keys() ^ self._reported):
+            await self._pool.wait_for_change()
+        peer = changed.pop()
+        self._reported ^= {peer}
+        return peer, peer in self._reported
 
 
 class ConnectionPool:
@@ -199,11 +195,10 @@ class ConnectionPool:
         self.budget = UnreadBudget(self.is_needed)
         self.turns = Turns()
         self._nursery = nursery
-        self._by_peer: dict[bytes, list[Connection]] = {}
+        self.by_peer: dict[bytes, list[Connection]] = {}
+        """Peer -> its connections, those about to end included; no peer is here without one."""
         self._needs: list[Callable[[bytes], bool]] = []
-        self._subscribers: set[ConnectionEvents] = set()
-        self._told_connected: set[bytes] = set()
-        self._shut_out: dict[bytes, float] = {}  # until when
+        self._shut_out = Latest[bytes, float](MAX_SHUT_OUT)  # until when
         self._flooded = FloodedNetworks()
         self._changed = trio.Event()
         nursery.start_soon(self.turns.run)
@@ -211,11 +206,11 @@ class ConnectionPool:
     @property
     def live(self) -> list[Connection]:
         """The connections that are not about to end."""
-        return [conn for peer in self._by_peer for conn in self.of(peer)]
+        return [conn for peer in self.by_peer for conn in self.of(peer)]
 
     def of(self, peer: bytes) -> list[Connection]:
         """Return the live connections to a peer."""
-        return [conn for conn in self._by_peer.get(peer, ()) if not conn.is_closed]
+        return [conn for conn in self.by_peer.get(peer, ()) if not conn.is_closed]
 
     def best(self, peer: bytes) -> Connection:
         """Return the connection for new streams: the busiest direct one, else the newest relayed one.
@@ -241,13 +236,12 @@ class ConnectionPool:
             await muxed.link.close()
             raise PeerUnreachableError(refusal)
         conn = Connection(muxed, self, is_outbound=is_outbound, is_punched=is_punched)
-        siblings = self._by_peer.setdefault(muxed.peer, [])
+        siblings = self.by_peer.setdefault(muxed.peer, [])
         siblings.append(conn)
         if len(siblings) > MAX_CONNECTIONS_PER_PEER:
             siblings[0].end()
         self._nursery.start_soon(conn.run)
-        await muxed.event_started.wait()
-        self._note_change(muxed.peer)
+        self._note_change()
         return conn
 
     def _refusal(self, muxed: MuxedConn, *, is_outbound: bool) -> str:
@@ -269,10 +263,7 @@ class ConnectionPool:
 
         From now on, strangers from the same network are let in one at a time, with pauses.
         """
-        self._shut_out.pop(peer, None)
         self._shut_out[peer] = trio.current_time() + seconds
-        if len(self._shut_out) > MAX_SHUT_OUT:
-            del self._shut_out[next(iter(self._shut_out))]
         for conn in self.of(peer):
             self._flooded.note(conn.link.site, trio.current_time())
             conn.end()
@@ -283,12 +274,12 @@ class ConnectionPool:
 
     def remove(self, conn: Connection) -> None:
         """Note that a connection has ended."""
-        siblings = self._by_peer.get(conn.peer, [])
+        siblings = self.by_peer.get(conn.peer, [])
         if conn in siblings:
             siblings.remove(conn)
         if not siblings:
-            self._by_peer.pop(conn.peer, None)
-        self._note_change(conn.peer)
+            self.by_peer.pop(conn.peer, None)
+        self._note_change()
 
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
         """Keep connections to peers for which this is true when there are too many. Each call adds peers.
@@ -331,17 +322,11 @@ class ConnectionPool:
     @property
     def connected(self) -> frozenset[bytes]:
         """The peers with a live connection."""
-        return frozenset(peer for peer in self._by_peer if self.of(peer))
+        return frozenset(peer for peer in self.by_peer if self.of(peer))
 
-    @contextmanager
-    def events(self) -> Iterator[ConnectionEvents]:
-        """Subscribe to connects and disconnects, starting with the peers that are connected."""
-        events = ConnectionEvents(self._told_connected)
-        self._subscribers.add(events)
-        try:
-            yield events
-        finally:
-            self._subscribers.discard(events)
+    def events(self) -> ConnectionEvents:
+        """Return connects and disconnects, starting with the peers that are connected."""
+        return ConnectionEvents(self)
 
     async def wait_direct(self, peer: bytes) -> None:
         """Wait until there is a direct connection to a peer."""
@@ -352,18 +337,9 @@ class ConnectionPool:
         """Wait until a connection is opened or closed."""
         await self._changed.wait()
 
-    def _note_change(self, peer: bytes) -> None:
+    def _note_change(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
-        is_connected = bool(self.of(peer))
-        if is_connected == (peer in self._told_connected):
-            return
-        if is_connected:
-            self._told_connected.add(peer)
-        else:
-            self._told_connected.discard(peer)
-        for events in self._subscribers:
-            events.put(peer, is_connected)
 
     # How a peer's streams travel
 

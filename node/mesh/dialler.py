@@ -131,15 +131,14 @@ class Dialler:
 
         Invalid addresses are skipped; new ones replace the oldest. A dial of this peer that is running tries them too.
         """
-        self.known.trusted.add(peer, addresses)
-        self._note_news(peer)
+        self._learn(peer, addresses, is_hearsay=False)
 
     def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
         """Remember addresses of a peer from itself or from others; these are dialled with caution."""
-        self.known.hearsay.add(peer, addresses)
-        self._note_news(peer)
+        self._learn(peer, addresses, is_hearsay=True)
 
-    def _note_news(self, peer: bytes) -> None:
+    def _learn(self, peer: bytes, addresses: Iterable[str], *, is_hearsay: bool) -> None:
+        self.known.add(peer, addresses, is_hearsay=is_hearsay)
         for is_direct in (False, True):
             if (dial := self._dials.get((peer, is_direct))) is not None:
                 dial.news.set()
@@ -176,7 +175,7 @@ class Dialler:
         ``is_direct``: a relayed connection does not count. ``is_hearsay``: the addresses come from other peers.
         """
         if addresses:
-            (self.add_hearsay if is_hearsay else self.add_addresses)(peer, addresses)
+            self._learn(peer, addresses, is_hearsay=is_hearsay)
 
         def is_done() -> bool:
             return self.connections.is_direct(peer) if is_direct else bool(self.connections.of(peer))
@@ -259,7 +258,7 @@ class Dialler:
 
     async def dial_one(self, peer: bytes, address: str) -> MuxedConn:
         """Return a connection to a peer at this address that no task runs yet; raise any error of the dial."""
-        target, is_trusted = dial_target(address, peer), address in self.known.trusted.of(peer)
+        target, is_trusted = dial_target(address, peer), self.known.is_trusted(peer, address)
         if target is None:
             circuit = await self._open_circuit(peer, address, is_hearsay=not is_trusted)
             return await self.upgrader.upgrade(circuit, peer, is_initiator=True)

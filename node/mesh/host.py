@@ -285,13 +285,12 @@ class Host:
         nursery.start_soon(self._greet_newcomers)
 
     async def _greet_newcomers(self) -> None:
-        with self.connections.events() as events:
-            async for peer, is_connected in events:
-                if is_connected:
-                    self.dht.note_connection()
-                    self.nursery.start_soon(self._identify.ask, peer)
-                else:
-                    self._identify.software.pop(peer, None)
+        async for peer, is_connected in self.connections.events():
+            if is_connected:
+                self.dht.note_connection()
+                self.nursery.start_soon(self._identify.ask, peer)
+            else:
+                self._identify.software.pop(peer, None)
 
     # What services ask of a host, so that they run on one in memory too (`farandole.node.base.streams.StreamHost`)
 

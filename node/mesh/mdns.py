@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
@@ -24,6 +23,7 @@ from farandole.protocol.mesh.dialling import unicast_ip
 from farandole.protocol.mesh.kademlia import local_name
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of
+from farandole.protocol.wire.latest import Latest
 
 from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError
@@ -91,7 +91,7 @@ class Mdns:
         self._found, self.unresolved = trio.open_memory_channel[str](MAX_NAMES)
         """Service names that wait to be resolved, the oldest first."""
         self._arrival = trio.Event()  # a neighbour
-        self.neighbours: OrderedDict[bytes, list[str]] = OrderedDict()
+        self.neighbours = Latest[bytes, list[str]](MAX_PEERS)
         """Peer -> its addresses, the one heard from last at the end."""
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
 
@@ -181,10 +181,7 @@ class Mdns:
 
     def take(self, peer: bytes, addresses: list[str]) -> None:
         """Remember a neighbour; it replaces the oldest."""
-        self.neighbours.pop(peer, None)
         self.neighbours[peer] = addresses
-        while len(self.neighbours) > MAX_PEERS:
-            self.neighbours.popitem(last=False)
         self._arrival.set()
 
     async def _connect(self) -> None:

@@ -71,7 +71,6 @@ class MuxedConn:
         self.link = link
         self.peer = peer
         self.is_initiator = is_initiator
-        self.event_started = trio.Event()
         self.event_closed = trio.Event()
         self.num_received = 0
         self.state = Yamux(is_initiator=is_initiator, now=trio.current_time())
@@ -80,11 +79,11 @@ class MuxedConn:
         self._num_unread_budgeted = 0
         self._num_charged = self._num_writing = 0
         self._streams: dict[int, Libp2pStream] = {}
-        self._pongs: dict[int, trio.Event] = {}
         self._scope = trio.CancelScope()
         self._opened = trio.Event()  # by the peer, or the connection is over
         self._work = trio.Event()  # something is queued
         self._room = trio.Event()  # something was written
+        self._pong = trio.Event()  # the last ping is answered
 
     @property
     def streams(self) -> list[Libp2pStream]:
@@ -99,10 +98,9 @@ class MuxedConn:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._run, self._write_frames)
                     nursery.start_soon(self._run, self._read_frames)
-                    self.event_started.set()
         finally:
             self.state.end()
-            for event in (self.event_started, self.event_closed, self._opened, self._room):
+            for event in (self.event_closed, self._opened, self._room):
                 event.set()
             for stream in self._streams.values():
                 stream.wake()
@@ -152,9 +150,8 @@ class MuxedConn:
                 self.note_change(self._streams.get(stream_id))
             if self.state.has_waiting:
                 self._opened.set()
-            for number, pong in self._pongs.items():
-                if not self.state.awaits_pong(number):
-                    pong.set()
+            if not self.state.awaits_pong:
+                self._pong.set()
             self._shaping.down.charge(self.state.num_counted_in - num_charged)
             num_charged = self.state.num_counted_in
             self.note_change()
@@ -165,7 +162,7 @@ class MuxedConn:
 
     async def close(self) -> None:
         """Send a go-away and end; waits until queued data is written, so give it a deadline."""
-        if self.event_started.is_set() and not self.event_closed.is_set():
+        if not self.event_closed.is_set():
             self.state.go_away()
             self.note_change()
             while self.state.num_queued and not self.event_closed.is_set():
@@ -183,15 +180,12 @@ class MuxedConn:
         self.event_closed.set()
 
     async def ping(self) -> float:
-        """Ping the peer; return the round trip in seconds."""
-        number = secrets.randbits(32)
-        self.state.ping(trio.current_time(), number)
-        self._pongs[number] = pong = trio.Event()
-        self.note_change()
-        try:
-            await pong.wait()
-        finally:
-            del self._pongs[number]
+        """Ping the peer, or wait for its answer to a ping under way; return the round trip in seconds."""
+        if not self.state.awaits_pong:
+            self._pong = trio.Event()
+            self.state.ping(trio.current_time(), secrets.randbits(32))
+            self.note_change()
+        await self._pong.wait()
         return self.state.round_trip or 0.0
 
     async def open_stream(self) -> Libp2pStream:

@@ -62,12 +62,11 @@ class ConnectionKeeper:
         """Keep connections until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_connected)
-            with self._host.connections.events() as events:
-                async for peer, is_connected in events:
-                    if is_connected:
-                        self._liveness.trust(peer)
-                    elif peer in self._membership.everyone:
-                        nursery.start_soon(self._probe, peer)
+            async for peer, is_connected in self._host.connections.events():
+                if is_connected:
+                    self._liveness.trust(peer)
+                elif peer in self._membership.everyone:
+                    nursery.start_soon(self._probe, peer)
 
     async def _keep_connected(self) -> None:
         """Dial the peers that are due, again and again."""

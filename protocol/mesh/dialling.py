@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Final
 
 import msgspec
+
+from ..wire.latest import Latest
 
 # The longest IPv6 address as text, with an IPv4 address in its last part.
 MAX_IP_CHARS = 45
@@ -96,7 +97,7 @@ class DialBudget:
     """Counts of failed attempts, by target. Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._vain: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
+        self._vain = Latest[tuple[str, int], tuple[int, float]](MAX_TARGETS)
         """(IP address, port), or (machine, 0) for all of its ports -> (attempts in a row, time of the last one)."""
 
     def take(self, ip: str, port: int, now: float) -> bool:
@@ -109,9 +110,6 @@ class DialBudget:
                 return False
         for target, count in counts.items():
             self._vain[target] = (count + 1, now)
-            self._vain.move_to_end(target)
-        while len(self._vain) > MAX_TARGETS:
-            self._vain.popitem(last=False)
         return True
 
     def succeed(self, ip: str, port: int) -> None:

@@ -52,8 +52,6 @@ USELESS_BYTES, REFUSAL_COST, PING_COST = 4 * 1024, 2, 8
 # peer that causes more than MAX_QUEUED_BYTES without reading is cut off.
 MAX_QUEUED_DATA: Final = 128 * 1024
 MAX_QUEUED_BYTES: Final = 1024 * 1024
-# Unanswered pings of this end that are remembered. The driver sends one at a time.
-MAX_PINGS: Final = 16
 
 
 class YamuxStream:
@@ -233,7 +231,7 @@ class Yamux:
         # Reading: the rest of an incomplete header, or the stream and the rest of an incomplete data frame
         self._header = bytearray()
         self._body: tuple[YamuxStream | None, int, int, int] | None = None  # stream, its id, bytes left, flags
-        self._pings: dict[int, float] = {}
+        self._ping: tuple[int, float] | None = None  # the number of the unanswered one, and when it was sent
 
     def end(self) -> None:
         """End the connection: open streams are reset, and received data can still be read."""
@@ -266,18 +264,17 @@ class Yamux:
         """Return whether `accept_stream` returns a stream."""
         return bool(self._waiting)
 
-    def awaits_pong(self, number: int) -> bool:
-        """Return whether the peer has not answered the ping with this number; `round_trip` is up to date after it."""
-        return number in self._pings
+    @property
+    def awaits_pong(self) -> bool:
+        """Return whether the peer has not answered the last ping; `round_trip` is up to date once it has."""
+        return self._ping is not None
 
     def ping(self, now: float, number: int) -> None:
-        """Send a ping with a number of 32 random bits.
+        """Send a ping with a number of 32 random bits, in place of one that is not answered yet.
 
         A peer that could guess the number could answer before it receives the ping, and so seem near.
         """
-        while len(self._pings) >= MAX_PINGS:
-            del self._pings[next(iter(self._pings))]
-        self._pings[number] = now
+        self._ping = number, now
         self.queue(PING, SYN, 0, number)
 
     def go_away(self) -> None:
@@ -365,8 +362,8 @@ class Yamux:
                 self._charge_useless(PING_COST, now)
                 if flags & SYN:
                     self.queue(PING, ACK, 0, length)
-                elif (sent_at := self._pings.pop(length, None)) is not None:
-                    self.round_trip = now - sent_at
+                elif self._ping is not None and self._ping[0] == length:
+                    self.round_trip, self._ping = now - self._ping[1], None
                     self.least_round_trip = min(self.round_trip, self.least_round_trip or self.round_trip)
             else:
                 self._handle_frame(kind, flags, stream_id, length, now, changed)

@@ -94,10 +94,9 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
                     assert await relay.end(signal.SIGTERM) == Exit.OK
             async with started(tmp_path / "relay", "relay") as relay:  # no invite, no bootstrap peer
                 await relay.says("listening on")
-                with member.connections.events() as events:
-                    async for peer, is_connected in events:
-                        if is_connected and peer == author_of(relay):
-                            break
+                async for peer, is_connected in member.connections.events():
+                    if is_connected and peer == author_of(relay):
+                        break
 
 
 async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -19,6 +18,7 @@ from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.latest import Latest
 
 from ...base.backoff import Backoff, pauses
 from ...base.bandwidth import Shaping
@@ -74,7 +74,7 @@ class RelayKeeper:
         self._rng = random.Random()
         self._found_at = -math.inf
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
-        self._former: OrderedDict[bytes, None] = OrderedDict()  # the latest last
+        self._former = Latest[bytes, None](MAX_FORMER)
 
     @property
     def _are_missing(self) -> bool:
@@ -106,10 +106,9 @@ class RelayKeeper:
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(end_at_change)
-                with self._host.connections.events() as events:
-                    async for peer, is_connected in events:
-                        if not is_connected and self._host.relays.holds(peer):
-                            break
+                async for peer, is_connected in self._host.connections.events():
+                    if not is_connected and self._host.relays.holds(peer):
+                        break
                 nursery.cancel_scope.cancel()
 
     async def _keep(self) -> None:
@@ -172,9 +171,6 @@ class RelayKeeper:
             logger.info("reachable through the relay %s", short_name(relay))
         self._announce()  # the other requests may take their time
         self._former[relay] = None
-        self._former.move_to_end(relay)
-        if len(self._former) > MAX_FORMER:
-            self._former.popitem(last=False)
 
     def _announce(self) -> None:
         verdict, through = self._reachability.verdict, [held.address for held in self._host.relays.reservations]

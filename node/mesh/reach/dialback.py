@@ -34,6 +34,7 @@ from farandole.protocol.mesh.reachability import (
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
+from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
@@ -57,8 +58,8 @@ DIAL_INTERVAL = 20.0
 # Limits of concurrent askers, in all and per address. Behind one may be a carrier's customers, or a stranger with many
 # keys. Further askers are refused and ask another peer.
 MAX_DIALLING, MAX_DIALLING_PER_ADDRESS = 8, 4
-# Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
-MAX_ASKERS = 512
+# Askers remembered for `DIAL_INTERVAL`, and peers to which there was a probe; as many as a node has connections.
+MAX_ASKERS = MAX_PROBES = 512
 
 Key = tuple[bytes, int | None]
 """A peer, and the port; None: libp2p's port."""
@@ -69,14 +70,14 @@ class Dialback:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._probes: dict[Key, _Probe] = {}
+        self._probes = Latest[Key, _Probe](MAX_PROBES)
         self._dialling: Counter[str] = Counter()
         self._num_asking = 0
         self._none_asking = trio.Event()
         self.holed_at = -math.inf
         """When the listening port last opened a connection: until the router forgets it, an inbound connection may have
         come through that hole."""
-        self._dialled_at: dict[bytes, float] = {}  # the latest last
+        self._dialled_at = Latest[bytes, float](MAX_ASKERS)
         host.set_handler(DIALBACK_PROTOCOL, self._serve)
 
     # Asking
@@ -147,44 +148,26 @@ class Dialback:
         ``port``: the local port, over IPv4; None: the listening port. Raises `PeerUnreachableError` if there is no
         connection in ``timeout`` seconds.
         """
-        key = peer, port
-        with trio.move_on_after(timeout):
-            while (probe := self._probes.get(key)) is not None and probe.is_unused.is_set():
-                await probe.is_over.wait()
-        if probe is not None and probe.is_unused.is_set():
-            raise PeerUnreachableError("the connection before this one does not end")
-        if probe is None:
-            probe = self._probes[key] = _Probe()
-            self._host.nursery.start_soon(self._hold, key, probe)
+        probe = self._probes[peer, port] = self._probes.get((peer, port)) or _Probe()
         probe.num_users += 1
         try:
-            with trio.move_on_after(timeout):
-                await probe.is_open.wait()
-            if probe.conn is None:
-                raise PeerUnreachableError(f"cannot dial it from the port that listens: {probe.error!r}")
-            yield probe.conn
+            try:
+                with trio.fail_after(timeout):
+                    async with probe.dialling:
+                        conn = probe.conn
+                        if conn is not None and conn.muxed.event_closed.is_set():
+                            await conn.finished.wait()
+                            conn = None
+                        if conn is None:
+                            conn = probe.conn = await self._dial(peer, port)
+                            self._host.nursery.start_soon(conn.run)
+            except Exception as error:  # whatever the handshakes raise
+                raise PeerUnreachableError(f"cannot dial it from the port that listens: {error!r}") from error
+            yield conn
         finally:
             probe.num_users -= 1
-            if not probe.num_users:
-                probe.is_unused.set()
-
-    async def _hold(self, key: Key, probe: _Probe) -> None:
-        """Hold a probe connection until it is unused."""
-        try:
-            conn = await self._dial(*key)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(conn.run)
-                await conn.muxed.event_started.wait()
-                probe.conn = conn
-                probe.is_open.set()
-                await probe.is_unused.wait()
-                nursery.cancel_scope.cancel()
-        except Exception as error:  # whatever the handshakes raise
-            probe.error = error
-        finally:
-            del self._probes[key]
-            probe.is_open.set()
-            probe.is_over.set()
+            if probe.conn is not None and not probe.num_users:
+                probe.conn.muxed.abort()
 
     async def _dial(self, peer: bytes, port: int | None) -> Connection:
         target = self._host.connections.dialled_target(peer)
@@ -223,10 +206,7 @@ class Dialback:
         is_busy = self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS
         is_late = trio.current_time() >= self._dialled_at.get(stream.peer, -math.inf) + DIAL_INTERVAL
         if may_dial := bool(ip and request.ports) and is_late and not is_busy:
-            self._dialled_at.pop(stream.peer, None)
             self._dialled_at[stream.peer] = trio.current_time()
-            if len(self._dialled_at) > MAX_ASKERS:
-                del self._dialled_at[next(iter(self._dialled_at))]
             self._dialling[site] += 1
             try:
                 with trio.move_on_after(DIAL_BACK_TIMEOUT):
@@ -259,11 +239,8 @@ class _Probe:
 
     def __init__(self) -> None:
         self.num_users = 0
-        self.is_open = trio.Event()  # or has failed
-        self.is_unused = trio.Event()
-        self.is_over = trio.Event()
+        self.dialling = trio.Lock()
         self.conn: Connection | None = None
-        self.error: Exception | None = None
 
 
 async def tell(stream: Libp2pStream, message: msgspec.Struct) -> None:

@@ -67,10 +67,9 @@ class Puncher:
         async with trio.open_nursery() as nursery, trio.open_nursery() as watching:
 
             async def watch() -> None:
-                with self._host.connections.events() as events:
-                    async for peer, is_connected in events:
-                        if is_connected and not self._host.connections.is_direct(peer):
-                            self._begin(peer, nursery)
+                async for peer, is_connected in self._host.connections.events():
+                    if is_connected and not self._host.connections.is_direct(peer):
+                        self._begin(peer, nursery)
 
             watching.start_soon(watch)
             while True:

@@ -116,16 +116,15 @@ class Examiner:
     async def _watch(self) -> None:
         """Examine on the first connection, the first ones from the internet, and the loss of a witness."""
         num_asked_far = num_connected = 0
-        with self._host.connections.events() as events:
-            async for peer, is_connected in events:
-                was_alone, num_connected = num_connected == 0, len(self._host.connected)
-                is_far = is_connected and is_global(self._ip_of(peer))
-                if not is_connected and peer in self._witnesses:  # maybe because our address has changed
-                    self._due.set()
-                if is_connected and (was_alone or (is_far and num_asked_far < NUM_COMPARED)):
-                    num_asked_far = 0 if was_alone else num_asked_far
-                    num_asked_far += is_far
-                    self._due.set()
+        async for peer, is_connected in self._host.connections.events():
+            was_alone, num_connected = num_connected == 0, len(self._host.connected)
+            is_far = is_connected and is_global(self._ip_of(peer))
+            if not is_connected and peer in self._witnesses:  # maybe because our address has changed
+                self._due.set()
+            if is_connected and (was_alone or (is_far and num_asked_far < NUM_COMPARED)):
+                num_asked_far = 0 if was_alone else num_asked_far
+                num_asked_far += is_far
+                self._due.set()
 
     async def examine(self) -> bool:
         """Ask a few peers at once; return whether that has led to a verdict."""

@@ -75,10 +75,9 @@ class RelayServer:
         """Relay until cancelled. Circuits under way then end with the host."""
         self._host.set_handler(HOP_PROTOCOL, self._serve)
         try:
-            with self._host.connections.events() as events:
-                async for peer, is_connected in events:
-                    if not is_connected:
-                        self.table.forget(peer)
+            async for peer, is_connected in self._host.connections.events():
+                if not is_connected:
+                    self.table.forget(peer)
         finally:
             self._host.handlers.remove(HOP_PROTOCOL)
 

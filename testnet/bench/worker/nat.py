@@ -135,8 +135,8 @@ class HomeNode:
         """Wait for a connection with a peer, from either side, then for a direct one; return the times of both."""
         host, other = self._member.host, bytes.fromhex(peer)
         connected_s = direct_s = None
-        with trio.move_on_at(self._began_at + connect_seconds), host.connections.events() as events:
-            async for who, is_connected in events:
+        with trio.move_on_at(self._began_at + connect_seconds):
+            async for who, is_connected in host.connections.events():
                 if who == other and is_connected:
                     connected_s = trio.current_time() - self._began_at
                     break

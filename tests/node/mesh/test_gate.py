@@ -34,6 +34,7 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.messagepack import encode
 
 from ..hosts import ECHO, echo, host_at_loopback
+from ..relayed import until
 
 RUN_ID = b"r" * 32
 
@@ -292,11 +293,8 @@ async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
         if not is_at_once:
             nursery.start_soon(member.gate.run)
             await trio.testing.wait_all_tasks_blocked(0.05)
-        with visitor.connections.events() as events:
-            roster.hear_creator(0, 1, frozenset((public_bytes(key) if is_visitor else visitor.author,)))
-            async for _, is_connected in events:
-                if not is_connected:
-                    break
+        roster.hear_creator(0, 1, frozenset((public_bytes(key) if is_visitor else visitor.author,)))
+        await until(lambda: not visitor.connected)
         with pytest.raises(PeerUnreachableError):
             await visitor.open_stream(member.author, ECHO)
         nursery.cancel_scope.cancel()

@@ -192,13 +192,16 @@ async def test_both_may_dial_at_once() -> None:
 async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
         await alice.connect(bob.author, bob.addresses)
-        with alice.connections.events() as first, alice.connections.events() as second:
-            assert await anext(first) == (bob.author, True)
-            await alice.connect(carol.author, carol.addresses)
-            assert await anext(first) == (carol.author, True)
-            await bob.connections.disconnect(alice.author)
-            assert await anext(first) == (bob.author, False)
-            assert {await anext(second), await anext(second)} == {(carol.author, True), (bob.author, False)}
+        first, second = alice.connections.events(), alice.connections.events()
+        assert await anext(first) == await anext(second) == (bob.author, True)
+        await alice.connect(carol.author, carol.addresses)
+        assert await anext(first) == (carol.author, True)
+        await bob.connections.disconnect(alice.author)
+        assert await anext(first) == (bob.author, False)
+        assert {await anext(second), await anext(second)} == {(carol.author, True), (bob.author, False)}
+        with trio.move_on_after(0.01) as waiting:
+            await anext(second)
+        assert waiting.cancelled_caught
 
 
 async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
@@ -326,5 +329,5 @@ async def test_the_address_book_is_bounded_and_forgives_nonsense() -> None:
         assert len(host.dialler.known.of(peer)) == MAX_ADDRESSES
         for number in range(MAX_KNOWN_PEERS + 10):
             host.dialler.add_addresses(number.to_bytes(32, "big"), [])
-        assert len(host.dialler.known.trusted._peers) == MAX_KNOWN_PEERS
+        assert len(host.dialler.known._trusted) == MAX_KNOWN_PEERS
         assert host.dialler.known.of(peer) == []

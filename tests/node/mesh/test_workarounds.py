@@ -66,16 +66,16 @@ async def test_connections_come_and_go_and_leave_no_task() -> None:
         bob.set_handler(ECHO, echo)
 
         async def come_and_go(times: int) -> None:
-            with alice.connections.events() as at_alice, bob.connections.events() as at_bob:
-                for number in range(times):
-                    with trio.fail_after(PATIENCE):
-                        await alice.connect(bob.author, bob.addresses)
-                        assert await anext(at_alice) == (bob.author, True)
-                        assert await anext(at_bob) == (alice.author, True)
-                        one, other = (bob, alice) if number % 2 else (alice, bob)
-                        await one.connections.disconnect(other.author)
-                        assert await anext(at_alice) == (bob.author, False)
-                        assert await anext(at_bob) == (alice.author, False)
+            at_alice, at_bob = alice.connections.events(), bob.connections.events()
+            for number in range(times):
+                with trio.fail_after(PATIENCE):
+                    await alice.connect(bob.author, bob.addresses)
+                    assert await anext(at_alice) == (bob.author, True)
+                    assert await anext(at_bob) == (alice.author, True)
+                    one, other = (bob, alice) if number % 2 else (alice, bob)
+                    await one.connections.disconnect(other.author)
+                    assert await anext(at_alice) == (bob.author, False)
+                    assert await anext(at_bob) == (alice.author, False)
 
         await come_and_go(20)
         before = trio.lowlevel.current_statistics().tasks_living
@@ -263,13 +263,13 @@ async def test_a_frozen_or_killed_peer_is_given_up_even_with_a_full_pipe(end: si
             async with host_at_loopback(ping_interval=0.1, ping_timeout=2.0) as alice:
                 await alice.connect(peer, [address])
                 streams = [await alice.open_stream(peer, "/hold/1") for _ in range(40)]
-                with alice.connections.events() as events:
-                    assert await anext(events) == (peer, True)
-                    process.send_signal(end)
-                    async with trio.open_nursery() as nursery:
-                        for stream in streams:
-                            nursery.start_soon(_send_until_broken, stream)
-                        assert await anext(events) == (peer, False)
+                events = alice.connections.events()
+                assert await anext(events) == (peer, True)
+                process.send_signal(end)
+                async with trio.open_nursery() as nursery:
+                    for stream in streams:
+                        nursery.start_soon(_send_until_broken, stream)
+                    assert await anext(events) == (peer, False)
     finally:
         process.kill()
         await process.wait()

@@ -69,7 +69,7 @@ async def open_conn(
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)
-            await conn.event_started.wait()
+            await wait_all_tasks_blocked()
             yield conn, far
             nursery.cancel_scope.cancel()
 

@@ -70,9 +70,8 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         reporter_of(journal, NUM_MEMBERS) as (reporter, host),
         open_host(key_of(1_000_700), LOOPBACK) as other,
     ):
-        with host.connections.events() as events:
-            await other.connect(host.author, host.addresses)
-            await anext(aiter(events))
+        await other.connect(host.author, host.addresses)
+        await anext(host.connections.events())
         status = reporter.status(max_members=64)
         assert (status.run.members_live, status.run.members_heard, status.run.members_gone) == (NUM_MEMBERS - 1, 1, 0)
         assert len(status.members) == 64
