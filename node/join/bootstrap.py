@@ -19,7 +19,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.mesh.kademlia import run_key
-from farandole.protocol.run.invitations import InviteSecret
+from farandole.protocol.run.invitations import InviteSecret, decode_secret
 from farandole.protocol.run.invite import Invite, InviteError, decode_invite, network_key_of, peers_at
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES, decode_manifest
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
@@ -125,7 +125,7 @@ def _network_key_for(manifest: bytes, key: Ed25519PrivateKey, known: bytes) -> b
 def secret_of(invite: Invite) -> InviteSecret | None:
     """Return the secret of an invite to a run of invited members, if any; `InviteError` if it is damaged."""
     try:
-        return InviteSecret.decode(invite.admission) if invite.admission else None
+        return decode_secret(invite.admission) if invite.admission else None
     except RemoteProtocolError as error:
         raise InviteError(f"the invite is damaged: {error}; copy the whole line again") from error
 

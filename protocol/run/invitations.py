@@ -128,11 +128,6 @@ class InviteSecret(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     signatures: Annotated[tuple[_Signature, ...], msgspec.Meta(max_length=MAX_SINGLE_BEARERS)] = ()
     """Signatures of the seats' own invitations; empty if all seats have one bearer."""
 
-    @classmethod
-    def decode(cls, raw: bytes) -> InviteSecret:
-        """Decode the bytes of an invite. Raises `RemoteProtocolError` if they are not an `InviteSecret`."""
-        return _decode_secret(raw)
-
     def encode(self) -> bytes:
         """Encode for an invite."""
         return encode(self)
@@ -172,24 +167,11 @@ class VisitorPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     signature: _Signature
 
 
-_decode_admission: Final = MessageDecoder[Admission](Admission, "an admission")
-_decode_pass: Final = MessageDecoder[VisitorPass](VisitorPass, "a visitor's pass")
-_decode_witness: Final = MessageDecoder[Witness](Witness, "a witness")
-_decode_secret: Final = MessageDecoder[InviteSecret](InviteSecret, "what an invite to a run of invited members holds")
-
-
-def decode_admission(raw: bytes) -> Admission:
-    """Decode an admission without checking it. Raises `RemoteProtocolError` if it is malformed."""
-    if len(raw) > MAX_ADMISSION_BYTES:
-        raise RemoteProtocolError(f"an admission has at most {MAX_ADMISSION_BYTES} bytes, this has {len(raw)}")
-    return _decode_admission(raw)
-
-
-def decode_witness(raw: bytes) -> Witness:
-    """Decode a witness without checking it. Raises `RemoteProtocolError` if it is malformed."""
-    if len(raw) > MAX_WITNESS_BYTES:
-        raise RemoteProtocolError(f"a witness has at most {MAX_WITNESS_BYTES} bytes, this has {len(raw)}")
-    return _decode_witness(raw)
+# They check nothing but the form; each raises `RemoteProtocolError`.
+decode_admission: Final = MessageDecoder[Admission](Admission, "an admission", MAX_ADMISSION_BYTES)
+decode_pass: Final = MessageDecoder[VisitorPass](VisitorPass, "a visitor's pass", MAX_PASS_BYTES)
+decode_witness: Final = MessageDecoder[Witness](Witness, "a witness", MAX_WITNESS_BYTES)
+decode_secret: Final = MessageDecoder[InviteSecret](InviteSecret, "what an invite to a run of invited members holds")
 
 
 def sign_witness(key: Ed25519PrivateKey, run_id: bytes, admission: Admission, since: int) -> Witness:
@@ -218,13 +200,6 @@ def sign_pass(member: Ed25519PrivateKey, run_id: bytes, visitor: bytes, expires_
     """Sign a pass that lets a visitor's key look into a run as long as the member may."""
     signature = sign(member, PASS_DOMAIN, run_id, visitor, encode(expires_at))
     return VisitorPass(public_bytes(member), expires_at, signature)
-
-
-def decode_pass(raw: bytes) -> VisitorPass:
-    """Decode a visitor's pass without checking it. Raises `RemoteProtocolError` if it is malformed."""
-    if len(raw) > MAX_PASS_BYTES:
-        raise RemoteProtocolError(f"a visitor's pass has at most {MAX_PASS_BYTES} bytes, this has {len(raw)}")
-    return _decode_pass(raw)
 
 
 def invite_members(

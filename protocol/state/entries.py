@@ -23,7 +23,7 @@ import msgspec
 from ..run.invitations import MAX_ADMISSION_BYTES
 from ..wire.errors import RemoteProtocolError
 from ..wire.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by
-from ..wire.messagepack import PRINTABLE
+from ..wire.messagepack import DECODING_ERRORS, PRINTABLE, MessageDecoder, encode
 
 DOMAIN = b"farandole/entry/1"
 ID_BYTES = 16
@@ -383,13 +383,11 @@ def slot_of(kind: int, index: int) -> int:
     return kind << 8 | index
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decode_body = msgspec.msgpack.Decoder(Body).decode
 _decode_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _payload_decoders: dict[int, Callable[[msgspec.Raw], Payload]] = {
     kind: msgspec.msgpack.Decoder(rule.payload).decode for kind, rule in RULES.items()
 }
-_DECODING_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def entry_id(author: bytes, body: bytes) -> bytes:
@@ -400,27 +398,27 @@ def entry_id(author: bytes, body: bytes) -> bytes:
 def _read_payload(kind: int, data: msgspec.Raw, rule: Rule) -> Payload | None:
     """Decode a payload; None if its kind is unknown here. Fields that a later release appended are skipped.
 
-    Raises one of `_DECODING_ERRORS` if a field that every release checks is wrong.
+    Raises one of `DECODING_ERRORS` if a field that every release checks is wrong.
     """
     decode = _payload_decoders.get(kind)
     if decode is None:
         return None
     try:
         return decode(data)
-    except _DECODING_ERRORS:
+    except DECODING_ERRORS:
         if rule.checked == len(rule.payload.__struct_fields__):
             raise
-    return decode(msgspec.Raw(_encoder.encode(_decode_fields(data)[: rule.checked]))) if rule.checked else None
+    return decode(msgspec.Raw(encode(_decode_fields(data)[: rule.checked]))) if rule.checked else None
 
 
 def encode_body(kind: int, index: int, tick: int, payload: Payload) -> bytes:
     """Encode the bytes that an author signs."""
-    return _encoder.encode(Body(kind, index, tick, msgspec.Raw(_encoder.encode(payload))))
+    return encode(Body(kind, index, tick, msgspec.Raw(encode(payload))))
 
 
 def payload_size(payload: Payload) -> int:
     """Return the bytes of an encoded payload, which `Rule.max_bytes` bounds."""
-    return len(_encoder.encode(payload))
+    return len(encode(payload))
 
 
 def fit_member(member: Member) -> Member:
@@ -458,7 +456,7 @@ class Checker:
             if memoryview(body.data).nbytes > rule.max_bytes:
                 _refuse(f"a payload of {memoryview(body.data).nbytes} bytes; {name_of(kind)} has {rule.max_bytes}")
             payload = _read_payload(kind, body.data, rule)
-        except _DECODING_ERRORS as error:
+        except DECODING_ERRORS as error:
             _refuse(str(error), error)
         if kind in (Kind.NOTICE, Kind.REVOCATION) and author != self.creator:
             _refuse(f"a {name_of(kind)} that is not the creator's")
@@ -499,20 +497,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     def encode(self) -> bytes:
         """Encode the delta: at most `MAX_DELTA_BYTES` if it comes from `deltas_of`."""
-        return _encoder.encode(self)
+        return encode(self)
 
 
-_decode_delta = msgspec.msgpack.Decoder(Delta).decode
-
-
-def decode_delta(raw: bytes) -> Delta:
-    """Parse a peer's delta, without checking its items; raise `RemoteProtocolError` if it is too long or malformed."""
-    if len(raw) > MAX_DELTA_BYTES:
-        raise RemoteProtocolError(f"a delta of {len(raw)} bytes")
-    try:
-        return _decode_delta(raw)
-    except _DECODING_ERRORS as error:
-        raise RemoteProtocolError(f"not a delta: {error}") from error
+decode_delta = MessageDecoder[Delta](Delta, "a delta", MAX_DELTA_BYTES)
+"""Parse a peer's delta, without checking its items; `RemoteProtocolError` if it is too long or malformed."""
 
 
 # Packing: entries and proofs in as few messages as their bound allows.

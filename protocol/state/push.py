@@ -20,7 +20,6 @@ from typing import Final
 
 import msgspec
 
-from ..wire.errors import RemoteProtocolError
 from ..wire.messagepack import MessageDecoder, encode
 from .entries import MAX_BODY_BYTES, Delta, Proof, Signed, deltas_of
 
@@ -55,14 +54,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     delta: Delta
 
 
-_read_batch = MessageDecoder[Batch](Batch, "a push")
-
-
-def decode_batch(raw: bytes) -> Batch:
-    """Parse a message; `RemoteProtocolError` if it is too long or malformed."""
-    if len(raw) > MAX_PUSH_BYTES:
-        raise RemoteProtocolError(f"a push of {len(raw)} bytes")
-    return _read_batch(raw)
+decode_batch = MessageDecoder[Batch](Batch, "a push", MAX_PUSH_BYTES)
+"""Parse a message; `RemoteProtocolError` if it is too long or malformed."""
 
 
 class Push:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -24,14 +25,18 @@ encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class MessageDecoder(Generic[_T]):
-    """Decodes messages of one type, which may be a union of tagged ones; ``name`` is for errors."""
+    """Decodes messages of one type, which may be a union of tagged ones; ``name``, with its article, is for errors."""
 
-    def __init__(self, kind: Any, name: str) -> None:
+    def __init__(self, kind: Any, name: str, max_bytes: int = sys.maxsize) -> None:
+        """``max_bytes``: longer messages are not even parsed; only needed where nothing before it has a bound."""
         self._decode = msgspec.msgpack.Decoder(kind).decode
         self._name = name
+        self._max_bytes = max_bytes
 
     def __call__(self, payload: bytes | bytearray | memoryview) -> _T:
-        """Return the message in these bytes; raise `RemoteProtocolError` if they hold none."""
+        """Return the message in these bytes; raise `RemoteProtocolError` if they hold none, or are too many."""
+        if len(payload) > self._max_bytes:
+            raise RemoteProtocolError(f"{self._name} has at most {self._max_bytes} bytes, this has {len(payload)}")
         try:
             message: _T = self._decode(payload)
         except DECODING_ERRORS as error:

@@ -329,7 +329,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "activations-question": of(activations.decode_question, activations.Question | activations.Answer),
     "admission": Decoder(check_admission, [_ADMISSION, msgspec.msgpack.encode(_WITNESSED)]),
-    "admission-secret": Decoder(invitations.InviteSecret.decode, [_INVITED.encode()]),
+    "admission-secret": Decoder(invitations.decode_secret, [_INVITED.encode()]),
     "antientropy-frame": of(antientropy.decode_frame, antientropy.Frame),
     "antientropy-initiator": Decoder(lambda data: sync(data, is_initiator=True), _synced()[1]),
     "antientropy-responder": Decoder(lambda data: sync(data, is_initiator=False), _synced()[0]),

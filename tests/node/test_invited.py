@@ -22,7 +22,7 @@ from farandole.node.join.invites import own_invite
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.run.invitations import Admission, InviteSecret, decode_admission, sign_witness
+from farandole.protocol.run.invitations import Admission, InviteSecret, decode_admission, decode_secret, sign_witness
 from farandole.protocol.run.invite import decode_invite
 from farandole.protocol.run.manifest import sign_manifest
 from farandole.protocol.state.entries import AdmissionProof, Kind, Member, Payload, Signed, deltas_of
@@ -150,7 +150,7 @@ async def test_a_holder_of_an_invite_for_several_expels_nobody(tmp_path: Path, t
             await bob.says("averaged with", alice.name)
             before = await bob.status()
             key = public_key_of(before.peer_id)
-            secret = InviteSecret.decode(decode_invite(invite).admission)
+            secret = decode_secret(decode_invite(invite).admission)
             host.gate.show(run.run_id, b"", secret)
             await host.connect(key, bob.addresses)
             (await host.open_stream(key, PROTOCOL)).reset()  # it has an invite, and takes the free seat

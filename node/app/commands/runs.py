@@ -283,7 +283,7 @@ def notify(
 def _tell_admission(
     home: Path, who: list[str], *, is_admitted: bool, keeps_invites: bool = False
 ) -> list[dict[str, Any]]:
-    from farandole.protocol.run.invitations import InviteSecret
+    from farandole.protocol.run.invitations import decode_secret
     from farandole.protocol.run.invite import decode_invite, is_invite
     from farandole.protocol.wire.identity import public_key_of
 
@@ -294,7 +294,7 @@ def _tell_admission(
         if not is_invite(each):
             keys.append(public_key_of(each).hex())
         elif secret := decode_invite(each).admission:
-            keys += [bearer.hex() for bearer in InviteSecret.decode(secret).bearers]
+            keys += [bearer.hex() for bearer in decode_secret(secret).bearers]
         else:
             raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
     rows: list[dict[str, Any]] = call(home, "admit", keys=keys, is_admitted=is_admitted, keeps_invites=keeps_invites)

@@ -19,6 +19,7 @@ from farandole.protocol.run.invitations import (
     check_admission,
     decode_admission,
     decode_pass,
+    decode_secret,
     invite_members,
     sign_pass,
 )
@@ -65,7 +66,7 @@ def roster() -> Roster:
 
 
 def test_an_invited_member_is_admitted_and_the_invite_survives_the_way() -> None:
-    invited = InviteSecret.decode(invitation(seats=range(3)).encode())
+    invited = decode_secret(invitation(seats=range(3)).encode())
     admission = decode_admission(encode(admit(invited, ANNA, 2)))
     members = roster()
     members.admit(admission)
