@@ -111,14 +111,40 @@ class BulkChannel:
 
     async def send(self, data: memoryview) -> None:
         """Send all of it; raise `ChannelError` on failure. A channel that broke or was cancelled is no longer fit."""
-        await self._run(lambda: self._write(data))
+        shaper = self._shaping.up
+        size = shaper.quantum - OVERHEAD_BYTES
+
+        def work() -> None:
+            for start in range(0, data.nbytes, size):
+                record = self._sealer.seal(data[start : start + size], time.monotonic())
+                self._is_between_records = False
+                self._pause(shaper.reserve(record.nbytes))
+                self._connection.sendall(record)
+                self._is_between_records = True
+                self.num_sent += record.nbytes - OVERHEAD_BYTES
+
+        await self._run(work)
 
     async def receive(self, incoming: Transfer) -> None:
         """Fill ``incoming`` to its end, hashing the data and noting the progress. Otherwise as `send`.
 
         After an error the memory beyond its position is undefined.
         """
-        await self._run(lambda: self._receive(incoming))
+        shaper = self._shaping.down
+
+        def work() -> None:  # bytes that were reserved and not read count for the next time
+            while rest := incoming.rest:
+                if taken := self._opener.take(rest):
+                    incoming.advance(taken)
+                    continue
+                if not self._num_reserved:
+                    self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
+                    seconds = shaper.reserve(self._num_reserved)
+                    self.seconds_held_up += seconds
+                    self._pause(seconds)
+                self._num_reserved -= self._read(self._num_reserved)
+
+        await self._run(work)
 
     async def receive_into(self, memory: memoryview) -> bytes:
         """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
@@ -152,31 +178,6 @@ class BulkChannel:
         self._connection.close()
 
     # In threads
-
-    def _write(self, data: memoryview) -> None:
-        shaper = self._shaping.up
-        size = shaper.quantum - OVERHEAD_BYTES
-        for start in range(0, data.nbytes, size):
-            record = self._sealer.seal(data[start : start + size], time.monotonic())
-            self._is_between_records = False
-            self._pause(shaper.reserve(record.nbytes))
-            self._connection.sendall(record)
-            self._is_between_records = True
-            self.num_sent += record.nbytes - OVERHEAD_BYTES
-
-    def _receive(self, incoming: Transfer) -> None:
-        """Read when the cap allows it; bytes that were reserved and not read count for the next time."""
-        shaper = self._shaping.down
-        while rest := incoming.rest:
-            if taken := self._opener.take(rest):
-                incoming.advance(taken)
-                continue
-            if not self._num_reserved:
-                self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
-                seconds = shaper.reserve(self._num_reserved)
-                self.seconds_held_up += seconds
-                self._pause(seconds)
-            self._num_reserved -= self._read(self._num_reserved)
 
     def _read(self, most: int) -> int:
         if self._opener.has_ended:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,13 +30,13 @@ from farandole.protocol.checkpoints.sketches import (
     decode_answer,
     decode_question,
     encode_answer,
-    encode_question,
     judge,
     values_of,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.token_bucket import PeerMeters
 from farandole.training.engine.sketch import Read, Sketcher, header_of
 
@@ -59,8 +58,6 @@ MAX_WAITING: Final = 16
 MAX_WAIT: Final = 60.0
 # After each sketch the node rests this many times as long as it took: all sketches take a fifth of a core at most.
 REST: Final = 4.0
-# Sketches that are kept for peers whose connection broke before they had them: 16 kB.
-MAX_KEPT: Final = 16
 
 FindOwn = Callable[[int], Awaitable[Holding | None]]
 """Returns this node's own newest checkpoint of a stage, held for the caller; None if there is none."""
@@ -77,8 +74,6 @@ class SketchService:
         self._turn = trio.Lock()
         self._num_waiting = 0
         self._rests_until = 0.0
-        self._kept: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()
-        """Sketches by the checkpoint's id and the seed."""
 
     def register(self) -> None:
         """Register the protocol's handler on the host."""
@@ -109,14 +104,10 @@ class SketchService:
         if holding is None:
             return b""
         try:
-            name = holding.id, question.seed
-            if name not in self._kept:
-                began_at = trio.current_time()
-                self._kept[name] = await sketch_file(holding.read_range, holding.index.size, question.seed)
-                self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-            return self._kept[name]
+            began_at = trio.current_time()
+            sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
+            self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
+            return sketch
         except (OSError, RemoteProtocolError):  # a disk that fails; the node's own trainer says more
             return b""
         finally:
@@ -153,7 +144,7 @@ async def ask_for_sketch(host: StreamHost, member: bytes, question: SketchQuesti
     try:
         stream = await host.open_stream(member, SKETCH_PROTOCOL)
         try:
-            await stream.send_all(frame(encode_question(question), MAX_QUESTION_BYTES))
+            await stream.send_all(frame(encode(question), MAX_QUESTION_BYTES))
             return decode_answer(await receive_frame(stream, FrameParser(MAX_ANSWER_BYTES)))
         finally:
             await close_stream(stream)

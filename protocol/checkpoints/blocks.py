@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ..state.entries import Count, Key, Sha256, SignatureField
 from ..wire.errors import RemoteProtocolError
 from ..wire.identity import is_signed_by, sign
+from ..wire.messagepack import MessageDecoder, encode
 from ..wire.safetensors import Header, encode_header
 
 INDEX_VERSION = 1
@@ -81,20 +82,16 @@ class SignedIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         return hashlib.sha256(self.body).digest()
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decode_index = msgspec.msgpack.Decoder(Index).decode
-_decode_signed_index = msgspec.msgpack.Decoder(SignedIndex).decode
+_decode_index = MessageDecoder[Index](Index, "a checkpoint's index")
+_decode_signed_index = MessageDecoder[SignedIndex](SignedIndex, "a checkpoint's index")
+encode_signed_index = encode
+"""Encode a signed index: at most `max_index_bytes` of the file's size."""
 
 
 def sign_index(key: Ed25519PrivateKey, index: Index) -> SignedIndex:
     """Return the index with its author's signature."""
-    body = _encoder.encode(index)
+    body = encode(index)
     return SignedIndex(body, sign(key, DOMAIN, index.run_id, body))
-
-
-def encode_signed_index(signed: SignedIndex) -> bytes:
-    """Encode a signed index: at most `max_index_bytes` of the file's size."""
-    return _encoder.encode(signed)
 
 
 def max_index_bytes(max_size: int) -> int:
@@ -109,11 +106,8 @@ def decode_signed_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[Signe
     """
     if len(raw) > max_index_bytes(max_size):
         raise RemoteProtocolError(f"an index of {len(raw)} bytes; a file of {max_size} bytes has a shorter one")
-    try:
-        signed = _decode_signed_index(raw)
-        index = _decode_index(signed.body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a checkpoint's index: {error}") from error
+    signed = _decode_signed_index(raw)
+    index = _decode_index(signed.body)
     if index.run_id != run_id:
         raise RemoteProtocolError("the index is of another run's checkpoint")
     if index.stage >= index.num_stages:

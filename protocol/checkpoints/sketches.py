@@ -72,11 +72,6 @@ _decode_answer: Final = MessageDecoder[_Answer](_Answer, "a sketch")
 _FLOATS: Final = struct.Struct(f"<{NUM_BUCKETS}f")
 
 
-def encode_question(question: SketchQuestion) -> bytes:
-    """Encode a question, in at most `MAX_QUESTION_BYTES`."""
-    return encode(question)
-
-
 def encode_answer(sketch: bytes) -> bytes:
     """Encode an answer, in at most `MAX_ANSWER_BYTES`; ``sketch`` is empty where there is none."""
     return encode((sketch,))

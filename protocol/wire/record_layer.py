@@ -5,9 +5,9 @@
 The header is the record's associated data, and the record's number on the channel is the nonce. So a record opens only
 whole, once and in its turn. A record that is modified, dropped, repeated, reordered, or from another channel or the
 other direction ends the channel, and nothing of it counts. The header's top bit marks the first record under the next
-key: the sender sets it when `KeyLife` is over. A record without plaintext is the last; a connection that ends without
-one was cut off. docs/bulk-channel.md specifies the channel; tests/protocol/exchange/vectors/bulk_channel.json has known
-answers.
+key: the sender sets it when a key has been used enough. A record without plaintext is the last; a connection that ends
+without one was cut off. docs/bulk-channel.md specifies the channel; tests/protocol/exchange/vectors/bulk_channel.json
+has known answers.
 
 In a private run a keystream of the run's key hides the header too, which then shows no lengths; all else of a record is
 random to whoever lacks its key.
@@ -19,7 +19,7 @@ find one of their keys in 2^(128-k) steps (RFC 8446 has a secret first nonce aga
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import CipherContext
@@ -49,13 +49,6 @@ BYTES_PER_KEY: Final = 1 << 32
 SECONDS_PER_KEY: Final = 600.0
 # In a header: this record is the first under the next key.
 NEXT_KEY: Final = 1 << 31
-
-
-class KeyLife(NamedTuple):
-    """The limits of a key's use; the receiver enforces ``num_bytes``."""
-
-    num_bytes: int = BYTES_PER_KEY
-    seconds: float = SECONDS_PER_KEY
 
 
 class _Keys:
@@ -97,15 +90,22 @@ class Sealer:
     """Makes records. ``secret``: 32 bytes, shared with the `Opener` and used for nothing else.
 
     ``now``, here and below: any clock that never goes back, in seconds. ``hiding``: what hides the headers, if any.
+    ``max_bytes``, ``max_seconds``: how much a key seals, and for how long.
     """
 
     def __init__(
-        self, secret: bytes, now: float, life: KeyLife | None = None, hiding: CipherContext | None = None
+        self,
+        secret: bytes,
+        now: float,
+        hiding: CipherContext | None = None,
+        *,
+        max_bytes: int = BYTES_PER_KEY,
+        max_seconds: float = SECONDS_PER_KEY,
     ) -> None:
         self._hiding = hiding
-        self._life = life or KeyLife()
-        self._keys = _Keys(secret, self._life.num_bytes)
-        self._key_until = now + self._life.seconds
+        self._keys = _Keys(secret, max_bytes)
+        self._max_seconds = max_seconds
+        self._key_until = now + max_seconds
         self._buffer = memoryview(bytearray())
         self._has_finished = False
 
@@ -128,7 +128,7 @@ class Sealer:
         word = size - HEADER_BYTES
         if now >= self._key_until or not self._keys.has_room(size):
             self._keys.next_key()
-            self._key_until = now + self._life.seconds
+            self._key_until = now + self._max_seconds
             word |= NEXT_KEY
         if len(self._buffer) < size:
             self._buffer = memoryview(bytearray(size))
@@ -143,14 +143,14 @@ class Opener:
     """Reads records: put bytes from the wire into `wanted`, count them by `received`, and `take` verified plaintext.
 
     `wanted` covers no more than the current record and the next one's header. After an error, `take` repeats the error.
-    ``hiding``: the other end's cipher for headers, from the same position.
+    ``hiding``: the other end's cipher for headers, from the same position. ``max_bytes``: what a key may have sealed.
     """
 
-    def __init__(self, secret: bytes, life: KeyLife | None = None, hiding: CipherContext | None = None) -> None:
+    def __init__(self, secret: bytes, hiding: CipherContext | None = None, *, max_bytes: int = BYTES_PER_KEY) -> None:
         self._hiding = hiding
         self.has_ended = False
         """Whether the final record has come."""
-        self._keys = _Keys(secret, (life or KeyLife()).num_bytes)
+        self._keys = _Keys(secret, max_bytes)
         self._buffer = memoryview(bytearray(2 * HEADER_BYTES))
         self._num_in = 0  # bytes from the wire in the buffer: a record or its beginning, and at most a header more
         self._size = 0  # of the record on the wire, once its header is in

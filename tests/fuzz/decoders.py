@@ -48,7 +48,7 @@ from farandole.protocol.wire.identity import (
     public_key_of_bytes,
     sign,
 )
-from farandole.protocol.wire.record_layer import KeyLife, Opener, Sealer
+from farandole.protocol.wire.record_layer import Opener, Sealer
 from farandole.protocol.wire.safetensors import encode_header, parse_header
 
 from ..protocol import authors
@@ -185,7 +185,7 @@ def _yamux_talk(*, is_initiator: bool) -> bytes:
 
 
 def open_records(data: bytes) -> bytes:
-    opener, memory, plain = Opener(SECRET, KeyLife(100)), memoryview(bytearray(64)), b""
+    opener, memory, plain = Opener(SECRET, max_bytes=100), memoryview(bytearray(64)), b""
     while not opener.has_ended:
         if taken := opener.take(memory):
             plain += memory[:taken]
@@ -199,7 +199,7 @@ def open_records(data: bytes) -> bytes:
 
 
 def _records() -> bytes:
-    sealer = Sealer(SECRET, 0.0, KeyLife(100))
+    sealer = Sealer(SECRET, 0.0, max_bytes=100)
     sealed = [bytes(sealer.seal(memoryview(bytes(30)), 0.0)) for _ in range(4)]
     return b"".join([*sealed, sealer.finish(0.0)])
 

@@ -139,12 +139,3 @@ async def test_one_peer_gets_so_many_and_others_get_theirs(
     assert PEER_BURST <= num_answered < 2 * PEER_BURST
     assert await donor.answers(b"q" * 32, SEED)
     nursery.cancel_scope.cancel()
-
-
-async def test_the_same_question_is_answered_from_memory(
-    nursery: trio.Nursery, donor: Donor, autojump_clock: trio.testing.MockClock
-) -> None:
-    for _ in range(3):
-        assert await donor.answers(b"p" * 32, SEED)
-    assert len(donor.made) == 1
-    nursery.cancel_scope.cancel()

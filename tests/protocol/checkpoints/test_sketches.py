@@ -23,7 +23,6 @@ from farandole.protocol.checkpoints.sketches import (
     decode_answer,
     distance,
     encode_answer,
-    encode_question,
     judge,
     values_of,
 )
@@ -148,7 +147,7 @@ def test_answers_have_a_size_and_finite_values() -> None:
     assert len(encode_answer(raw)) <= MAX_ANSWER_BYTES
     assert decode_answer(encode_answer(raw)) == values_of(raw)
     assert decode_answer(encode_answer(b"")) is None
-    assert len(encode_question(SketchQuestion(bytes(32), 511, bytes(32)))) <= MAX_QUESTION_BYTES
+    assert len(encode(SketchQuestion(bytes(32), 511, bytes(32)))) <= MAX_QUESTION_BYTES
     infinite = struct.pack(f"<{NUM_BUCKETS}f", math.inf, *HONEST[1:])
     for lie in (encode([raw[1:]]), encode([raw + b"\0"]), encode_answer(infinite), b"", b"\x91\xc0"):
         with pytest.raises(RemoteProtocolError):

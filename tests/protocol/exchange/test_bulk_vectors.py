@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from farandole.protocol.exchange.bulk import BULK_VERSION, Proposal, Secrets, Side, agree, greeting
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.messagepack import encode
-from farandole.protocol.wire.record_layer import KeyLife, Opener, Sealer
+from farandole.protocol.wire.record_layer import Opener, Sealer
 
 VECTORS = Path(__file__).parent / "vectors" / "bulk_channel.json"
 RUN_ID, HANDSHAKE_HASH, SESSION = b"R" * 32, b"H" * 32, bytes(range(16))
@@ -26,7 +26,7 @@ RUN_ID, HANDSHAKE_HASH, SESSION = b"R" * 32, b"H" * 32, bytes(range(16))
 ASKER = bytes([0xA0]) * 32, bytes(range(32)), bytes([0xA1]) * 32
 ANSWERER = bytes([0xB0]) * 32, bytes(range(32, 64)), bytes([0xB1]) * 32
 # The asker's records: plaintext, and seconds since the channel opened. A key lasts ten seconds and 60 bytes here.
-LIFE = KeyLife(num_bytes=60, seconds=10.0)
+MAX_BYTES, MAX_SECONDS = 60, 10.0
 SENT = [(b"ready", 0.0), (b"first", 1.0), (b"beyond 60 bytes", 2.0), (b"late", 12.0), (b"", 12.0)]
 
 
@@ -57,7 +57,7 @@ def derive() -> dict[str, object]:
     num_bytes = began_at = 0.0
     for number, (plaintext, now) in enumerate(SENT):
         size = len(plaintext) + 20
-        is_next = bool(number) and (now - began_at >= LIFE.seconds or num_bytes + size > LIFE.num_bytes)
+        is_next = bool(number) and (now - began_at >= MAX_SECONDS or num_bytes + size > MAX_BYTES)
         if is_next:
             secret = expand(secret, b"farandole/record/2 next secret", 32)
             num_bytes, began_at = 0, now
@@ -99,14 +99,17 @@ def test_the_code_gives_the_answers_that_are_kept() -> None:
         bytes.fromhex(answers["secret of the asker"]), bytes.fromhex(answers["secret of the answerer"])
     )
     assert greeting(SESSION, ANSWERER[2]).hex() == answers["the asker's greeting"]
-    sealer = Sealer(secrets.sealing, 0.0, LIFE)
+    sealer = Sealer(secrets.sealing, 0.0, max_bytes=MAX_BYTES, max_seconds=MAX_SECONDS)
     records = [bytes(sealer.seal(memoryview(data), now) if data else sealer.finish(now)) for data, now in SENT]
     assert [record.hex() for record in records] == answers["the asker's records"]
 
 
 def test_the_code_opens_the_records_that_are_kept() -> None:
     answers = json.loads(VECTORS.read_text())
-    opener, memory = Opener(bytes.fromhex(answers["secret of the asker"]), LIFE), memoryview(bytearray(100))
+    opener, memory = (
+        Opener(bytes.fromhex(answers["secret of the asker"]), max_bytes=MAX_BYTES),
+        memoryview(bytearray(100)),
+    )
     wire, opened = bytes.fromhex("".join(answers["the asker's records"])), b""
     while wire:
         room = opener.wanted

@@ -20,7 +20,6 @@ from farandole.protocol.wire.record_layer import (
     OVERHEAD_BYTES,
     RECORD_BYTES,
     TAG_BYTES,
-    KeyLife,
     Opener,
     Sealer,
 )
@@ -33,13 +32,17 @@ def seal(sealer: Sealer, data: bytes, now: float = 0.0) -> bytes:
     return bytes(sealer.seal(memoryview(data), now))
 
 
-def sealer_of(secret: bytes = SECRET, life: KeyLife | None = None) -> Sealer:
-    return Sealer(secret, 0.0, life)
+def sealer_of(max_records: int = 1 << 20) -> Sealer:
+    """Return a sealer each of whose keys seals ``max_records`` of `RECORDS`."""
+    return Sealer(SECRET, 0.0, max_bytes=bytes_of(max_records))
 
 
-def life_of(num_records: int) -> KeyLife:
-    """Return the life of a key that seals ``num_records`` of `RECORDS`."""
-    return KeyLife(num_records * (len(RECORDS[0]) + OVERHEAD_BYTES))
+def opener_of(max_records: int, secret: bytes = SECRET) -> Opener:
+    return Opener(secret, max_bytes=bytes_of(max_records))
+
+
+def bytes_of(num_records: int) -> int:
+    return num_records * (len(RECORDS[0]) + OVERHEAD_BYTES)
 
 
 def feed(opener: Opener, wire: bytes, most: int = MAX_SEALED_BYTES) -> int:
@@ -80,7 +83,7 @@ def test_a_record_is_what_is_written_above_it() -> None:
 def test_however_it_is_cut_it_is_the_same(
     sent: list[bytes], pieces: list[int], room: int, records_per_key: int
 ) -> None:
-    sealer, opener = sealer_of(life=life_of(records_per_key)), Opener(SECRET, life_of(records_per_key))
+    sealer, opener = sealer_of(records_per_key), opener_of(records_per_key)
     wire = b"".join(seal(sealer, data) for data in sent)
     assert read(opener, wire, pieces, room) == b"".join(sent)
     assert opener.is_clean
@@ -109,13 +112,13 @@ RECORDS = [f"record {number}".encode() for number in range(4)]
 
 
 def sealed() -> list[bytes]:
-    sealer = sealer_of(life=life_of(3))
+    sealer = sealer_of(3)
     return [seal(sealer, data) for data in RECORDS]
 
 
 def assert_ends_after(num_good: int, wire: bytes, secret: bytes = SECRET) -> None:
     """Assert that the first ``num_good`` records count, and nothing after them, whatever is tried."""
-    opener, plain, memory = Opener(secret, life_of(3)), b"", memoryview(bytearray(100))
+    opener, plain, memory = opener_of(3, secret), b"", memoryview(bytearray(100))
     good = b"".join(RECORDS[:num_good])
     try:
         while wire:
@@ -157,7 +160,7 @@ def test_a_record_of_another_channel_or_direction_ends_it() -> None:
 @given(st.integers(1, 200))
 def test_a_truncated_record_never_counts(cut: int) -> None:
     whole = b"".join(sealed())[:-cut]
-    opener = Opener(SECRET, life_of(3))
+    opener = opener_of(3)
     plain = read(opener, whole)
     assert b"".join(RECORDS).startswith(plain)
     assert len(plain) % len(RECORDS[0]) == 0
@@ -166,7 +169,7 @@ def test_a_truncated_record_never_counts(cut: int) -> None:
 
 @given(st.binary(max_size=300), st.integers(0, 4), st.lists(st.integers(1, 50), min_size=1, max_size=4))
 def test_strange_bytes_never_count(strange: bytes, num_good: int, pieces: list[int]) -> None:
-    opener = Opener(SECRET, life_of(3))
+    opener = opener_of(3)
     assert read(opener, b"".join(sealed()[:num_good]), pieces) == b"".join(RECORDS[:num_good])
     try:
         assert read(opener, strange, pieces) == b""
@@ -177,7 +180,7 @@ def test_strange_bytes_never_count(strange: bytes, num_good: int, pieces: list[i
 @settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 20))
 def test_both_ends_change_keys_alike(records_per_key: int, num_records: int) -> None:
-    sealer, opener = sealer_of(life=life_of(records_per_key)), Opener(SECRET, life_of(records_per_key))
+    sealer, opener = sealer_of(records_per_key), opener_of(records_per_key)
     is_first = []
     for number in range(num_records):
         wire = seal(sealer, RECORDS[number % 4])
@@ -187,14 +190,14 @@ def test_both_ends_change_keys_alike(records_per_key: int, num_records: int) -> 
 
 
 def test_a_key_that_has_been_used_long_enough_seals_nothing_more() -> None:
-    sealer, opener = sealer_of(life=KeyLife(seconds=10.0)), Opener(SECRET)
+    sealer, opener = Sealer(SECRET, 0.0, max_seconds=10.0), Opener(SECRET)
     wires = [seal(sealer, b"data", now) for now in (0.0, 9.9, 10.0, 19.9, 20.0, 1_000.0)]
     assert [bool(wire[0] & 0x80) for wire in wires] == [False, False, True, False, True, True]
     assert read(opener, b"".join(wires)) == b"data" * 6
 
 
 def test_who_uses_a_key_for_too_long_is_refused() -> None:
-    sealer, opener = sealer_of(life=life_of(3)), Opener(SECRET, life_of(2))
+    sealer, opener = sealer_of(3), opener_of(2)
     assert read(opener, b"".join(seal(sealer, data) for data in RECORDS[:2])) == RECORDS[0] + RECORDS[1]
     with pytest.raises(RemoteProtocolError, match="sealed enough"):
         read(opener, seal(sealer, RECORDS[2]))
