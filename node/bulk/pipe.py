@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -102,21 +102,12 @@ class Outgoing:
         return self.digest
 
 
-class Pacing(Protocol):
-    """Sets the rate at which transfers are sent."""
-
-    def piece_bytes(self) -> int:
-        """Return the maximum size in bytes of the next piece over a channel."""
-
-    async def rest(self, num_bytes: int, seconds: float) -> None:
-        """Wait before the next piece; the last one had ``num_bytes`` and took ``seconds``."""
-
-
 class BulkPipe:
     """One end of a pipe over a stream and, if there is one, a bulk channel.
 
     ``channels``: the node's bulk channels; None: everything goes over the stream. ``max_unsent``: limit on the bytes
-    that wait in the kernel of a channel; None: no limit.
+    that wait in the kernel of a channel; None: no limit. ``piece_bytes`` returns the most bytes of the next piece over
+    a channel; ``rest`` waits before the next piece, and gets the bytes of the last one and the seconds that it took.
     """
 
     def __init__(
@@ -125,8 +116,9 @@ class BulkPipe:
         stream: Stream,
         channels: BulkService | None,
         shaping: Shaping,
-        pacing: Pacing | None = None,
         max_unsent: int | None = None,
+        piece_bytes: Callable[[], int] = lambda: UNLIMITED_BYTES,
+        rest: Callable[[int, float], Awaitable[None]] | None = None,
     ) -> None:
         self.pipe = pipe
         self.channel: BulkChannel | None = None
@@ -138,7 +130,8 @@ class BulkPipe:
         self._stream = stream
         self._channels = channels
         self._shaping = shaping
-        self._pacing = pacing
+        self._piece_bytes = piece_bytes
+        self._rest = rest
         self._max_unsent = max_unsent
         self._patience: Patience | None = None  # once transfers may move
         self._posted: deque[bytes] = deque()
@@ -485,23 +478,20 @@ class BulkPipe:
         room = max(CHUNK_BYTES - sum(map(len, self._posted)), CHUNK_BYTES // 2)
         return min(room, self._shaping.up.quantum)
 
-    async def _rest(self, num_bytes: int, began_at: float) -> None:
-        if self._pacing is not None:
-            await self._pacing.rest(num_bytes, trio.current_time() - began_at)
-
     async def _send_over(self, channel: BulkChannel) -> None:
         assert self._patience is not None, "transfers may move"
         before = channel.num_sent
         try:
             while True:
-                piece = await self._next_piece(self._pacing.piece_bytes if self._pacing else lambda: UNLIMITED_BYTES)
+                piece = await self._next_piece(self._piece_bytes)
                 began_at, end, self._is_sending = trio.current_time(), self.pipe.num_sent + piece.nbytes, True
                 await channel.send(piece)
                 if self.pipe.step is not RouteStep.REPLACING:  # else the other end has said where to continue
                     self.pipe.num_sent = max(self.pipe.num_sent, end)  # it may have reported all of it already
                 self._is_sending = False
                 self._notify()
-                await self._rest(piece.nbytes, began_at)
+                if self._rest is not None:
+                    await self._rest(piece.nbytes, trio.current_time() - began_at)
         except ChannelError as error:
             logger.debug("sending over the bulk channel broke off: %s", error)  # the other end says what it lacks
         finally:
@@ -530,7 +520,8 @@ class BulkPipe:
                 self._is_sending = False
             if self.pipe.num_sent >= self.pipe.outgoing.head_end:  # until then, no task waits for a chunk
                 self._notify()
-            await self._rest(piece.nbytes, began_at)
+            if self._rest is not None:
+                await self._rest(piece.nbytes, trio.current_time() - began_at)
 
     # Waiting
 

@@ -12,6 +12,7 @@ part of the data may wait in the kernel, where it would go before the exchange.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
@@ -88,53 +89,50 @@ class BlockService:
         self._conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
-        """Serve one peer, until it has what it needs."""
-        parser = FrameParser(messages.MAX_MESSAGE_BYTES)
+        """Serve one peer, until it has what it needs. Peers that had their turn are asked to make room for another."""
+        parser, peer, shaping = FrameParser(messages.MAX_MESSAGE_BYTES), stream.peer, self._conditions.shaping
         with trio.fail_after(ANSWER_TIMEOUT):
             question = messages.decode_question(await receive_frame(stream, parser))
+        refusal: messages.Absent | messages.Busy | None = None
         if question.run_id != self._conditions.run_id:
-            await _answer(stream, messages.Absent())
-        elif not self._conditions.shaping.may_spend(BLOCK_BYTES):
-            await _answer(stream, messages.Busy(SAVING_SECONDS))
-        elif (seconds := self._seconds_until_free(stream.peer)) > 0:
-            await _answer(stream, messages.Busy(seconds))
-        else:
-            turn = self._served[stream.peer] = _Turn(self._conditions.shaping, self._exchanges)
-            try:
-                with turn.scope:
-                    await self._give(stream, parser, question, turn)
-            finally:
-                del self._served[stream.peer]
-
-    def _seconds_until_free(self, peer: bytes) -> float:
-        """Return 0 if there is room now, else the retry-after; peers that had their turn are asked to make room."""
-        if peer in self._served:
-            return CLOSING_SECONDS
-        if len(self._served) < self._max_served:
-            return 0.0
-        oldest = next(iter(self._served.values()))
-        oldest.end_after_turn()
-        return max(1.0, oldest.ends_at - trio.current_time())
-
-    async def _give(self, stream: Stream, parser: FrameParser, question: messages.BlockQuestion, turn: _Turn) -> None:
-        stream.is_bulk = False
-        shaping = self._conditions.shaping
-        holding = await self._find(question)
-        if holding is None:
-            await _answer(stream, messages.Absent())
+            refusal = messages.Absent()
+        elif not shaping.may_spend(BLOCK_BYTES):
+            refusal = messages.Busy(SAVING_SECONDS)
+        elif peer in self._served:
+            refusal = messages.Busy(CLOSING_SECONDS)
+        elif len(self._served) >= self._max_served:
+            oldest = next(iter(self._served.values()))
+            oldest.end_after_turn()
+            refusal = messages.Busy(max(1.0, oldest.ends_at - trio.current_time()))
+        if refusal is not None:
+            await _answer(stream, refusal)
             return
-        size, channels = holding.index.size, self._conditions.channels
-        here = messages.Here(holding.num_held, b"" if question.has_index else encode_signed_index(holding.signed))
+        turn = self._served[peer] = _Turn(shaping, self._exchanges)
         try:
-            with channels.expecting(stream.peer) if channels else contextlib.nullcontext():
-                await _answer(stream, here, messages.max_answer_bytes(size))
-                pipe = Pipe(False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
-                # With a cap, the shaper already limits what waits in the kernel.
-                max_unsent = None if shaping.up.rate else PIECE_BYTES
-                bulk = BulkPipe(pipe, stream, channels, shaping, turn, max_unsent)
-                await turn.give(bulk, holding, parser.take_rest())
+            with turn.scope:
+                stream.is_bulk = False
+                if (holding := await self._find(question)) is None:
+                    await _answer(stream, messages.Absent())
+                    return
+                try:
+                    await self._give(stream, parser, question, turn, holding)
+                finally:
+                    holding.let_go()
         finally:
-            holding.let_go()
+            del self._served[peer]
+
+    async def _give(
+        self, stream: Stream, parser: FrameParser, question: messages.BlockQuestion, turn: _Turn, holding: Holding
+    ) -> None:
+        size, channels, shaping = holding.index.size, self._conditions.channels, self._conditions.shaping
+        here = messages.Here(holding.num_held, b"" if question.has_index else encode_signed_index(holding.signed))
+        with channels.expecting(stream.peer) if channels else contextlib.nullcontext():
+            await _answer(stream, here, messages.max_answer_bytes(size))
+            pipe = Pipe(False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
+            # With a cap, the shaper already limits what waits in the kernel.
+            max_unsent = None if shaping.up.rate else PIECE_BYTES
+            bulk = BulkPipe(pipe, stream, channels, shaping, max_unsent, turn.piece_bytes, turn.rest)
+            await turn.give(bulk, holding, parser.take_rest())
 
 
 class _Turn:
@@ -146,16 +144,12 @@ class _Turn:
         self._shaping = shaping
         self._exchanges = exchanges
         self._pace = 0.0  # seconds a byte
-        self._are_others_waiting = False
+        self._gives_until = math.inf
 
     def end_after_turn(self) -> None:
         """End the service after its turn, because others are waiting."""
-        self._are_others_waiting = True
+        self._gives_until = self.ends_at
         self.scope.deadline = max(trio.current_time(), self.ends_at) + GRACE_SECONDS
-
-    def _goes_on(self) -> bool:
-        is_over = self._are_others_waiting and trio.current_time() >= self.ends_at
-        return not is_over and self._shaping.may_spend(BLOCK_BYTES)
 
     async def give(self, bulk: BulkPipe, holding: Holding, received: bytes) -> None:
         """Give blocks until the peer goes, falls silent, or others have their turn.
@@ -187,7 +181,7 @@ class _Turn:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(read)
-                while self._goes_on():
+                while trio.current_time() < self._gives_until and self._shaping.may_spend(BLOCK_BYTES):
                     if not wanted:
                         with trio.move_on_after(IDLE_TIMEOUT) as patience:
                             await has_more.park()

@@ -59,40 +59,33 @@ class RouteStep(enum.Enum):
     STREAM = "on the stream"  # the last one
 
 
-class RouteMessage(enum.Enum):
-    """Kinds of messages, as the table needs them."""
-
-    PROPOSE = "Route of the opener"
-    AGREE = "Route of the answerer to a channel"
-    DECLINE = "Route of the answerer to the stream"
-    REROUTE = "Reroute"
-    RECEIVED = "Received"
-
-
+# Kinds of messages, as the table needs them.
+PROPOSE, REROUTE, RECEIVED = "Route of the opener", "Reroute", "Received"
+AGREE, DECLINE = "Route of the answerer to a channel", "Route of the answerer to the stream"
 OPENER, ANSWERER = True, False
 # Step -> messages that may be sent in it: each with its senders and the following step. Besides, a `Sealed` may be sent
 # in every step but the first, and chunks on the stream.
-TRANSITIONS: dict[RouteStep, dict[RouteMessage, tuple[set[bool], RouteStep]]] = {
+TRANSITIONS: dict[RouteStep, dict[str, tuple[set[bool], RouteStep]]] = {
     RouteStep.IDLE: {},
-    RouteStep.UNROUTED: {RouteMessage.PROPOSE: ({OPENER}, RouteStep.PROPOSED)},
+    RouteStep.UNROUTED: {PROPOSE: ({OPENER}, RouteStep.PROPOSED)},
     RouteStep.PROPOSED: {
-        RouteMessage.AGREE: ({ANSWERER}, RouteStep.CHANNEL),
-        RouteMessage.DECLINE: ({ANSWERER}, RouteStep.STREAM),
+        AGREE: ({ANSWERER}, RouteStep.CHANNEL),
+        DECLINE: ({ANSWERER}, RouteStep.STREAM),
     },
     RouteStep.CHANNEL: {
-        RouteMessage.PROPOSE: ({OPENER}, RouteStep.REPLACING),
-        RouteMessage.REROUTE: ({ANSWERER}, RouteStep.LOST),
-        RouteMessage.RECEIVED: ({OPENER, ANSWERER}, RouteStep.CHANNEL),
+        PROPOSE: ({OPENER}, RouteStep.REPLACING),
+        REROUTE: ({ANSWERER}, RouteStep.LOST),
+        RECEIVED: ({OPENER, ANSWERER}, RouteStep.CHANNEL),
     },
     RouteStep.LOST: {
-        RouteMessage.PROPOSE: ({OPENER}, RouteStep.REPLACING),
-        RouteMessage.RECEIVED: ({OPENER}, RouteStep.LOST),
+        PROPOSE: ({OPENER}, RouteStep.REPLACING),
+        RECEIVED: ({OPENER}, RouteStep.LOST),
     },
     RouteStep.REPLACING: {
-        RouteMessage.AGREE: ({ANSWERER}, RouteStep.CHANNEL),
-        RouteMessage.DECLINE: ({ANSWERER}, RouteStep.STREAM),
-        RouteMessage.REROUTE: ({ANSWERER}, RouteStep.REPLACING),
-        RouteMessage.RECEIVED: ({ANSWERER}, RouteStep.REPLACING),
+        AGREE: ({ANSWERER}, RouteStep.CHANNEL),
+        DECLINE: ({ANSWERER}, RouteStep.STREAM),
+        REROUTE: ({ANSWERER}, RouteStep.REPLACING),
+        RECEIVED: ({ANSWERER}, RouteStep.REPLACING),
     },
     RouteStep.STREAM: {},
 }
@@ -448,20 +441,20 @@ class Pipe:
 
     def _apply(self, message: Control, by_us: bool) -> None:
         """Apply a message of either end; raise the error of its sender's fault if it may not be sent now."""
-        kind: RouteMessage | None = None  # a hash does not move the route
+        kind = ""  # a hash does not move the route
         match message:
             case Route(channel):
-                answer = RouteMessage.DECLINE if channel is None else RouteMessage.AGREE
-                kind = RouteMessage.PROPOSE if self.is_opener is by_us else answer
+                answer = DECLINE if channel is None else AGREE
+                kind = PROPOSE if self.is_opener is by_us else answer
             case Reroute() | Received():
-                kind = RouteMessage(type(message).__name__)
+                kind = type(message).__name__
         if problem := self._problem(message, kind, by_us):
             raise (LocalProtocolError if by_us else RemoteProtocolError)(problem)
         match message:
             case Route(channel, received):
                 if not by_us:
                     self.num_sent = received
-                if kind is RouteMessage.PROPOSE:
+                if kind == PROPOSE:
                     self.num_routes += 1
                     self.proposed = channel
                 else:
@@ -473,25 +466,22 @@ class Pipe:
             case Received():
                 self.outgoing.settle()
                 self.num_sent = max(self.num_sent, self.outgoing.settled)
-        if kind is not None:
+        if kind:
             self.step = TRANSITIONS[self.step][kind][1]
 
-    def _problem(self, message: Control, kind: RouteMessage | None, by_us: bool) -> str:
+    def _problem(self, message: Control, kind: str, by_us: bool) -> str:
         """Return why an end may not send this now, by the table or by what it cannot express; empty if it may."""
-        if kind is None:
-            is_allowed = self.step is not RouteStep.IDLE
-        else:
-            is_allowed = kind in TRANSITIONS[self.step] and (self.is_opener is by_us) in TRANSITIONS[self.step][kind][0]
-        if not is_allowed:
-            return f"{kind.value if kind else 'Sealed'} while the pipe is {self.step.value}"
+        senders = TRANSITIONS[self.step].get(kind, ((), self.step))[0]
+        if (self.is_opener is by_us) not in senders if kind else self.step is RouteStep.IDLE:
+            return f"{kind or 'Sealed'} while the pipe is {self.step.value}"
         sending, receiving = (self.outgoing, self.incoming) if by_us else (self.incoming, self.outgoing)
         match message:
             case Route(channel, received):
-                if kind is RouteMessage.PROPOSE and self.num_routes >= MAX_ROUTES:
+                if kind == PROPOSE and self.num_routes >= MAX_ROUTES:
                     return "a Route beyond those of a pipe"
-                if kind is RouteMessage.PROPOSE and self.step is RouteStep.CHANNEL and not receiving.is_open:
+                if kind == PROPOSE and self.step is RouteStep.CHANNEL and not receiving.is_open:
                     return "a Route that nobody needs"
-                if kind is RouteMessage.AGREE and channel != self.proposed:
+                if kind == AGREE and channel != self.proposed:
                     return "a channel that the opener has not named"
                 if not receiving.settled <= received < max(receiving.head_end, receiving.settled + 1):
                     return "a Route from a position where its sender cannot be"
