@@ -137,8 +137,19 @@ class ExchangeSession:
     async def hold(self, bulk: BulkPipe, received: bytes) -> None:
         """Run the session over this pipe, of whose stream ``received`` was read."""
         self.bulk = bulk
+
+        async def run() -> None:  # until the stream ends or the partner breaks the protocol
+            try:
+                await bulk.run(self._hear, received=received)
+                self.failure = _FailedError("the partner closed the stream")
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                self.failure = _FailedError(f"the connection broke: {error}")
+            except RemoteProtocolError as error:
+                self.failure = _FailedError(f"the partner broke the protocol: {error}")
+            self._heard.close()  # earlier messages are still read
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._run, bulk, received)
+            nursery.start_soon(run)
             try:
                 with self._script:
                     await self._share_contributions(bulk)
@@ -243,17 +254,6 @@ class ExchangeSession:
             self._script.cancel()
         else:
             self._heard.send_nowait(message)
-
-    async def _run(self, bulk: BulkPipe, received: bytes) -> None:
-        """Run until the stream ends or the partner breaks the protocol; earlier messages are still read."""
-        try:
-            await bulk.run(self._hear, received=received)
-            self.failure = _FailedError("the partner closed the stream")
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            self.failure = _FailedError(f"the connection broke: {error}")
-        except RemoteProtocolError as error:
-            self.failure = _FailedError(f"the partner broke the protocol: {error}")
-        self._heard.close()
 
 
 @contextlib.contextmanager
@@ -412,36 +412,28 @@ class ExchangeService:
             session.failure = _FailedError("the partner had aborted")  # unless it is committed
 
     async def _serve_exchange(self, stream: Stream) -> None:
-        """Find the session that expects an incoming stream; return, which closes the stream, when the session is over.
+        """Give an incoming stream to the session that its offer names; return, which closes it, when that is over.
 
         Raises `RemoteProtocolError` for a stream that does not begin with an offer.
         """
-        peer, session = stream.peer, None
+        peer, parser, session = stream.peer, FrameParser(MAX_FIRST_BYTES), None
         if self._unclaimed.total() >= MAX_UNCLAIMED or self._unclaimed[peer] >= MAX_UNCLAIMED_PER_PEER:
             return
         self._unclaimed[peer] += 1
         try:
             with trio.move_on_after(CLAIM_TIMEOUT):
-                session = await self._claim(stream)
+                first = await receive_frame(stream, parser)
+                name = decode_first(first).session
+                while name not in self._expected:
+                    await self._expected_more.wait()
+                session = self._expected[name]
         finally:
-            self._unclaimed[peer] -= 1
-            self._unclaimed += Counter()  # forgets the zeros
-        if session is not None:
-            await session.ended.wait()
-
-    async def _claim(self, stream: Stream) -> ExchangeSession | None:
-        """Read a stream's offer and give the stream to its session; None if that is another peer's, or has one."""
-        parser = FrameParser(MAX_FIRST_BYTES)
-        first = await receive_frame(stream, parser)
-        offer = decode_first(first)
-        while offer.session not in self._expected:
-            await self._expected_more.wait()
-        session = self._expected[offer.session]
-        if session.peer != stream.peer or session.stream is not None:
-            return None
+            self._unclaimed -= Counter((peer,))
+        if session is None or session.peer != peer or session.stream is not None:
+            return  # it is another peer's, or has its stream
         session.stream, session.received = stream, frame(first, MAX_FIRST_BYTES) + parser.take_rest()
         session.arrived.set()
-        return session
+        await session.ended.wait()
 
     async def _resolve(self, start: StartExchange) -> Outcome:
         """Ask for the decision until the deadline; this node has promised to commit and does not know it."""

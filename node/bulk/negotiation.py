@@ -203,9 +203,7 @@ class BulkService:
         try:
             yield
         finally:
-            self._expected[peer] -= 1
-            if not self._expected[peer]:
-                del self._expected[peer]
+            self._expected -= Counter((peer,))
 
     async def acquire(self, peer: bytes) -> BulkChannel | None:
         """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
@@ -402,32 +400,26 @@ class BulkService:
 
     async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
-        candidate = Candidate(connection, self._network_key)
+        candidate, race = Candidate(connection, self._network_key), None
+        self._unproven[address] += 1
         try:
             with contextlib.suppress(OSError):
-                if (race := await self._greeted(candidate, address)) is not None:
+                try:
+                    with trio.move_on_after(GREETING_TIMEOUT):
+                        received = await candidate.receive(GREETING_BYTES)
+                        named = self._races.get(received[:SESSION_BYTES])
+                        if named is not None and named.is_greeted_by(received):
+                            await named.is_on.wait()
+                            await candidate.send_all(greeting(named.session, named.their_token))
+                            race = named
+                finally:
+                    self._unproven -= Counter((address,))
+                if race is not None:
                     with trio.move_on_after(OPEN_TIMEOUT):
                         await race.settle(candidate)
         finally:
             if not candidate.is_chosen:
                 connection.close()
-
-    async def _greeted(self, candidate: Candidate, address: str) -> Race | None:
-        """Return the race for which a connection greets, when both have; None if it does not in time."""
-        self._unproven[address] += 1
-        try:
-            with trio.move_on_after(GREETING_TIMEOUT):
-                received = await candidate.receive(GREETING_BYTES)
-                race = self._races.get(received[:SESSION_BYTES])
-                if race is not None and race.is_greeted_by(received):
-                    await race.is_on.wait()
-                    await candidate.send_all(greeting(race.session, race.their_token))
-                    return race
-            return None
-        finally:
-            self._unproven[address] -= 1
-            if not self._unproven[address]:
-                del self._unproven[address]
 
     async def listen(self, listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
         """Accept a bounded number of connections at a time, and none while nothing is negotiated."""

@@ -337,11 +337,22 @@ class Provider:
         return self._files.settings.checkpoints / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
 
     async def _keep_copy(self) -> None:
-        """Take up an earlier life's copy, and keep it new, until cancelled."""
-        if self._has_room():
-            await self._recall()
-        else:
+        """Take up an earlier life's copy of this run, and keep it new, until cancelled."""
+        folder, run_id = self._files.settings.checkpoints, self._downloads.conditions.run_id
+        max_size = max(map(self._files.max_bytes, range(self._files.num_stages)))
+
+        def open_copy(path: Path) -> Holding:
+            with index_of(path).open("rb") as file:
+                raw = file.read(blocks.max_index_bytes(max_size) + 1)
+            return Holding.open(path, *blocks.decode_signed_index(raw, run_id, max_size))
+
+        if not self._has_room():
             await self._take(None)
+        # One, unless that life was killed between making a new one and removing the old.
+        for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
+            with contextlib.suppress(OSError, RemoteProtocolError):
+                await self._take(path, await trio.to_thread.run_sync(open_copy, path))
+                break
         pause = interval = self._files.settings.backup_seconds
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
@@ -352,22 +363,6 @@ class Provider:
 
     def _has_room(self) -> bool:
         return self._files.plan(self._membership.stage).has_copy
-
-    async def _recall(self) -> None:
-        """Open the copy that an earlier life kept, if there is one and it is of this run."""
-        folder, run_id = self._files.settings.checkpoints, self._downloads.conditions.run_id
-        max_size = max(map(self._files.max_bytes, range(self._files.num_stages)))
-
-        def open_copy() -> Holding:
-            with index_of(path).open("rb") as file:
-                raw = file.read(blocks.max_index_bytes(max_size) + 1)
-            return Holding.open(path, *blocks.decode_signed_index(raw, run_id, max_size))
-
-        # One, unless that life was killed between making a new one and removing the old.
-        for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
-            with contextlib.suppress(OSError, RemoteProtocolError):
-                await self._take(path, await trio.to_thread.run_sync(open_copy))
-                return
 
     async def _take(self, path: Path | None, holding: Holding | None = None) -> None:
         """Provide this copy, in this file, instead of older ones, and remove these; None: there is no room for any."""

@@ -99,17 +99,12 @@ class Start:
         Raises `JoinError` if the folder is not what this run starts from.
         """
         if self._whole.exists():
-            await self._open_whole()
+            await self._hold()
         named = self._files.settings.start
         if self._held is None and named is not None:
             self._journal.say(f"checking {named}, from which this run starts")
             await trio.to_thread.run_sync(self._take_in, named)
-            await self._open_whole()
-
-    async def _open_whole(self) -> None:
-        await trio.to_thread.run_sync(self._hold)
-        if self._held is not None:
-            self._is_held.set()
+            await self._hold()
 
     def _take_in(self, path: Path) -> None:
         """Link the checkpoint if possible, to save room, else copy it; last, as its presence means all is here."""
@@ -134,17 +129,25 @@ class Start:
         except OSError as error:
             raise JoinError(f"cannot keep {path} in {self._folder}: {error.strerror or error}") from error
 
-    def _hold(self) -> None:
+    async def _hold(self) -> None:
         """Open the checkpoint for others, and remove a damaged one."""
-        try:
-            raw = (self._folder / INDEX_NAME).read_bytes()
-            signed, index = decode_signed_index(raw, self._start.run, max_file_bytes(self._files.manifest))
-            if signed.id != self._start.checkpoint:
-                raise RemoteProtocolError("it is another checkpoint's")
-            self._held = Holding.open(self._whole, signed, index)
-        except (OSError, RemoteProtocolError) as error:
-            self._journal.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): it is taken anew")
-            self._whole.unlink(missing_ok=True)
+
+        def open_whole() -> Holding | None:
+            try:
+                raw = (self._folder / INDEX_NAME).read_bytes()
+                signed, index = decode_signed_index(raw, self._start.run, max_file_bytes(self._files.manifest))
+                if signed.id != self._start.checkpoint:
+                    raise RemoteProtocolError("it is another checkpoint's")
+                return Holding.open(self._whole, signed, index)
+            except (OSError, RemoteProtocolError) as error:
+                why = f"cannot be used ({error}): it is taken anew"
+                self._journal.warn(f"the starting checkpoint in {self._folder} {why}")
+                self._whole.unlink(missing_ok=True)
+                return None
+
+        self._held = await trio.to_thread.run_sync(open_whole)
+        if self._held is not None:
+            self._is_held.set()
 
     async def obtain(self, stage: int) -> bool:
         """Return whether a stage's weights are here now. If not, it has notified the owner and waited for some time."""
@@ -207,4 +210,4 @@ class Start:
         what = "the model" if is_whole else f"stage {stage}"
         self._journal.say(f"{what} begins with the weights from which this run starts: hashes verified")
         if is_whole:
-            await self._open_whole()
+            await self._hold()

@@ -121,22 +121,25 @@ class Weights:
         journal.warn("members that claim to be far on gave no weights; the others begin, and so does this node")
 
     async def _await_room(self, stage: int) -> None:
-        """Wait until the disk has room for a stage's download: it is told of before a peer is asked for any byte."""
-        while words := await trio.to_thread.run_sync(self._shortage, stage):
+        """Wait until the disk has room for a stage's blocks and the file that is made of them.
+
+        A shortage is told of before a peer is asked for any byte.
+        """
+        path = self.files.fetched(stage)
+
+        def shortage() -> str:
+            try:
+                here = sum(512 * part.stat().st_blocks for part in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"))
+                self._downloads.conditions.room.check(path.parent, max(0, 2 * self.files.required_bytes(stage) - here))
+            except OSError as error:
+                return error.strerror or str(error)
+            return ""
+
+        while words := await trio.to_thread.run_sync(shortage):
             self._journal.enter("fetching weights", words, "room on the disk")
             self._journal.warn(f"the disk has no room for the run's weights; {words}", _NO_ROOM)
             await trio.sleep(ROOM_INTERVAL)
         self._journal.over(_NO_ROOM)
-
-    def _shortage(self, stage: int) -> str:
-        """Return how much to free for a stage's blocks and the file that is made of them; empty if they fit."""
-        path = self.files.fetched(stage)
-        try:
-            here = sum(512 * part.stat().st_blocks for part in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"))
-            self._downloads.conditions.room.check(path.parent, max(0, 2 * self.files.required_bytes(stage) - here))
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
 
     async def _await_contact(self, *, needs_anyone: bool) -> None:
         """Wait for contact with a member that trains, because members that were only heard of are not believed.

@@ -425,21 +425,19 @@ class Download:
                 first = following
 
     def _ask_for_help(self, now: float) -> Iterator[Output]:
-        """Request blocks of slower donors from a donor with room and nothing else to give, the latest block first."""
-        for helper in self._open_by_pace(now):
-            while helper.room > 0 and (block := self._latest(helper, now)) is not None:
-                yield from self._ask(helper, [block], now)
+        """Request blocks of slower donors from a donor with room and nothing else to give, the latest block first.
 
-    def _latest(self, helper: _Donor, now: float) -> int | None:
-        """Return the block that would come last, if this donor is likely to give it much earlier, else None."""
-        by_helper = (len(helper.owed) + 1) * helper.pace(now)
-        worst, latest = HELP_RATIO * by_helper, None
-        for donor in self._donors.values():
-            if donor is helper or not donor.owed:
-                continue
-            pace = donor.pace(now)
-            for position, block in enumerate(donor.owed, 1):
-                is_single = len(self._asked[block]) == 1 and block < helper.num_held
-                if is_single and position * pace > worst:
-                    worst, latest = position * pace, block
-        return latest
+        Only a block that this donor is likely to give much earlier is requested twice.
+        """
+        for helper in self._open_by_pace(now):
+            latest: int | None = 0
+            while helper.room > 0 and latest is not None:
+                worst, latest = HELP_RATIO * (len(helper.owed) + 1) * helper.pace(now), None
+                for donor in self._donors.values():
+                    pace = donor.pace(now)
+                    for position, block in enumerate(donor.owed, 1):
+                        is_single = len(self._asked[block]) == 1 and block < helper.num_held
+                        if donor is not helper and is_single and position * pace > worst:
+                            worst, latest = position * pace, block
+                if latest is not None:
+                    yield from self._ask(helper, [latest], now)

@@ -113,29 +113,22 @@ def read_folder(path: Path) -> Consolidated:
         manifest, signed = decode_manifest(_read(path / MANIFEST_NAME, 2 * MAX_MANIFEST_BYTES))
         max_size = max_file_bytes(manifest)
         raw_index = _read(path / INDEX_NAME, max_index_bytes(max_size))
-        index_id, index = _decode_index(raw_index, manifest, signed, max_size)
+        try:
+            signed_index, index = decode_signed_index(raw_index, signed.run_id, max_size)
+        except RemoteProtocolError:
+            if (start := manifest.start) is None:
+                raise
+            signed_index, index = decode_signed_index(raw_index, start.run, max_size)
+            if signed_index.id != start.checkpoint:
+                raise RemoteProtocolError("the index is not of the checkpoint that the manifest starts from") from None
+        if index.num_stages != 1:
+            raise RemoteProtocolError(f"the index is of a stage of {index.num_stages}, not of a whole model")
         epochs = None
         if (path / EPOCHS_NAME).exists():
             epochs = msgspec.json.decode(_read(path / EPOCHS_NAME, MAX_MANIFEST_BYTES), type=EpochsConfig)
     except (ManifestError, RemoteProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConsolidatedError(f"{path} is no consolidated checkpoint: {error}") from error
-    return Consolidated(path, manifest, signed, index_id, index, epochs)
-
-
-def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_size: int) -> tuple[bytes, Index]:
-    """Decode the index of the manifest's run, or of what that run starts from. Raises `RemoteProtocolError`."""
-    start = manifest.start
-    try:
-        signed_index, index = decode_signed_index(raw, signed.run_id, max_size)
-    except RemoteProtocolError:
-        if start is None:
-            raise
-        signed_index, index = decode_signed_index(raw, start.run, max_size)
-        if signed_index.id != start.checkpoint:
-            raise RemoteProtocolError("the index is not of the checkpoint that the manifest starts from") from None
-    if index.num_stages != 1:
-        raise RemoteProtocolError(f"the index is of a stage of {index.num_stages}, not of a whole model")
-    return signed_index.id, index
+    return Consolidated(path, manifest, signed, signed_index.id, index, epochs)
 
 
 def verify_hashes(folder: Consolidated) -> None:
