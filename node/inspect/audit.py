@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
@@ -59,89 +58,70 @@ async def audit_run(settings: NodeSettings, author: bytes | None, say: Callable[
         if not visit.manifest.audits:
             raise ManifestError("this run has no audits: its run file leaves out `audits`, so no round is committed to")
         await trio.sleep(SETTLE_SECONDS)
-        with tempfile.TemporaryDirectory(prefix="farandole-audit-") as folder:
-            return await _Audit(visit, Path(folder), settings, say).run(author)
+
+        def committed() -> dict[bytes, dict[int, RoundClaim]]:
+            """Return the commitments of each author, by round."""
+            found: dict[bytes, dict[int, RoundClaim]] = {}
+            for entry in visit.gossip.state.entries(Kind.COMMITMENT):
+                claim = RoundClaim(entry.author, entry.payload, entry.signed)
+                found.setdefault(entry.author, {})[claim.commitment.round] = claim
+            return found
+
+        with tempfile.TemporaryDirectory(prefix="farandole-audit-") as name:
+            folder = Path(name)
+            prepare = Prepare(
+                run_id=visit.conditions.run_id,
+                author=bytes(32),
+                manifest=msgspec.msgpack.encode(visit.manifest),
+                settings=TrainerSettings(
+                    data=[str(path) for path in settings.data],
+                    data_weight=settings.data_weight,
+                    data_field=settings.data_field,
+                    tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
+                    tokens=str(folder / "tokens"),
+                    checkpoints=str(folder / "checkpoints"),
+                    device="cpu",
+                ),
+            )
+            say("starting a trainer to replay rounds with")
+            rows = []
+            async with open_trainer(prepare, None) as trainer:
+                for each in sorted(committed()) if author is None else [author]:
+                    rounds = committed().get(each, {})  # as of now: starts are not kept for long
+                    if rounds:
+                        round_index = random.choice(sorted(rounds)[-2:])
+                        steps = rounds[round_index].commitment.steps
+                        say(f"replaying round {round_index} of {peer_id_of(each)}: {steps} inner steps")
+                        verdict, detail = await _replay(visit, trainer, rounds, round_index, folder)
+                        rows.append(AuditedRound(peer_id_of(each), round_index, verdict, detail))
+            return rows
 
 
-class _Audit:
-    """One visitor's audit; files go into ``folder``."""
-
-    def __init__(self, visit: Visit, folder: Path, settings: NodeSettings, say: Callable[[str], None]) -> None:
-        self._visit = visit
-        self._folder = folder
-        self._settings = settings
-        self._say = say
-
-    async def run(self, author: bytes | None) -> list[AuditedRound]:
-        rows = []
-        async with self._open_trainer() as trainer:
-            for each in sorted(self._committed()) if author is None else [author]:
-                rounds = self._committed().get(each, {})  # as of now: starts are not kept for long
-                if rounds:
-                    rows.append(await self._replay(trainer, rounds, random.choice(sorted(rounds)[-2:])))
-        return rows
-
-    def _committed(self) -> dict[bytes, dict[int, RoundClaim]]:
-        """Return the commitments of each author, by round."""
-        committed: dict[bytes, dict[int, RoundClaim]] = {}
-        for entry in self._visit.gossip.state.entries(Kind.COMMITMENT):
-            claim = RoundClaim(entry.author, entry.payload, entry.signed)
-            committed.setdefault(entry.author, {})[claim.commitment.round] = claim
-        return committed
-
-    @asynccontextmanager
-    async def _open_trainer(self) -> AsyncIterator[Trainer]:
-        settings = self._settings
-        prepare = Prepare(
-            run_id=self._visit.conditions.run_id,
-            author=bytes(32),
-            manifest=msgspec.msgpack.encode(self._visit.manifest),
-            settings=TrainerSettings(
-                data=[str(path) for path in settings.data],
-                data_weight=settings.data_weight,
-                data_field=settings.data_field,
-                tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
-                tokens=str(self._folder / "tokens"),
-                checkpoints=str(self._folder / "checkpoints"),
-                device="cpu",
-            ),
-        )
-        self._say("starting a trainer to replay rounds with")
-        async with open_trainer(prepare, None) as trainer:
-            yield trainer
-
-    async def _replay(self, trainer: Trainer, rounds: Mapping[int, RoundClaim], round_index: int) -> AuditedRound:
-        claim = rounds[round_index]
-        peer_id = peer_id_of(claim.author)
-
-        def judged(verdict: Verdict, detail: str = "") -> AuditedRound:
-            return AuditedRound(peer_id, round_index, verdict, detail)
-
-        self._say(f"replaying round {round_index} of {peer_id}: {claim.commitment.steps} inner steps")
-        path = self._folder / f"{claim.commitment.start.hex()[:16]}.safetensors"
-        try:
-            await self._fetch(claim, path)
-        except PeerUnreachableError as error:
-            return judged("not given", str(error))
-        before = rounds.get(round_index - 1)
-        if before is not None and before.commitment.end != await trio.to_thread.run_sync(optimizer_digest, path):
-            return judged("broken", "the optimizer's means differ from those at the end of the round before")
-        await trainer.send(Replay(str(path), claim.author, claim.commitment))
-        while not isinstance(replayed := await trainer.receive(), Replayed):
-            pass
-        if not claim.is_comparable or (replayed.build, replayed.device, replayed.corpus) != claim.kind:
-            commitment = claim.commitment
-            return judged("not comparable", f"another text, or made with {commitment.build} on {commitment.device}")
-        if replayed.problem:
-            return judged("wrong", replayed.problem)
-        is_right = (replayed.end, replayed.contribution) == (claim.commitment.end, claim.commitment.contribution)
-        return judged("right" if is_right else "wrong")
-
-    async def _fetch(self, claim: RoundClaim, path: Path) -> None:
-        manifest, conditions = self._visit.manifest, self._visit.conditions
-        max_bytes = max_checkpoint_bytes(manifest.outer, stage_parameters(manifest.model, 0))
-        signed, index = await ask_for_index(conditions, claim.author, 0, max_bytes, claim.commitment.start)
+async def _replay(
+    visit: Visit, trainer: Trainer, rounds: Mapping[int, RoundClaim], round_index: int, folder: Path
+) -> tuple[Verdict, str]:
+    """Fetch a round's start into ``folder`` and replay the round; return the verdict, and its reason."""
+    claim, before = rounds[round_index], rounds.get(round_index - 1)
+    commitment = claim.commitment
+    path = folder / f"{commitment.start.hex()[:16]}.safetensors"
+    manifest, conditions = visit.manifest, visit.conditions
+    max_bytes = max_checkpoint_bytes(manifest.outer, stage_parameters(manifest.model, 0))
+    try:
+        signed, index = await ask_for_index(conditions, claim.author, 0, max_bytes, commitment.start)
         await fetch_checkpoint(conditions, signed, index, lambda: [claim.author], lambda name: True, path)
+    except PeerUnreachableError as error:
+        return "not given", str(error)
+    if before is not None and before.commitment.end != await trio.to_thread.run_sync(optimizer_digest, path):
+        return "broken", "the optimizer's means differ from those at the end of the round before"
+    await trainer.send(Replay(str(path), claim.author, commitment))
+    while not isinstance(replayed := await trainer.receive(), Replayed):
+        pass
+    if not claim.is_comparable or (replayed.build, replayed.device, replayed.corpus) != claim.kind:
+        return "not comparable", f"another text, or made with {commitment.build} on {commitment.device}"
+    if replayed.problem:
+        return "wrong", replayed.problem
+    is_right = (replayed.end, replayed.contribution) == (commitment.end, commitment.contribution)
+    return "right" if is_right else "wrong", ""
 
 
 def optimizer_digest(path: Path) -> bytes:

@@ -55,23 +55,18 @@ class CheckpointOffer(msgspec.Struct, frozen=True):
 
 def local_checkpoints(folder: Path) -> list[LocalCheckpoint]:
     """List the files in a node's folder of checkpoints, the newest of each stage first."""
-    looked_at = map(_look_at, folder.glob("stage-*.safetensors") if folder.is_dir() else ())
-    found = [each for each in looked_at if each is not None]
+    found = []
+    for path in folder.glob("stage-*.safetensors") if folder.is_dir() else ():
+        try:
+            size = path.stat().st_size
+            with open_tensors(path) as file:  # reads its header, not its values
+                round_index, steps, tokens = (int(file.metadata.get(name, "")) for name in ("round", "steps", "tokens"))
+            found.append(LocalCheckpoint(path.name, size, int(path.name.split("-")[1]), round_index, steps, tokens))
+        except FileNotFoundError:  # a node has just removed it
+            continue
+        except (ConsolidatedError, ValueError) as error:
+            found.append(LocalCheckpoint(path.name, size, problem=str(error)))
     return sorted(found, key=lambda each: (each.stage or 0, -(each.round or 0)))
-
-
-def _look_at(path: Path) -> LocalCheckpoint | None:
-    """Read its header, not its values. None: a node has just removed it."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return None
-    try:
-        with open_tensors(path) as file:
-            round_index, steps, tokens = (int(file.metadata.get(name, "")) for name in ("round", "steps", "tokens"))
-        return LocalCheckpoint(path.name, size, int(path.name.split("-")[1]), round_index, steps, tokens)
-    except (ConsolidatedError, ValueError) as error:
-        return LocalCheckpoint(path.name, size, problem=str(error))
 
 
 def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[CheckpointOffer]:

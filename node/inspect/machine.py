@@ -173,26 +173,23 @@ async def check_ports(listen: Sequence[str], kept: Mapping[str, int], *, is_runn
     for address in listen:
         port = kept.get(address)
         place = address if port is None else f"{address.removesuffix('0')}{port}"
-        finding = await _check_port(place, is_running=is_running)
-        is_lost = port is not None and finding.cause == "port-taken"
-        findings.append(found("port-kept-taken", port=port) if is_lost else finding)
+        cause, why = "port-no-address", ""
+        match = _LISTEN.fullmatch(place)
+        if match is not None and int(match[2]) <= 65_535:
+            cause = "port-fine"
+            try:
+                for listener in await trio.open_tcp_listeners(int(match[2]), host=match[1]):
+                    await listener.aclose()
+            except OSError as error:
+                why = error.strerror or str(error)
+                if error.errno == errno.EADDRINUSE:
+                    cause = "port-ours" if is_running else "port-taken" if port is None else "port-kept-taken"
+                elif match[1] == "::" and error.errno in NO_IPV6:
+                    cause = "port-no-ipv6"
+                else:
+                    cause = "port-unusable"
+        findings.append(found(cause, address=place, port=port, why=why))
     return findings
-
-
-async def _check_port(address: str, *, is_running: bool) -> Finding:
-    match = _LISTEN.fullmatch(address)
-    if match is None or int(match[2]) > 65_535:
-        return found("port-no-address", address=address)
-    try:
-        for listener in await trio.open_tcp_listeners(int(match[2]), host=match[1]):
-            await listener.aclose()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return found("port-ours" if is_running else "port-taken", address=address)
-        if match[1] == "::" and error.errno in NO_IPV6:
-            return found("port-no-ipv6", address=address)
-        return found("port-unusable", address=address, why=error.strerror or error)
-    return found("port-fine", address=address)
 
 
 def check_torch_is_there() -> list[Finding]:
@@ -270,10 +267,16 @@ def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
     if manifest.data.source == "text" and not (settings.data or settings.stream):
         needs.append(found("run-needs-text"))
     if manifest.tokenizer.kind == "tokenizers":
-        path, sha256 = settings.tokenizer, manifest.tokenizer.sha256
+        path, sha256, why = settings.tokenizer, manifest.tokenizer.sha256, ""
         if path is None:
             needs.append(found("run-needs-tokenizer", sha256=sha256))
-        elif why := _what_is_wrong_with(path, sha256):
+        else:
+            try:
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                why = "" if digest == sha256 else f"has SHA-256 {digest}"
+            except OSError as error:
+                why = f"cannot be read ({error.strerror})"
+        if why:
             needs.append(found("run-tokenizer-other", path=path, why=why, sha256=sha256))
         needs += _check_package("tokenizer", "tokenizers", "tokenizers")
     if manifest.model.hf is not None:
@@ -282,14 +285,6 @@ def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
     if own is not None and own.function not in settings.allow_model:
         needs.append(found("run-needs-model", function=own.function, package=own.package or "no package that it names"))
     return needs
-
-
-def _what_is_wrong_with(tokenizer: Path, sha256: str) -> str:
-    try:
-        digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return "" if digest == sha256 else f"has SHA-256 {digest}"
 
 
 def _check_package(what: str, package: str, extra: str) -> list[Finding]:

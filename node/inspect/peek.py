@@ -22,7 +22,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.run.invitations import VisitorPass, sign_pass
+from farandole.protocol.run.invitations import sign_pass
 from farandole.protocol.run.invite import decode_invite, peers_at
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind
@@ -107,9 +107,20 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
             open_mdns(host, [target.run_id], is_on=settings.mdns),
             open_bulk(host, target.run_id, shaping, connectivity) as channels,
         ):
-            host.gate.show(target.run_id, b"", target.secret, _pass(settings, key, target.run_id))
+            # Without the home's key a key of its own signs the pass, so that a refusal gives its reason.
+            member = load_or_create_key(settings.key) if settings.key.exists() else key
+            visitor = sign_pass(member, target.run_id, public_bytes(key), int(time.time() + VISIT_SECONDS))
+            host.gate.show(target.run_id, b"", target.secret, visitor)
             await _reach(host, target, journal)
-            raw = await _find_run(host, target, journal)
+            raw = None
+            with trio.move_on_after(MANIFEST_TIMEOUT):
+                raw = await obtain_manifest(host, target, journal)
+            if raw is None:
+                raise JoinError(
+                    f"peers answer, but none is in run {target.run_id.hex()[:16]}, and the DHT knew of no member "
+                    f"within {MANIFEST_TIMEOUT:g} s. The run may have ended; ask for a newer invite, and let "
+                    "`farandole doctor` look at it"
+                )
             manifest, signed = decode_manifest(raw)
             state = RunState(target.run_id, signed.creator)
             gossip = GossipService(state, Writer(key, target.run_id), host, messenger, store, random.Random())
@@ -121,12 +132,6 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
                         f"members were found, but none gave its run state within {SYNC_TIMEOUT:g} s. Try again later"
                     )
                 yield Visit(Conditions(host, target.run_id, shaping, channels), manifest, raw, gossip)
-
-
-def _pass(settings: NodeSettings, key: Ed25519PrivateKey, run_id: bytes) -> VisitorPass:
-    """Make a pass signed with the home's key; without one, with ``key`` itself, so that a refusal gives its reason."""
-    member = load_or_create_key(settings.key) if settings.key.exists() else key
-    return sign_pass(member, run_id, public_bytes(key), int(time.time() + VISIT_SECONDS))
 
 
 async def _reach(host: Host, target: Target, journal: Journal) -> None:
@@ -144,13 +149,4 @@ async def _reach(host: Host, target: Target, journal: Journal) -> None:
     raise JoinError(
         f"nobody whom the invite names could be reached:\n{reasons}\nThey may have left the run, or this machine is "
         "offline. Ask for a newer invite: any member can make one (`farandole run invite`)"
-    )
-
-
-async def _find_run(host: Host, target: Target, journal: Journal) -> bytes:
-    with trio.move_on_after(MANIFEST_TIMEOUT):
-        return await obtain_manifest(host, target, journal)
-    raise JoinError(
-        f"peers answer, but none is in run {target.run_id.hex()[:16]}, and the DHT knew of no member within "
-        f"{MANIFEST_TIMEOUT:g} s. The run may have ended; ask for a newer invite, and let `farandole doctor` look at it"
     )

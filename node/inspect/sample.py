@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from farandole.protocol.planning.needs import TRAINER_BYTES
-from farandole.protocol.run.manifest import Manifest, ModelConfig, SignedManifest, decode_manifest
+from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.run.models import shapes_of
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import FarandoleError
@@ -27,10 +27,8 @@ from ..base.settings import NodeSettings
 from ..base.system.terminal import without_controls
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME, read_folder
-from ..store.consolidated.hf_folder import open_hf_weights
 from ..store.consolidated.tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 from ..store.folder import CheckpointFolder
-from ..store.run_file import manifest_of
 from .listing import local_checkpoints
 
 # The weights of a whole model on this disk, open to be read: a node's own, or those of a folder.
@@ -43,49 +41,36 @@ from .listing import local_checkpoints
 # it has written a newer one, which takes it seconds at least.
 ATTEMPTS: Final = 3
 
-_CONFIG_NAME: Final = "config.json"
-_TOKENIZER_NAME: Final = "tokenizer.json"
 _PULL: Final = "farandole checkpoint pull --to model"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The weights of a whole model; `read` works while they are open."""
+    """The weights of a whole model of a run; `read` works while they are open."""
 
     path: Path
     manifest: Manifest
-    """Of their run; of a Hugging Face folder, one that has its model and its tokenizer, and else nothing of it."""
     read: Callable[[str], Floats]
     """Returns a parameter by its name. Raises `ConsolidatedError`."""
-    tokenizer: Path | None
-    """The tokenizer's file, if it is known."""
-    run_id: bytes | None = None
-    """None: they are of no run."""
-    round: int | None = None
-    inner_steps: int | None = None
-    is_own: bool = False
+    run_id: bytes
+    round: int
+    inner_steps: int
+    is_own: bool
     """Whether they are of the replica that this node trains."""
 
     @property
     def facts(self) -> dict[str, object]:
         """Return where the weights are from and how far they are trained, for scripts."""
-        return {
-            "weights": str(self.path),
-            "run": self.manifest.name,
-            "run_id": None if self.run_id is None else self.run_id.hex(),
-            "round": self.round,
-            "inner_steps": self.inner_steps,
-        }
+        of_run = {"run": self.manifest.name, "run_id": self.run_id.hex()}
+        return {"weights": str(self.path), **of_run, "round": self.round, "inner_steps": self.inner_steps}
 
     @property
     def origin(self) -> str:
         """Say which weights these are, for people."""
-        if self.round is None or self.inner_steps is None:
-            return f"weights of {self.path}"
         whose = "this node's weights" if self.is_own else "weights"
         return (
-            f'{whose} of run "{self.manifest.name}", round {self.round}, {count(self.inner_steps)} inner steps, from '
-            f"{self.path}"
+            f'{whose} of run "{self.manifest.name}", round {self.round}, '
+            f"{count(self.inner_steps)} inner steps, from {self.path}"
         )
 
 
@@ -93,41 +78,20 @@ class ModelWeights:
 def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelWeights]:
     """Open the newest weights of the node's data directory, or those of a folder, while the block runs.
 
-    ``folder``: what `checkpoint pull`, `import` or `export` wrote, or a Hugging Face model like it. Raises
-    `FarandoleError`, whose message says what to do.
+    ``folder``: what `checkpoint pull` or `import` wrote. Raises `FarandoleError`, whose message says what to do.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
             yield _of_node(settings, stack)
         elif (folder / MANIFEST_NAME).exists():
-            yield _of_consolidated(settings, folder, stack)
-        elif (folder / _CONFIG_NAME).exists():
-            yield _of_hf(settings, folder, stack)
+            pulled = read_folder(folder)
+            file, index = stack.enter_context(open_tensors(pulled.checkpoint)), pulled.index
+            reached = index.run_id, index.round, index.inner_steps
+            yield ModelWeights(folder, pulled.manifest, _slow(file), *reached, is_own=False)
         else:
             raise FarandoleError(
-                f"{folder} holds no model: name a folder that `farandole checkpoint pull` or `export` has written"
+                f"{folder} holds no model of a run: name a folder that `farandole checkpoint pull` has written"
             )
-
-
-def _of_consolidated(settings: NodeSettings, path: Path, stack: contextlib.ExitStack) -> ModelWeights:
-    folder = read_folder(path)
-    file, index = stack.enter_context(open_tensors(folder.checkpoint)), folder.index
-    return ModelWeights(
-        path, folder.manifest, _slow(file), settings.tokenizer, folder.index.run_id, index.round, index.inner_steps
-    )
-
-
-def _of_hf(settings: NodeSettings, folder: Path, stack: contextlib.ExitStack) -> ModelWeights:
-    tokenizer = settings.tokenizer or folder / _TOKENIZER_NAME
-    if not tokenizer.exists():
-        raise FarandoleError(f"{folder} has no {_TOKENIZER_NAME}: name the model's tokenizer file with --tokenizer")
-    described = {
-        "name": "a Hugging Face model",
-        "model": {"hf": str(folder.absolute())},
-        "tokenizer": {"file": str(tokenizer.absolute())},
-    }
-    manifest = manifest_of(described, folder, now=0)
-    return ModelWeights(folder, manifest, stack.enter_context(open_hf_weights(folder, manifest)), tokenizer)
 
 
 def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeights:
@@ -139,12 +103,17 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
         )
     manifest, signed = decode_manifest(raw)
     if manifest.model.num_stages > 1:
-        raise FarandoleError(_stages_held(settings, manifest.model.num_stages))
+        held = sorted({each.stage for each in local_checkpoints(settings.checkpoints) if each.stage is not None})
+        stages = f"stage{'s' if len(held) > 1 else ''} {' and '.join(map(str, held))}" if held else "no stage yet"
+        raise FarandoleError(
+            f"this node holds {stages} of {manifest.model.num_stages}, and this takes the whole model: pull it with "
+            f"`{_PULL}` while the node runs, then run the command again with the folder `model`"
+        )
     problem = ""
     for _ in range(ATTEMPTS):
         for path in CheckpointFolder(settings.checkpoints, 0).files():
             try:
-                return _of_checkpoint(settings, path, manifest, signed, stack)
+                return _of_checkpoint(path, manifest, signed, stack)
             except ConsolidatedError as error:
                 problem = str(error)
     if problem:
@@ -156,18 +125,7 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
     )
 
 
-def _stages_held(settings: NodeSettings, num_stages: int) -> str:
-    held = sorted({each.stage for each in local_checkpoints(settings.checkpoints) if each.stage is not None})
-    stages = f"stage{'s' if len(held) > 1 else ''} {' and '.join(map(str, held))}" if held else "no stage yet"
-    return (
-        f"this node holds {stages} of {num_stages}, and this takes the whole model: pull it with `{_PULL}` while the "
-        "node runs, then run the command again with the folder `model`"
-    )
-
-
-def _of_checkpoint(
-    settings: NodeSettings, path: Path, manifest: Manifest, signed: SignedManifest, stack: contextlib.ExitStack
-) -> ModelWeights:
+def _of_checkpoint(path: Path, manifest: Manifest, signed: SignedManifest, stack: contextlib.ExitStack) -> ModelWeights:
     """Open a node's own checkpoint. Raises `ConsolidatedError` if it is not to be read, or of another run."""
     with contextlib.ExitStack() as until_known:
         file = until_known.enter_context(open_tensors(path))
@@ -178,9 +136,7 @@ def _of_checkpoint(
         except ValueError as error:
             raise ConsolidatedError(f"{path} does not say of which round it is") from error
         stack.push(until_known.pop_all())
-    return ModelWeights(
-        path, manifest, _slow(file), settings.tokenizer, signed.run_id, round_index, inner_steps, is_own=True
-    )
+    return ModelWeights(path, manifest, _slow(file), signed.run_id, round_index, inner_steps, is_own=True)
 
 
 def _slow(file: TensorFile) -> Callable[[str], Floats]:
@@ -194,29 +150,6 @@ def _errors_for_people() -> Iterator[None]:
         yield
     except TrainingError as error:
         raise FarandoleError(str(error)) from error
-
-
-def _require_known(model: ModelConfig, allowed: Collection[str]) -> None:
-    """Raise `FarandoleError` or `TrainingError` unless this node can and may make such a model."""
-    if model.external is not None:
-        raise FarandoleError(
-            "this run's members train in loops of their own, and only these know how the model computes. Its weights "
-            "are in checkpoint.safetensors of a folder that `farandole checkpoint pull` writes, by the names slow/..."
-        )
-    if model.own is not None:
-        require_allowed(model.own.function, model.own.package, allowed)
-
-
-def _require_room(model: ModelConfig, positions: int) -> None:
-    """Raise `FarandoleError` if the weights and the logits of so many tokens do not fit into the memory now."""
-    num_parameters = sum(math.prod(shape) for shape in shapes_of(model).values())
-    needed = FP32_BYTES * (num_parameters + positions * model.vocabulary) + TRAINER_BYTES
-    available = available_bytes()
-    if available is not None and available < needed:
-        raise FarandoleError(
-            f"the model's {num_parameters:,} parameters, and its logits, take {size(needed)} of memory here, with "
-            f"PyTorch, and {size(available)} are free: stop other programs, or use a machine with more"
-        )
 
 
 @dataclass(slots=True)
@@ -260,10 +193,25 @@ def prepare_sample(
     with open_weights(settings, folder) as weights, _errors_for_people():
         manifest, allowed = weights.manifest, tuple(settings.allow_model)
         model = manifest.model
-        _require_known(model, allowed)
-        tokenizer = load_tokenizer(manifest.tokenizer, weights.tokenizer)
+        if model.external is not None:
+            raise FarandoleError(
+                "this run's members train in loops of their own, and only these know how the model computes. Its "
+                "weights are in checkpoint.safetensors of a folder that `farandole checkpoint pull` writes, by the "
+                "names slow/..."
+            )
+        if model.own is not None:
+            require_allowed(model.own.function, model.own.package, allowed)
+        tokenizer = load_tokenizer(manifest.tokenizer, settings.tokenizer)
         start = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist() or [tokenizer.separator]
-        _require_room(model, min(model.context, len(start) + num_tokens))
+        positions = min(model.context, len(start) + num_tokens)
+        num_parameters = sum(math.prod(shape) for shape in shapes_of(model).values())
+        needed = FP32_BYTES * (num_parameters + positions * model.vocabulary) + TRAINER_BYTES
+        available = available_bytes()
+        if available is not None and available < needed:
+            raise FarandoleError(
+                f"the model's {num_parameters:,} parameters, and its logits, take {size(needed)} of memory here, with "
+                f"PyTorch, and {size(available)} are free: stop other programs, or use a machine with more"
+            )
 
         import torch
 

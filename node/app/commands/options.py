@@ -36,7 +36,7 @@ ModelFolder = Annotated[
     Path | None,
     typer.Argument(
         metavar="FOLDER",
-        help="Folder of a model, written by `checkpoint pull`, `import` or `export`.",
+        help="Folder of a model, written by `checkpoint pull` or `import`.",
         show_default="the newest checkpoint of this node",
         exists=True,
         file_okay=False,

@@ -17,7 +17,6 @@ from farandole.node.base.system.terminal import without_controls
 from farandole.node.inspect.sample import Sample
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.folder import read_folder
-from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import sign_manifest
@@ -62,18 +61,14 @@ def test_a_folder_of_pull_continues_the_prompt(run: Run, model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_exported_folder_says_the_same_as_the_pulled_one(run: Run, tmp_path: Path, name: str) -> None:
+def test_a_folder_says_what_its_model_does(run: Run, tmp_path: Path, name: str) -> None:
     if name != "own":
         pytest.importorskip("transformers")
     signed = manifest_for(MODELS[name])
     learner = trained(signed, b"a" * 32, steps=20, rounds=1)
     model = folder_of(learner, signed, tmp_path / "model")
-    pytest.importorskip("transformers")
-    pytest.importorskip("tokenizers")
-    export_hf(read_folder(model), tmp_path / "hf")
     arguments = ("--prompt", PROMPT, "--tokens", 12, "--temperature", 0, "--json")
-    texts = [json.loads(run("sample", folder, *arguments)[1])["text"] for folder in (model, tmp_path / "hf")]
-    assert texts == [argmax_text(learner, PROMPT, 12)] * 2
+    assert json.loads(run("sample", model, *arguments)[1])["text"] == argmax_text(learner, PROMPT, 12)
 
 
 async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Path) -> None:
@@ -195,10 +190,6 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(run: Run, tmp_path: Path) -> 
     assert code == Exit.BAD_INPUT
     assert "needs the tokenizer file with SHA-256 abab" in says
     assert "--tokenizer" in says
-    export_hf(read_folder(folder), tmp_path / "hf")
-    code, _, says = run("sample", tmp_path / "hf")
-    assert code == Exit.BAD_INPUT
-    assert "has no tokenizer.json: name the model's tokenizer file with --tokenizer" in says
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
