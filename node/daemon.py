@@ -99,10 +99,6 @@ async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     except FarandoleError as single:
         error = single
     console.complain(f"error: {error}")
-    return _exit_code(error)
-
-
-def _exit_code(error: BaseException) -> Exit:
     match error:
         case IdentityInUseError():
             return Exit.HOME_IN_USE

@@ -77,7 +77,12 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
         )
     public = None if page is None else await trio.to_thread.run_sync(PublicPage, page, runs[0])
     async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits(), network_key) as mesh:
-        handlers = dict.fromkeys(OF_MEMBERS, _send_to_a_member)
+
+        async def refuse(params: dict[str, Any]) -> object:
+            words = "a relay runs here, which is no member: type this where a member's node runs"
+            raise ControlError("no_member", words)
+
+        handlers = dict.fromkeys(OF_MEMBERS, refuse)
         async with open_control(daemon, mesh, runs[0], handlers), open_service_nursery() as nursery:
             seeker = MemberSeeker(daemon, mesh, runs, named)
             nursery.start_soon(seeker.run)
@@ -93,10 +98,6 @@ async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) ->
             await daemon.is_leaving.wait()
             await seeker.remember(is_last=True)
         daemon.journal.say("left")
-
-
-async def _send_to_a_member(params: dict[str, Any]) -> object:
-    raise ControlError("no_member", "a relay runs here, which is no member: type this where a member's node runs")
 
 
 def address_for_others(host: Host, announced: Sequence[str]) -> str:

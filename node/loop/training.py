@@ -56,12 +56,11 @@ MAX_QUEUED_COMMANDS: Final = 288
 
 
 class TrainerSession:
-    """A trainer that is ready, until it ends. ``stage`` is the part of the model that it holds."""
+    """A trainer that is ready, until it ends."""
 
     def __init__(
         self,
         trainer: Trainer,
-        stage: int,
         config: LoopConfig,
         exchanges: ExchangeService,
         nursery: trio.Nursery,
@@ -71,7 +70,6 @@ class TrainerSession:
         self.trainer = trainer
         self.nursery = nursery
         """The nursery of the session; its tasks end with the trainer."""
-        self._stage = stage
         self._config = config
         self._exchanges = exchanges
         self._membership = membership
@@ -112,7 +110,7 @@ class TrainerSession:
             run_id=self._config.run_id,
             session=start.session,
             round=start.round,
-            stage=self._stage,
+            stage=self.trainer.prepared.stage,
             layout=self.trainer.prepared.layout,
             codec=self._config.manifest.outer.codec,
             tokens=contributed.tokens_claimed,
@@ -345,8 +343,8 @@ class Training:
         ended = machine.TrainerEnded()
         with life:
             try:
-                async with self._open_trainer() as (trainer, prepare):
-                    await self._use(trainer, prepare)
+                async with self._open_trainer() as trainer:
+                    await self._use(trainer)
             except TrainerError as error:
                 ended = machine.TrainerEnded(str(error), error.cause)
             finally:
@@ -354,7 +352,7 @@ class Training:
         self.handle(ended)
 
     @contextlib.asynccontextmanager
-    async def _open_trainer(self) -> AsyncIterator[tuple[Trainer, messages.Prepare]]:
+    async def _open_trainer(self) -> AsyncIterator[Trainer]:
         """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
         door, journal, tenth_told = self._parts.door, self._journal, 0
 
@@ -373,36 +371,30 @@ class Training:
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
             async with open_trainer(prepare, None, show, self._note_pid) as child:
-                yield child, prepare
+                yield child
         else:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
             journal.announce("preparing", words, "a loop of yours")
             await door.wait()
             prepare = await self._parts.prepare()
             async with door.open_trainer(prepare) as attached:
-                yield attached, prepare
+                yield attached
 
     def _note_pid(self, pid: int) -> None:
         """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
         self._journal.update(trainer_pid=pid)
 
-    async def _use(self, trainer: Trainer, prepare: messages.Prepare) -> None:
+    async def _use(self, trainer: Trainer) -> None:
         """Pass on the trainer's reports until it ends. Raises `TrainerError` if it dies."""
         failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
             self._session = session = TrainerSession(
-                trainer,
-                prepare.stage,
-                self._loop.config,
-                self._exchanges,
-                nursery,
-                self._parts.membership,
-                self._journal,
+                trainer, self._loop.config, self._exchanges, nursery, self._parts.membership, self._journal
             )
             nursery.start_soon(session.send_commands)
             try:
                 with trio.CancelScope() as self._receiving:
-                    self._begin(session, prepare)
+                    self._begin(session)
                     while True:
                         self._hear(session, await trainer.receive())
             except TrainerError as error:
@@ -416,7 +408,7 @@ class Training:
         if failure is not None:
             raise failure
 
-    def _begin(self, session: TrainerSession, prepare: messages.Prepare) -> None:
+    def _begin(self, session: TrainerSession) -> None:
         prepared, parts = session.trainer.prepared, self._parts
         self._exchange_bytes = 2 * prepared.contribution_bytes
         if parts.door is not None:
@@ -425,13 +417,13 @@ class Training:
             parts.provider.note_saved(prepared.resumed)
         if parts.pipeline is not None:
             memory = session.trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-            parts.pipeline.begin(Worker(prepare.stage, prepared.activation_bytes, memory, session.send, self.handle))
+            parts.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, session.send, self.handle))
         if parts.leases is not None:
             parts.leases.begin(prepared, session.send)
         if parts.audits is not None:
             parts.audits.begin(self.handle)
         self.handle(machine.OthersMoved(parts.membership.current_round()))
-        self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.settings.microbatch))
+        self.handle(prepared)
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
         """Pass a report to the part that handles it; most go to the loop."""

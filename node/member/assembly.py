@@ -94,9 +94,13 @@ def make_member(
     writer = Writer(daemon.key, run_id)
     gossip = GossipService(state, writer, host, messenger, daemon.store, rng, base_period=settings.heartbeat_seconds)
     gossip.on_deed = journal.blame
+    credentials = None
     if roster is not None:
         journal.sponsor_of = roster.sponsor_of
-    credentials = None if roster is None else _credentials(daemon, mesh, signed, roster, gossip)
+        credentials = Credentials(
+            daemon.key, run_id, signed.creator, host.author, host.gate, roster, gossip, daemon.store, journal
+        )
+        credentials.admit_self()
     is_ignored = settings.ignore_notices
     notices = NoticeBoard(signed.creator, host.author, gossip, daemon.rest, journal, is_ignored=is_ignored)
     needed = [SYNC_PROTOCOL, PUSH_PROTOCOL, PAIRING_PROTOCOL, EXCHANGE_PROTOCOL, *([ACTIVATIONS_PROTOCOL] * is_cut)]
@@ -167,18 +171,6 @@ def make_member(
         releases=releases,
         credentials=credentials,
     )
-
-
-def _credentials(
-    daemon: Daemon, mesh: Mesh, signed: SignedManifest, roster: Roster, gossip: GossipService
-) -> Credentials:
-    """Make the credentials of a member of a run that is not open to all, and admit this node."""
-    host, run_id = mesh.host, signed.run_id
-    made = Credentials(
-        daemon.key, run_id, signed.creator, host.author, host.gate, roster, gossip, daemon.store, daemon.journal
-    )
-    made.admit_self()
-    return made
 
 
 def _membership(

@@ -206,6 +206,8 @@ class TrainerProcess:
                 has_loss=engine.measures_loss,
                 begun_at=engine.checkpoint.counters.begun_at,
                 pid=os.getpid(),
+                stage=prepare.stage,
+                microbatch=prepare.settings.microbatch,
             )
         )
 

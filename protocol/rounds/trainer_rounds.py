@@ -35,7 +35,6 @@ from .training_events import (
     Output,
     RoundEnd,
     Say,
-    TrainerReady,
     TrainerReport,
 )
 
@@ -107,8 +106,9 @@ class TrainerRounds:
     ``over``: why no further round begins; empty if one does.
     """
 
-    def __init__(self, ready: TrainerReady, config: LoopConfig, decisions: Decisions, over: str, now: float) -> None:
-        prepared = ready.prepared
+    def __init__(
+        self, prepared: messages.Prepared, config: LoopConfig, decisions: Decisions, over: str, now: float
+    ) -> None:
         self.ready_at = now
         self.exchange: pairing.StartExchange | None = None
         self.replay: messages.Replay | None = None
@@ -116,7 +116,7 @@ class TrainerRounds:
         self.num_saving = 0
         """Number of `Save` commands without their report."""
         self.lag = _Lag(0)
-        self._ready = ready
+        self._prepared = prepared
         self._config = config
         self._decisions = decisions
         self._over = over
@@ -141,7 +141,7 @@ class TrainerRounds:
         """
         if self._is_from_start and self._config.validate_every:
             self._validate()
-        own_round = self._ready.prepared.round
+        own_round = self._prepared.round
         first_round = max(own_round, others_round) if is_near or self._config.is_cut else own_round
         self.lag = _Lag(others_round - first_round)
         self._start_round(first_round, now)
@@ -186,7 +186,7 @@ class TrainerRounds:
                     decisions.outputs.append(Say(report.note, "warn"))
                 if decisions.state is not LoopState.ENDING and self._is_save_due:
                     self._save(now)
-            case messages.Pong():
+            case messages.Pong() | messages.Prepared():
                 pass
 
     def has_slept(self, others_round: int, now: float) -> int:
@@ -363,16 +363,16 @@ class TrainerRounds:
     @property
     def _is_from_start(self) -> bool:
         """Return whether this trainer began with the weights that the manifest names."""
-        return self._config.manifest.start is not None and self._ready.prepared.resumed is None
+        return self._config.manifest.start is not None and self._prepared.resumed is None
 
     def _validate(self) -> None:
         """Measure the validation loss; where the model is cut, only at nodes that draw data, through all stages."""
-        if not self._ready.prepared.has_loss:
+        if not self._prepared.has_loss:
             return
         manifest = self._config.manifest
         if not self._config.is_cut:
             self.tell(messages.Validate(VALIDATION_BATCHES))
-        elif self._ready.stage == 0:
+        elif self._prepared.stage == 0:
             num_parts = manifest.inner.batch_size // manifest.pipeline.microbatch_size
             self.tell_pipeline(Measure(VALIDATION_BATCHES * num_parts))
 
@@ -395,7 +395,7 @@ class TrainerRounds:
 
     def _count_tokens(self, tokens: int) -> None:
         """Count for the run at stage 0 alone: every stage sees all tokens."""
-        if self._ready.stage == 0:
+        if self._prepared.stage == 0:
             self._decisions.change(tokens=self._tokens_before + tokens)
 
     def _show(self, phase: Phase, detail: str, waits_for: str = "") -> None:

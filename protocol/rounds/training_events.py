@@ -32,15 +32,6 @@ class LoopBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerReady:
-    """The trainer that `StartTrainer` asked for has loaded weights, text and model."""
-
-    prepared: messages.Prepared
-    stage: int = 0
-    microbatch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TrainerEnded:
     """The trainer process has ended, or could not be started."""
 
@@ -75,7 +66,8 @@ class Signal(enum.Enum):
 
 
 TrainerReport = (
-    messages.Progress
+    messages.Prepared
+    | messages.Progress
     | messages.Contributed
     | messages.OuterStepTaken
     | messages.Validated
@@ -87,7 +79,6 @@ TrainerReport = (
 
 Event = (
     LoopBegan
-    | TrainerReady
     | TrainerReport
     | TrainerEnded
     | OthersMoved
@@ -111,7 +102,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartTrainer:
-    """Get weights, start a trainer process; come back with `TrainerReady` or `TrainerEnded`."""
+    """Get weights, start a trainer process; come back with `Prepared` or `TrainerEnded`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ..stages.pipeline_events import Measured, RoundDrained
 from ..state.believing import MAX_LEAP
 from ..state.node_state import TrainingState
 from ..trainer import trainer_messages as messages
-from ..trainer.supervisor import WATCH_INTERVAL, End, Supervisor, Watchdog
+from ..trainer.supervisor import REST_SECONDS, WATCH_INTERVAL, Supervisor, Watchdog
 from ..wire.timers import SetTimer, TimerFired
 from . import pairing_events as pairing
 from .pairing import Pairing
@@ -44,7 +44,6 @@ from .training_events import (
     Signal,
     StartTrainer,
     TrainerEnded,
-    TrainerReady,
     TrainerReport,
 )
 
@@ -137,8 +136,9 @@ class TrainingLoop:
             case LoopBegan(state, rest) if self.state is LoopState.IDLE:
                 decisions.training, self._rest = state, rest
                 self._seek_trainer()
-            case TrainerReady() if self.state is LoopState.PREPARING:  # otherwise it is being ended
-                self._begin_life(event, now)
+            case messages.Prepared():
+                if self.state is LoopState.PREPARING:  # otherwise it is being ended
+                    self._begin_life(event, now)
             case TrainerEnded():
                 self._end_life(event, now)
             case OthersMoved(round_index):
@@ -199,17 +199,17 @@ class TrainingLoop:
             decisions.move(LoopState.PREPARING)
             decisions.outputs.append(StartTrainer())
 
-    def _begin_life(self, ready: TrainerReady, now: float) -> None:
+    def _begin_life(self, prepared: messages.Prepared, now: float) -> None:
         """Train with the trainer that is ready."""
-        decisions, prepared = self._decisions, ready.prepared
+        decisions = self._decisions
         decisions.move(LoopState.TRAINING)
-        self._rounds = rounds = TrainerRounds(ready, self.config, decisions, self._over, now)
+        self._rounds = rounds = TrainerRounds(prepared, self.config, decisions, self._over, now)
         self._ends_to_rest = False
         decisions.change(
             device=prepared.device,
             inner_steps=prepared.inner_steps,
             num_parameters=prepared.num_parameters,
-            microbatch=ready.microbatch,
+            microbatch=prepared.microbatch,
             is_trainer_dead=False,
         )
         origin = "seed" if self.config.manifest.start is None else "starting checkpoint"
@@ -248,7 +248,7 @@ class TrainingLoop:
             return
         lived = None if rounds is None else now - rounds.ready_at
         verdict = self._supervisor.judge(ended.error, ended.cause, lived)
-        if isinstance(verdict, End):
+        if verdict.delay == math.inf:
             self._end(verdict.words)
             return
         decisions.outputs.append(Say(verdict.words, "warn", "trainer"))
@@ -257,7 +257,7 @@ class TrainingLoop:
         else:
             restarts = self.training.trainer_restarts + 1
             decisions.change(trainer_restarts=restarts, is_trainer_dead=True, tokens_per_second=0.0)
-            if verdict.is_rest:
+            if verdict.delay == REST_SECONDS:
                 decisions.enter("failed", verdict.words)
             else:
                 decisions.enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")

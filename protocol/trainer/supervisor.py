@@ -14,6 +14,7 @@ A trainer resumes from its last checkpoint; the node's partners see a failed exc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,21 +33,13 @@ REST_SECONDS: Final = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """Start the next trainer after ``delay`` seconds."""
+class Verdict:
+    """What follows a trainer's death."""
 
-    delay: float
     words: str
     """The event and its consequence, for people."""
-    is_rest: bool = False
-    """The node gives up for now."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """No trainer can run here: the node leaves the run, with these words."""
-
-    words: str
+    delay: float = math.inf
+    """Seconds until the next trainer starts; `REST_SECONDS`: the node gives up for now; infinity: none can run here."""
 
 
 class Supervisor:
@@ -64,39 +57,39 @@ class Supervisor:
         self._crashes = 0
         self._has_trained = False
 
-    def judge(self, error: str, cause: Cause, lived: float | None) -> Again | End:
+    def judge(self, error: str, cause: Cause, lived: float | None) -> Verdict:
         """Decide what follows when a trainer has died ``lived`` seconds after it was ready; None: it never was."""
         self._has_trained = self._has_trained or lived is not None
         if cause == "setup" and not self._has_trained:
-            return End(error)
+            return Verdict(error)
         if cause == "weights":
-            return Again(RESTART_DELAYS[0], f"{error}; trying another peer's")
+            return Verdict(f"{error}; trying another peer's", RESTART_DELAYS[0])
         if cause == "memory" and lived is not None and not self._is_cut:
             return self._shrink(error)
         self._crashes = 1 if (lived or 0.0) > HEALTHY_SECONDS else self._crashes + 1
         words = f"{error}. {_remedy(self._is_cut)}" if cause == "memory" else error
         if self._crashes < MAX_CRASHES:
             delay = RESTART_DELAYS[min(self._crashes, len(RESTART_DELAYS)) - 1]
-            return Again(delay, f"{words}; starting it again in {delay:g} s from the last checkpoint")
+            return Verdict(f"{words}; starting it again in {delay:g} s from the last checkpoint", delay)
         words = f"{words}; {MAX_CRASHES} crashes in a row"
         if self._is_cut:
-            return End(f"{words}: leaving, so that others take this stage")
+            return Verdict(f"{words}: leaving, so that others take this stage")
         return self._rest(words)
 
-    def _shrink(self, error: str) -> Again:
+    def _shrink(self, error: str) -> Verdict:
         """Have the next trainer take half as many sequences at a time."""
         size = min(self.microbatch or self._batch_size, self._batch_size)
         if size == 1:
             return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
         self.microbatch = -(-size // 2)
         words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
-        return Again(RESTART_DELAYS[0], f"{words}, which makes the same inner steps")
+        return Verdict(f"{words}, which makes the same inner steps", RESTART_DELAYS[0])
 
-    def _rest(self, words: str) -> Again:
+    def _rest(self, words: str) -> Verdict:
         self._crashes = 0
         advice = "to try at once: `farandole pause`, then `farandole resume`"
         words = f"{words}. Training rests for {REST_SECONDS / 60:.0f} minutes, the node stays in the run; {advice}"
-        return Again(REST_SECONDS, words, is_rest=True)
+        return Verdict(words, REST_SECONDS)
 
 
 def _remedy(is_cut: bool) -> str:

@@ -296,6 +296,9 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """Inner step at which the optimizer's means began; not 0 after a start without them."""
     pid: int = 0
     """Process id of the trainer."""
+    stage: int = 0
+    microbatch: int = 0
+    """As in `Prepare`."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

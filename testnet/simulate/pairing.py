@@ -489,7 +489,7 @@ class _Node:
         simulation = self.world.simulation
         match output:
             case training_events.StartTrainer():
-                simulation.call_after(0.0, partial(self.handle, training_events.TrainerReady(PREPARED)))
+                simulation.call_after(0.0, partial(self.handle, PREPARED))
             case _ if isinstance(output, messages.Command):
                 if isinstance(output, messages.TakeOuterStep):
                     self._note_outcome(output)

@@ -42,7 +42,6 @@ from farandole.protocol.rounds.training_events import (
     Signal,
     StartTrainer,
     TrainerEnded,
-    TrainerReady,
 )
 from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
@@ -309,7 +308,7 @@ class Walk(RuleBasedStateMachine):
         self.trainer.phase = "ready"
         resumed = SAVED if is_resumed else None
         prepared = messages.Prepared("cpu", 1, 64, b"l" * 32, round_index, 0, 0, resumed=resumed)
-        self.handle(TrainerReady(prepared))
+        self.handle(prepared)
 
     @precondition(lambda self: self.trainer is not None)
     @rule(cause=st.sampled_from(["weights", "memory", "fault", "detached"]))
@@ -501,7 +500,7 @@ def test_a_loop_that_has_gone_is_waited_for_at_once_and_however_often() -> None:
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
     loop.handle(LoopBegan(TrainingState()), 0.0)
     for _ in range(100):
-        loop.handle(TrainerReady(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=False)), 1.0)
+        loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=False), 1.0)
         outputs = loop.handle(TrainerEnded("the loop is gone", "detached"), 2.0)
         assert StartTrainer() in outputs
         assert not loop.training.is_trainer_dead
@@ -513,7 +512,7 @@ def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
     loop.handle(LoopBegan(TrainingState()), 0.0)
     asked = {}
     for has_loss in (True, False):
-        loop.handle(TrainerReady(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=has_loss)), 1.0)
+        loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=has_loss), 1.0)
         loop.handle(messages.Contributed(0, 64, 1, 1, 1, 1, 1, None, 1.0, 0, 1.0), 2.0)
         outputs = loop.handle(messages.OuterStepTaken(0), 3.0)
         asked[has_loss] = any(messages.Validate(8) == output for output in outputs)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from farandole.protocol.trainer.supervisor import (
@@ -11,9 +13,8 @@ from farandole.protocol.trainer.supervisor import (
     REST_SECONDS,
     RESTART_DELAYS,
     WATCH_INTERVAL,
-    Again,
-    End,
     Supervisor,
+    Verdict,
     Watchdog,
 )
 from farandole.protocol.trainer.trainer_messages import Cause
@@ -23,21 +24,16 @@ CRASH: Died = ("the trainer process was killed by signal 11 (SIGSEGV)", "fault")
 NO_MEMORY: Died = ("the trainer is out of memory", "memory")
 
 
-def again(verdict: Again | End) -> Again:
-    assert isinstance(verdict, Again)
-    return verdict
-
-
 @pytest.mark.parametrize(("batch_size", "sizes"), [(16, [8, 4, 2, 1]), (5, [3, 2, 1])])
 def test_out_of_memory_halves_what_is_taken_at_a_time_until_it_is_one(batch_size: int, sizes: list[int]) -> None:
     supervisor = Supervisor(batch_size)
     for size in sizes:
-        verdict = again(supervisor.judge(*NO_MEMORY, lived=3.0))
+        verdict = supervisor.judge(*NO_MEMORY, lived=3.0)
         assert supervisor.microbatch == size
-        assert (verdict.delay, verdict.is_rest) == (RESTART_DELAYS[0], False)
+        assert verdict.delay == RESTART_DELAYS[0]
         assert f"{size} of a batch's {batch_size} sequences" in verdict.words
-    verdict = again(supervisor.judge(*NO_MEMORY, lived=3.0))
-    assert verdict.is_rest
+    verdict = supervisor.judge(*NO_MEMORY, lived=3.0)
+    assert verdict.delay == REST_SECONDS
     assert "Close other programs" in verdict.words
     assert supervisor.microbatch == 1
 
@@ -50,7 +46,7 @@ def test_a_size_from_before_is_where_the_halving_begins() -> None:
 
 def test_a_stage_that_runs_out_of_memory_names_the_settings_that_help() -> None:
     supervisor = Supervisor(16, is_cut=True)
-    verdict = again(supervisor.judge(*NO_MEMORY, lived=3.0))
+    verdict = supervisor.judge(*NO_MEMORY, lived=3.0)
     assert supervisor.microbatch == 0
     assert "pipeline.recompute" in verdict.words
     assert "pipeline.in_flight" in verdict.words
@@ -59,10 +55,10 @@ def test_a_stage_that_runs_out_of_memory_names_the_settings_that_help() -> None:
 def test_crashes_are_waited_out_ever_longer_and_then_the_node_rests() -> None:
     supervisor = Supervisor(16)
     for life in range(2):
-        delays = [again(supervisor.judge(*CRASH, lived=1.0)).delay for _ in range(MAX_CRASHES - 1)]
+        delays = [supervisor.judge(*CRASH, lived=1.0).delay for _ in range(MAX_CRASHES - 1)]
         assert delays == [*RESTART_DELAYS, RESTART_DELAYS[-1]][: MAX_CRASHES - 1], life
-        verdict = again(supervisor.judge(*CRASH, lived=1.0))
-        assert (verdict.delay, verdict.is_rest) == (REST_SECONDS, True)
+        verdict = supervisor.judge(*CRASH, lived=1.0)
+        assert verdict.delay == REST_SECONDS
         assert "SIGSEGV" in verdict.words
         assert "farandole resume" in verdict.words
 
@@ -70,31 +66,31 @@ def test_crashes_are_waited_out_ever_longer_and_then_the_node_rests() -> None:
 def test_a_month_of_crashes_with_healthy_lives_between_them_never_makes_it_rest() -> None:
     supervisor = Supervisor(16)
     for _ in range(1_000):
-        assert again(supervisor.judge(*CRASH, lived=HEALTHY_SECONDS + 1)).delay == RESTART_DELAYS[0]
+        assert supervisor.judge(*CRASH, lived=HEALTHY_SECONDS + 1).delay == RESTART_DELAYS[0]
 
 
 def test_where_the_model_is_cut_a_node_that_cannot_train_leaves_its_stage_to_others() -> None:
     supervisor = Supervisor(16, is_cut=True)
     for _ in range(MAX_CRASHES - 1):
-        assert isinstance(supervisor.judge(*CRASH, lived=None), Again)
+        assert supervisor.judge(*CRASH, lived=None).delay < REST_SECONDS
     verdict = supervisor.judge(*CRASH, lived=None)
-    assert isinstance(verdict, End)
+    assert verdict.delay == math.inf
     assert "leaving" in verdict.words
 
 
 def test_what_cannot_be_set_up_ends_a_node_that_has_just_begun_and_no_other() -> None:
     no_text: Died = ("there is no text at /media/disk", "setup")
-    assert Supervisor(16).judge(*no_text, lived=None) == End("there is no text at /media/disk")
+    assert Supervisor(16).judge(*no_text, lived=None) == Verdict("there is no text at /media/disk")
     supervisor = Supervisor(16)
     supervisor.judge(*CRASH, lived=1.0)
-    assert isinstance(supervisor.judge(*no_text, lived=None), Again)
+    assert supervisor.judge(*no_text, lived=None).delay < math.inf
 
 
 def test_a_peers_unfit_weights_are_no_crashes() -> None:
     supervisor = Supervisor(16)
     for _ in range(10 * MAX_CRASHES):
-        verdict = again(supervisor.judge("a peer's weights are unfit", "weights", lived=None))
-        assert (verdict.delay, verdict.is_rest) == (RESTART_DELAYS[0], False)
+        verdict = supervisor.judge("a peer's weights are unfit", "weights", lived=None)
+        assert verdict.delay == RESTART_DELAYS[0]
 
 
 LEAST = 60.0
