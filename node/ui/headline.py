@@ -6,9 +6,9 @@ knowledge of farandole, and a remedy that can be typed or done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Final, Literal
 
 import trio
@@ -19,8 +19,8 @@ from ..status.status import (
     NO_START,
     REFUSED_HERE,
     REFUSED_THERE,
+    ExchangeStatus,
     NodeStatus,
-    RunStatus,
 )
 
 Level = Literal["well", "busy", "trouble"]
@@ -49,6 +49,10 @@ _REFUSALS: Final = (
 
 # The phases of a node that is not, or may not be, in the run yet.
 _JOINING: Final = ("starting", "joining", "fetching weights", "preparing")
+_JOIN: Final = (
+    "ask any member for a new invite (`farandole run invite`); check that this machine is online and that its firewall "
+    "lets it out; `farandole doctor INVITE` finds out why"
+)
 _SLOW_LINE: Final = (
     "the line may be too slow for this run, or lose too much: `farandole doctor INVITE` says what the run needs"
 )
@@ -76,10 +80,12 @@ class Headline:
 
 def headline(status: NodeStatus, now: float) -> Headline:
     """Return the first line of a status; ``now`` is Unix time."""
-    return next(chain(_own_troubles(status), _troubles_with_others(status, now), _well(status, now)))
+    return next(_rules(status, now))
 
 
-def _own_troubles(status: NodeStatus) -> Iterator[Headline]:
+def _rules(status: NodeStatus, now: float) -> Iterator[Headline]:
+    """Yield what holds, gravest first; the last is always there."""
+    # What is wrong with this node
     if status.phase == "failed":
         text = f"not training: {status.phase_detail or 'the trainer failed'}"
         yield Headline("trouble", text, "see `farandole doctor` and the log")
@@ -97,8 +103,7 @@ def _own_troubles(status: NodeStatus) -> Iterator[Headline]:
     if status.clock is not None and status.clock.is_harmful:
         yield Headline("trouble", *clock_words(status.clock))
 
-
-def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
+    # What is wrong between it and others
     run, is_relay = status.run, status.phase == "relaying"
     is_alone = run.members_live <= 1 and not is_relay and status.phase != "finished"
     is_outside = not status.is_member and status.phase in _JOINING
@@ -111,11 +116,7 @@ def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
         waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
         if since < USUAL_SECONDS:
             yield Headline("busy", waiting)
-        remedy = (
-            "ask any member for a new invite (`farandole run invite`); check that this machine is online and that its "
-            "firewall lets it out; `farandole doctor INVITE` finds out why"
-        )
-        yield Headline("trouble", waiting, remedy, since)
+        yield Headline("trouble", waiting, _JOIN, since)
     if is_relay and status.waits_for and not status.connected_peers:
         yield Headline("busy", f"waiting for {status.waits_for}")
     have_all_left = run.members_left and not run.members_gone and not run.members_heard
@@ -123,9 +124,8 @@ def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
         text = f"cut off from all other members: {status.isolation}"
         goes_on = "" if is_relay else ". Training goes on meanwhile"
         yield Headline("trouble", text, f"check this machine's internet; `farandole doctor` says more{goes_on}")
-    yield from _failures(status)
-    yield from _busy(status)
-    if status.phase in ("starting", "joining", "fetching weights", "preparing"):
+    yield from _exchange_troubles([exchange for exchange in status.recent_exchanges if exchange.partner])
+    if status.phase in _JOINING:
         waiting = f"in the run, not training yet: {status.phase_detail or status.phase}"
         since = now - status.phase_since
         if status.phase_detail == NO_START and since >= USUAL_SECONDS:
@@ -135,62 +135,12 @@ def _troubles_with_others(status: NodeStatus, now: float) -> Iterator[Headline]:
         text = "training alone: this node is no longer a member of this run"
         yield Headline("trouble", text, "ask the run's creator for a new invite, and join again with it")
     if is_alone:
-        yield _alone(run)
+        yield _alone(run.members_left, run.members_gone + run.members_heard)
 
-
-def _alone(run: RunStatus) -> Headline:
-    left, gone = run.members_left, run.members_gone + run.members_heard
-    invite = "`farandole run invite` prints an invite for others"
-    if not left and not gone:
-        return Headline("trouble", "training alone: there is no other live member in this run", invite)
-    others = {1: "the only other member", 2: "both others"}.get(left + gone, f"all {left + gone} others")
-    if not gone:
-        they = "it" if left == 1 else "they"
-        return Headline("busy", f"training alone: {others} {_have(left)} left; {they} may come back")
-    if left:
-        text = f"{gone} of {left + gone} others {_are(gone)} gone, {left} {_have(left)} left"
-    else:
-        text = f"{others} {_are(gone)} gone"
-    moved = "`farandole dial ADDRESS` reaches a member whose address has changed"
-    return Headline("trouble", f"training alone: {text}", f"{moved}; {invite}")
-
-
-def _have(number: int) -> str:
-    return "has" if number == 1 else "have"
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
-
-
-def _failures(status: NodeStatus) -> Iterator[Headline]:
-    tried = [exchange for exchange in status.recent_exchanges if exchange.partner]
-    num_failed = len(list(takewhile(lambda exchange: exchange.verdict != "committed", reversed(tried))))
-    if num_failed < FAILURES_IN_A_ROW:
-        return
-    last = tried[-FAILURES_IN_A_ROW:]
-    for prefixes, text, remedy in _REFUSALS:
-        if all(exchange.verdict.startswith(prefixes) for exchange in last):
-            reason = last[-1].verdict.removeprefix("failed:").rpartition("refused:")[2].strip()
-            yield Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
-    reason = last[-1].verdict.removeprefix("failed:").strip()
-    yield Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
-
-
-def _busy(status: NodeStatus) -> Iterator[Headline]:
-    """Yield that judging takes this machine longer than its exchanges have time for."""
-    last = [exchange for exchange in status.recent_exchanges if exchange.partner][-FAILURES_IN_A_ROW:]
-    if len(last) == FAILURES_IN_A_ROW and all(exchange.late_seconds for exchange in last):
-        seconds = duration(last[-1].late_seconds)
-        text = f"this machine is busy: judging takes {seconds}, so only half of each contribution counts"
-        remedy = "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`"
-        yield Headline("trouble", text, remedy)
-
-
-def _well(status: NodeStatus, now: float) -> Iterator[Headline]:
-    if status.phase == "relaying":
+    # Nothing
+    if is_relay:
         yield Headline("well", f"relaying for {plural(status.connected_peers, 'connected peer')}")
-    company = f"with {plural(status.run.members_live - 1, 'other')}"
+    company = f"with {plural(run.members_live - 1, 'other')}"
     if status.phase == "finished":
         yield Headline("well", f"all rounds are done; here {company} for those who still train")
     text = f"training {company}, round {status.round}, {count(status.tokens_per_second)} tokens/s"
@@ -200,6 +150,39 @@ def _well(status: NodeStatus, now: float) -> Iterator[Headline]:
     if last is not None:
         text += f"; averaged {duration(now - last.ended_at)} ago with {last.partner[-8:]}"
     yield Headline("well", text)
+
+
+def _alone(left: int, gone: int) -> Headline:
+    """Return the line of a node whose others have left the run, or are gone."""
+    invite = "`farandole run invite` prints an invite for others"
+    if not left and not gone:
+        return Headline("trouble", "training alone: there is no other live member in this run", invite)
+    others = {1: "the only other member", 2: "both others"}.get(left + gone, f"all {left + gone} others")
+    have, are = "has" if left == 1 else "have", "is" if gone == 1 else "are"
+    if not gone:
+        they = "it" if left == 1 else "they"
+        return Headline("busy", f"training alone: {others} {have} left; {they} may come back")
+    text = f"{gone} of {left + gone} others {are} gone, {left} {have} left" if left else f"{others} {are} gone"
+    moved = "`farandole dial ADDRESS` reaches a member whose address has changed"
+    return Headline("trouble", f"training alone: {text}", f"{moved}; {invite}")
+
+
+def _exchange_troubles(tried: Sequence[ExchangeStatus]) -> Iterator[Headline]:
+    """Yield why the newest exchanges fail, or that judging takes this machine longer than they have time for."""
+    last = tried[-FAILURES_IN_A_ROW:]
+    num_failed = len(list(takewhile(lambda exchange: exchange.verdict != "committed", reversed(tried))))
+    if num_failed >= FAILURES_IN_A_ROW:
+        reason = last[-1].verdict.removeprefix("failed:").strip()
+        for prefixes, text, remedy in _REFUSALS:
+            if all(exchange.verdict.startswith(prefixes) for exchange in last):
+                refused = reason.rpartition("refused:")[2].strip()
+                yield Headline("trouble", f"{text}, the last {num_failed} in a row: {refused}", remedy)
+        yield Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
+    if len(last) == FAILURES_IN_A_ROW and all(exchange.late_seconds for exchange in last):
+        seconds = duration(last[-1].late_seconds)
+        text = f"this machine is busy: judging takes {seconds}, so only half of each contribution counts"
+        remedy = "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`"
+        yield Headline("trouble", text, remedy)
 
 
 # Remedies for what lasts, at the terminal.

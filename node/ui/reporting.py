@@ -37,6 +37,8 @@ MAX_MEMBERS_SHOWN = 1_000
 MAX_VERSIONS = 8
 # A look at a thousand members takes 10 ms, so above this number the result is reused for this many seconds.
 MANY_MEMBERS, MEMBERS_AGE = 64, 5.0
+# What this node knows of itself as a member, by the names of its state.
+_OWN = ("stage", "round", "inner_steps", "tokens", "tokens_per_second", "loss")
 
 
 @dataclass
@@ -120,34 +122,28 @@ class Reporter:
 
     def _look(self) -> tuple[list[MemberStatus], RunStatus]:
         now = trio.current_time()
-        if self._seen is None or len(self._seen[1]) <= MANY_MEMBERS or now - self._seen[0] >= MEMBERS_AGE:
-            members = self._members(now)
-            providers = [len(nodes) for nodes in self.nodes_of_stages()]
-            self._seen = now, members, run_status(self.run_id, self.run_name, self.state, members, providers)
-        return self._seen[1:]
-
-    def _members(self, now: float) -> list[MemberStatus]:
-        state, liveness = self.state, self.liveness
-        if state is None or liveness is None:
-            return []
-        heard = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
-        live = liveness.present(now)
-        connected = self.host.connected
-        apart = self.apart()
-        members = []
-        for author, member in members_of(state, liveness, live, now):
-            shown = msgspec.structs.replace(
-                member,
-                is_heard=author in heard - live and not member.has_left,
-                is_self=author == self.host.author,
-                is_connected=author in connected,
-                path=self.host.connections.path(author) if author in connected else "",
-                version=VERSION if author == self.host.author else member.version,
-                is_apart=author in apart,
-            )
-            members.append(_as_of_now(shown, self.journal.state) if shown.is_self else shown)
-        members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
-        return members[:MAX_MEMBERS_SHOWN]
+        if self._seen is not None and len(self._seen[1]) > MANY_MEMBERS and now - self._seen[0] < MEMBERS_AGE:
+            return self._seen[1:]
+        state, liveness, own, members = self.state, self.liveness, self.journal.state, []
+        if state is not None and liveness is not None:
+            heard = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+            live, connected, apart = liveness.present(now), self.host.connected, self.apart()
+            for author, member in members_of(state, liveness, live, now):
+                if author == self.host.author:  # its own state is newer than its published one
+                    changes = {name: getattr(own, name) for name in _OWN}
+                    changes |= {"is_self": True, "is_live": not member.has_left, "is_paused": own.phase == "paused"}
+                    changes |= {"last_partner": own.partner, "version": VERSION}
+                else:
+                    changes = {"is_heard": author in heard - live and not member.has_left}
+                changes |= {"is_connected": author in connected, "is_apart": author in apart}
+                changes["path"] = self.host.connections.path(author) if author in connected else ""
+                members.append(msgspec.structs.replace(member, **changes))
+            members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
+            del members[MAX_MEMBERS_SHOWN:]
+        providers = [len(nodes) for nodes in self.nodes_of_stages()]
+        run = run_status(self.run_id, self.run_name, state, members, providers)
+        self._seen = now, members, run
+        return members, run
 
 
 def members_of(
@@ -210,19 +206,6 @@ def run_status(
         state_root=state.root.hex() if state is not None else "",
         providers=list(providers),
         versions=dict(Counter(member.version for member in live).most_common(MAX_VERSIONS)),
-    )
-
-
-def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:
-    """Return this node as a member, by its own state, which is newer than its published one."""
-    names = ("stage", "round", "inner_steps", "tokens", "tokens_per_second", "loss")
-    return msgspec.structs.replace(
-        member,
-        **{name: getattr(state, name) for name in names},
-        is_live=not member.has_left,
-        is_heard=False,
-        is_paused=state.phase == "paused",
-        last_partner=state.partner,
     )
 
 

@@ -51,14 +51,33 @@ class Row(msgspec.Struct, frozen=True):
 
 def status_rows(status: NodeStatus, now: float) -> list[Row]:
     """Return the rows of a node's status; ``now``: Unix seconds by the node's clock."""
-    is_relay = status.phase == "relaying"  # it trains nothing, and is no member that knows the others' state
-    rows = (
-        *_of_node(status, now),
-        *(() if is_relay else (*_of_training(status), *_of_exchanges(status, now), run_row(status.run))),
-        *_of_links(status),
-        *_of_machine(status),
-        *(Row("warning", warning, "warning") for warning in warnings_of(status, now)[-MAX_WARNINGS_SHOWN:]),
-    )
+    up = duration(now - status.started_at)
+    phase, waits = f"{status.phase} for {duration(now - status.phase_since)}", status.waits_for
+    emphasis = _PHASES.get(status.phase, "busy")
+    rows = [
+        Row("node", status.peer_id),
+        Row("up", f"{up} on {status.device or 'no device yet'}"),
+        Row("doing", _joined(": ", phase, status.phase_detail), emphasis, f"{phase}, up {up}"),
+        Row("waits for", waits or "nothing", "warning" if waits else "", f"waits for {waits}" if waits else ""),
+        Row("isolated", status.isolation, "warning"),
+        Row("notice", status.notice, "warning", status.notice),
+    ]
+    if status.phase != "relaying":  # a relay trains nothing, and is no member that knows the others' state
+        rows += [*_of_training(status), *_of_exchanges(status, now), run_row(status.run)]
+    rows += _of_links(status)
+    if (traffic := status.traffic) is not None:
+        until = f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
+        moved = f"{size(traffic.used)} of {size(traffic.limit)} moved{until if traffic.is_saved else ''}"
+        rows.append(Row("this month", moved))
+    if (taken := status.resources) is not None:
+        trainer = "" if taken.trainer_memory is None else f", its trainer {size(taken.trainer_memory)}"
+        memory, gpu = f"{size(taken.memory)} of memory{trainer}", ""
+        if taken.device_memory is not None:
+            of_all = "" if taken.device_memory_total is None else f" of {size(taken.device_memory_total)}"
+            gpu = f"GPU memory {size(taken.device_memory)}{of_all}"
+        value = f"{memory}; {taken.descriptors} descriptors, {taken.tasks} tasks"
+        rows.append(Row("takes", value, brief=_joined("\n", memory, gpu)))
+    rows += (Row("warning", warning, "warning") for warning in warnings_of(status, now)[-MAX_WARNINGS_SHOWN:])
     return [row for row in rows if row.value]
 
 
@@ -71,18 +90,6 @@ def warnings_of(status: NodeStatus, now: float) -> list[str]:
 def _joined(separator: str, *parts: str) -> str:
     """Join the parts that are not empty."""
     return separator.join(part for part in parts if part)
-
-
-def _of_node(status: NodeStatus, now: float) -> Iterator[Row]:
-    yield Row("node", status.peer_id)
-    up = duration(now - status.started_at)
-    yield Row("up", f"{up} on {status.device or 'no device yet'}")
-    phase, waits = f"{status.phase} for {duration(now - status.phase_since)}", status.waits_for
-    emphasis = _PHASES.get(status.phase, "busy")
-    yield Row("doing", _joined(": ", phase, status.phase_detail), emphasis, f"{phase}, up {up}")
-    yield Row("waits for", waits or "nothing", "warning" if waits else "", f"waits for {waits}" if waits else "")
-    yield Row("isolated", status.isolation, "warning")
-    yield Row("notice", status.notice, "warning", status.notice)
 
 
 def _of_training(status: NodeStatus) -> Iterator[Row]:
@@ -108,7 +115,21 @@ def _of_training(status: NodeStatus) -> Iterator[Row]:
         doubted = f"{data.doubted:,} more are said to be done, and not believed yet" if is_much else ""
         leased = f"{data.leased:,} of {data.slices:,} slices are this node's now"
         yield Row("data", _joined("; ", epoch, leased, doubted, others), "warning" if others else "", epoch)
-    yield _loss(status)
+    value = brief = "known to stage 0" if status.stage else "not measured yet"
+    if status.loss is None:
+        yield Row("loss", value, "faint", f"loss {value}")
+    else:
+        since = f" from {loss(status.loss_first)}" if status.loss_first is not None else ""
+        curve = sparkline([value for _, value in status.losses], SPARKLINE_WIDTH)
+        value, brief = f"{loss(status.loss)}{since}  {curve}", f"loss {loss(status.loss)} here"
+        for round_index, held_out in status.validation[-1:]:
+            bits = status.bits_per_byte
+            value += f"\n{loss(held_out)}{bits_per_byte(bits)} on held-out text after round {round_index}"
+            if bits is None:
+                brief += f", held-out {loss(held_out)}"
+            else:  # as short as a screen of 80 columns needs it
+                brief = f"loss {loss(status.loss)}, held-out {loss(held_out)} ({bits:.3f} bpb)"
+        yield Row("loss", value, "strong", brief)
     providers = status.run.providers
     if len(providers) > 1:
         live = ", ".join(map(str, providers))
@@ -123,23 +144,6 @@ def _of_training(status: NodeStatus) -> Iterator[Row]:
             lost += f" ({number} of them: {reason})"
         done = f"{pipeline.kept:,} kept, {pipeline.in_flight} in flight, {lost}, {pipeline.rerouted} sent another way"
         yield Row("microbatches", f"{done}; {_moved(pipeline)}")
-
-
-def _loss(status: NodeStatus) -> Row:
-    if status.loss is None:
-        why = "known to stage 0" if status.stage else "not measured yet"
-        return Row("loss", why, "faint", f"loss {why}")
-    since = f" from {loss(status.loss_first)}" if status.loss_first is not None else ""
-    curve = sparkline([value for _, value in status.losses], SPARKLINE_WIDTH)
-    value, brief = f"{loss(status.loss)}{since}  {curve}", f"loss {loss(status.loss)} here"
-    for round_index, held_out in status.validation[-1:]:
-        bits = status.bits_per_byte
-        value += f"\n{loss(held_out)}{bits_per_byte(bits)} on held-out text after round {round_index}"
-        if bits is None:
-            brief += f", held-out {loss(held_out)}"
-        else:  # as short as a screen of 80 columns needs it
-            brief = f"loss {loss(status.loss)}, held-out {loss(held_out)} ({bits:.3f} bpb)"
-    return Row("loss", value, "strong", brief)
 
 
 def _of_exchanges(status: NodeStatus, now: float) -> Iterator[Row]:
@@ -192,43 +196,22 @@ def _of_links(status: NodeStatus) -> Iterator[Row]:
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     connected = f"{plural(status.connected_peers, 'peer')} connected"
     yield Row("links", connected + (f" (members: {detail})" if detail else ""))
-    yield _reached(status)
-    sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
-    received = _flow(status.bytes_received_per_second, status.download_mbit)
-    yield Row("traffic", f"sends {sent}; receives {received}")
-
-
-def _reached(status: NodeStatus) -> Row:
-    """Return the row about how others reach this node, and for which peers it relays."""
     way = _WAYS.get(status.reachability, "not directly")
-    number = len(status.relays)
-    relays = f"through {plural(number, 'relay')}" if number else ""
+    relays = f"through {plural(len(status.relays), 'relay')}" if status.relays else ""
     names = ", ".join(relay[-8:] for relay in status.relays)
     relayed = ""
     if status.relayed_peers:
         talking = f"{plural(status.relayed_circuits, 'pair')} talking"
         relayed = f"is a relay for {plural(status.relayed_peers, 'peer')}, {talking}"
     brief = f"reached {_joined('; ', way, relays, relayed)}"
-    return Row("reached", _joined("; ", way, _joined(": ", relays, names), relayed), brief=brief)
+    yield Row("reached", _joined("; ", way, _joined(": ", relays, names), relayed), brief=brief)
+    sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
+    received = _flow(status.bytes_received_per_second, status.download_mbit)
+    yield Row("traffic", f"sends {sent}; receives {received}")
 
 
 def _flow(bytes_per_second: float, cap_mbit: float) -> str:
     return f"{bytes_per_second / BYTES_PER_MBIT:.2f} Mbit/s ({f'at most {cap_mbit:g}' if cap_mbit else 'no cap'})"
-
-
-def _of_machine(status: NodeStatus) -> Iterator[Row]:
-    if (traffic := status.traffic) is not None:
-        until = f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
-        moved = f"{size(traffic.used)} of {size(traffic.limit)} moved{until if traffic.is_saved else ''}"
-        yield Row("this month", moved)
-    if (taken := status.resources) is not None:
-        trainer = "" if taken.trainer_memory is None else f", its trainer {size(taken.trainer_memory)}"
-        memory, gpu = f"{size(taken.memory)} of memory{trainer}", ""
-        if taken.device_memory is not None:
-            of_all = "" if taken.device_memory_total is None else f" of {size(taken.device_memory_total)}"
-            gpu = f"GPU memory {size(taken.device_memory)}{of_all}"
-        value = f"{memory}; {taken.descriptors} descriptors, {taken.tasks} tasks"
-        yield Row("takes", value, brief=_joined("\n", memory, gpu))
 
 
 def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
@@ -265,14 +248,11 @@ def status_screen(status: NodeStatus, now: float) -> RenderableType:
     found = headline(status, now)
     first = Text(found.sentences, STYLES[found.level])
     first.stylize("not bold default", len(found.text))
-    return Group(first, _title(status), grid)
-
-
-def _title(status: NodeStatus) -> Text:
     part = "member" if status.is_member else "relay" if status.phase == "relaying" else "not a member yet"
     style = "bold yellow" if part == "not a member yet" else STYLES["well"]
     run = f"  run {status.run.run_id[:16]}" if status.run.run_id else ""
-    return Text.assemble((status.run.name or "farandole", "bold"), (run, "dim"), "  ", (part, style))
+    title = Text.assemble((status.run.name or "farandole", "bold"), (run, "dim"), "  ", (part, style))
+    return Group(first, title, grid)
 
 
 def members_table(

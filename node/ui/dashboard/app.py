@@ -138,21 +138,18 @@ def _same_origin(app: ASGIApp) -> ASGIApp:
     """Refuse requests that do not come from this page, before any other processing."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = _refusal(Request(scope)) if scope["type"] == "http" else None
-        await (refusal or app)(scope, receive, send)
+        chosen: ASGIApp = app
+        if scope["type"] == "http":
+            request = Request(scope)
+            host, origin = request.headers.get("host", ""), request.headers.get("origin")
+            is_elsewhere = origin is not None and urlsplit(origin).netloc != host
+            if _PORT.sub("", host) not in LOOPBACK_NAMES:
+                chosen = _problem(403, "this page is for the browser of the node's own machine")
+            elif is_elsewhere or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+                chosen = _problem(403, "requests of other pages are refused")
+        await chosen(scope, receive, send)
 
     return guard
-
-
-def _refusal(request: Request) -> Response | None:
-    host = request.headers.get("host", "")
-    if _PORT.sub("", host) not in LOOPBACK_NAMES:
-        return _problem(403, "this page is for the browser of the node's own machine")
-    origin = request.headers.get("origin")
-    is_elsewhere = origin is not None and urlsplit(origin).netloc != host
-    if is_elsewhere or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        return _problem(403, "requests of other pages are refused")
-    return None
 
 
 def page_file(name: str) -> bytes:

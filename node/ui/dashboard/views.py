@@ -96,9 +96,6 @@ class RunHistory:
             self.mean_loss.add(now, run.loss_mean)
         for round_index, held_out in validation[-1:]:
             self.validation.add(round_index, held_out)
-        self._observe_members(members, now)
-
-    def _observe_members(self, members: Sequence[MemberStatus], now: float) -> None:
         if len(self._last_rounds) >= MAX_CURVES:  # nodes that the run has forgotten make room
             here = {member.peer_id for member in members}
             self._last_rounds = {peer: index for peer, index in self._last_rounds.items() if peer in here}
@@ -106,25 +103,21 @@ class RunHistory:
         for member in members:
             if not member.is_live:
                 continue
-            if member.loss is not None and (member.peer_id in self.losses or len(self.losses) < MAX_CURVES):
-                curve = self.losses.setdefault(member.peer_id, Curve(MAX_POINTS_A_NODE))
-                curve.add(member.round, member.loss)
-            self._observe_meeting(member, now)
-
-    def _observe_meeting(self, member: MemberStatus, now: float) -> None:
-        before = self._last_rounds.get(member.peer_id)
-        if before is None and len(self._last_rounds) >= MAX_CURVES:
-            return
-        self._last_rounds[member.peer_id] = member.round
-        if before is None or before == member.round or not member.last_partner:
-            return
-        meeting = NodeMeeting(now, member.round, member.peer_id, member.last_partner)
-        if meeting.key in self._known:  # its partner has reported it first
-            return
-        self._known.add(meeting.key)
-        self.meetings.append(meeting)
-        if len(self.meetings) > MAX_EXCHANGES:
-            self._known.discard(self.meetings.popleft().key)
+            peer = member.peer_id
+            if member.loss is not None and (peer in self.losses or len(self.losses) < MAX_CURVES):
+                self.losses.setdefault(peer, Curve(MAX_POINTS_A_NODE)).add(member.round, member.loss)
+            before = self._last_rounds.get(peer)
+            if before is None and len(self._last_rounds) >= MAX_CURVES:
+                continue
+            self._last_rounds[peer] = member.round
+            if before is None or before == member.round or not member.last_partner:
+                continue
+            meeting = NodeMeeting(now, member.round, peer, member.last_partner)
+            if meeting.key not in self._known:  # else its partner has reported it first
+                self._known.add(meeting.key)
+                self.meetings.append(meeting)
+                if len(self.meetings) > MAX_EXCHANGES:
+                    self._known.discard(self.meetings.popleft().key)
 
 
 # More curves in one picture are a blur; the page draws these, and the mean of all.
@@ -232,19 +225,17 @@ def members_view(
     """Return all members, with the curves of the first few live ones."""
     live = [member.peer_id for member in members if member.is_live and member.peer_id in history.losses]
     return MembersView(
-        members=[_member(member, (remarks or {}).get(member.peer_id, "")) for member in members],
+        members=[
+            MemberView(
+                **{name: getattr(member, name) for name in _COPIED},
+                state="this node" if member.is_self else member_state(member)[0],
+                link=member.path if member.is_connected else "",
+                reach="relay" if "/p2p-circuit" in "".join(member.addresses) else "public" if member.addresses else "",
+                seen=member.last_seen_seconds,
+                remark=(remarks or {}).get(member.peer_id, ""),
+            )
+            for member in members
+        ],
         curves={peer: history.losses[peer].points for peer in live[:MAX_CURVES_SHOWN]},
         meetings=list(history.meetings),
-    )
-
-
-def _member(member: MemberStatus, remark: str) -> MemberView:
-    is_relayed = any("/p2p-circuit" in address for address in member.addresses)
-    return MemberView(
-        **{name: getattr(member, name) for name in _COPIED},
-        state="this node" if member.is_self else member_state(member)[0],
-        link=member.path if member.is_connected else "",
-        reach="relay" if is_relayed else "public" if member.addresses else "",
-        seen=member.last_seen_seconds,
-        remark=remark,
     )

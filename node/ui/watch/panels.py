@@ -53,29 +53,22 @@ def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
 
 def node_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
     """Draw this node's activity and its use of the machine. ``now``: Unix seconds by the node's clock."""
+    label, steps = f"round {status.round}", status.inner_steps_this_round
+    bounds = []  # the round ends with the first of them
+    if status.round_steps:
+        bounds.append((steps / status.round_steps, f"{steps} of {status.round_steps} steps"))
+    if status.round_seconds:
+        seconds = max(0.0, now - status.round_since)
+        bounds.append((seconds / status.round_seconds, f"{seconds:.0f} of {status.round_seconds:g} s"))
+    if status.phase == "training":
+        label = _with_bar(label, *max(bounds), width) if bounds else f"{label}: {steps} steps"
     lines = [
-        _round(status, now, width),
+        label,
         _flow("up  ", status.bytes_sent_per_second, status.upload_mbit, width),
         _flow("down", status.bytes_received_per_second, status.download_mbit, width),
         *(row.brief for row in status_rows(status, now) if row.label not in _OF_THE_RUN and row.brief),
     ]
     return Text("\n".join(lines))
-
-
-def _round(status: NodeStatus, now: float, width: int) -> str:
-    label = f"round {status.round}"
-    if status.phase != "training":
-        return label
-    bounds = []  # the round ends with the first of them
-    if status.round_steps:
-        steps = status.inner_steps_this_round
-        bounds.append((steps / status.round_steps, f"{steps} of {status.round_steps} steps"))
-    if status.round_seconds:
-        seconds = max(0.0, now - status.round_since)
-        bounds.append((seconds / status.round_seconds, f"{seconds:.0f} of {status.round_seconds:g} s"))
-    if not bounds:
-        return f"{label}: {status.inner_steps_this_round} steps"
-    return _with_bar(label, *max(bounds), width)
 
 
 def _flow(name: str, bytes_per_second: float, cap_mbit: float, width: int) -> str:
@@ -148,7 +141,12 @@ def plot(points: Sequence[tuple[float, float]], width: int, height: int) -> list
     columns, rows = (width - LABEL_WIDTH) * _COLUMNS, height * _ROWS
     if len(points) < 2 or columns < 2 or height < 1:
         return []
-    heights = _heights(points, columns)
+    # The mean of the points in each column; empty columns are interpolated.
+    xs, ys = np.array(points, dtype=float).T
+    places = np.rint((xs - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (columns - 1)).astype(int)
+    counts = np.bincount(places, minlength=columns)
+    known = np.flatnonzero(counts)
+    heights = np.interp(np.arange(columns), known, np.bincount(places, ys)[known] / counts[known])
     low, high = heights.min(), heights.max()
     dots = np.full(columns, rows - 1)
     if high > low:
@@ -161,13 +159,3 @@ def plot(points: Sequence[tuple[float, float]], width: int, height: int) -> list
     labels[-1] = loss(low)
     labels[0] = loss(high)
     return [f"{label:>{LABEL_WIDTH - 1}} {''.join(map(chr, line))}" for label, line in zip(labels, cells, strict=True)]
-
-
-def _heights(points: Sequence[tuple[float, float]], columns: int) -> np.ndarray:
-    """Return the mean of the points in each column; empty columns are interpolated."""
-    xs, ys = np.array(points, dtype=float).T
-    places = np.rint((xs - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (columns - 1)).astype(int)
-    counts = np.bincount(places, minlength=columns)
-    known = np.flatnonzero(counts)
-    means = np.bincount(places, ys)[known] / counts[known]
-    return np.interp(np.arange(columns), known, means)
