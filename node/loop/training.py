@@ -172,8 +172,6 @@ TRAFFIC_INTERVAL: Final = 1.0
 class Parts:
     """The other parts of a node that its training needs."""
 
-    prepare: Callable[[], Awaitable[messages.Prepare]]
-    """Puts weights in place, and returns the first command for the next trainer; its stage may have changed."""
     membership: Membership
     provider: Provider
     """Gives other members the checkpoints that are written or resumed from."""
@@ -211,6 +209,7 @@ class Training:
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
         self._driver.begin(loop)
         self._nursery: trio.Nursery | None = None
+        self._prepare: Callable[[], Awaitable[messages.Prepare]]
         self._life = trio.CancelScope()  # of the present trainer process
         self._receiving = trio.CancelScope()  # its reports
         self._session: TrainerSession | None = None
@@ -225,8 +224,12 @@ class Training:
             lambda peer, protocol: self.lose_peer(peer),
         )
 
-    async def run(self) -> None:
-        """Train until it is over; raises `TrainerError` when no trainer can run here."""
+    async def run(self, prepare: Callable[[], Awaitable[messages.Prepare]]) -> None:
+        """Train until it is over; raises `TrainerError` when no trainer can run here.
+
+        ``prepare`` puts weights in place, and returns the first command for the next trainer.
+        """
+        self._prepare = prepare
 
         async def watch_rest() -> None:
             while True:
@@ -367,7 +370,7 @@ class Training:
                 journal.say(words)
 
         if door is None:
-            prepare = await self._parts.prepare()
+            prepare = await self._prepare()
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
             async with open_trainer(prepare, None, show, self._note_pid) as child:
@@ -376,7 +379,7 @@ class Training:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
             journal.announce("preparing", words, "a loop of yours")
             await door.wait()
-            prepare = await self._parts.prepare()
+            prepare = await self._prepare()
             async with door.open_trainer(prepare) as attached:
                 yield attached
 

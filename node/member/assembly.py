@@ -50,7 +50,6 @@ from ..transfers.sketches import SketchService
 from ..transfers.start import Start
 from ..transfers.weights import Weights
 from .parts import Daemon, Mesh
-from .preparation import Preparation
 from .run_member import RunMember
 
 
@@ -126,7 +125,6 @@ def make_member(
     SketchService(host, run_id, weights.provider.find_own).register()
 
     supervisor = Supervisor(manifest.inner.batch_size, is_cut=is_cut)
-    preparation = Preparation(daemon, host.author, run_id, manifest, membership, weights, start, supervisor)
     pipeline = leases = None
     if is_cut:
         links = Links(host, manifest, run_id, mesh.shaping, channels)
@@ -144,7 +142,6 @@ def make_member(
     )
     loop = TrainingLoop(config, Pairing(host.author, manifest.rounds, rng, manifest.outer.fragments), supervisor)
     parts = Parts(
-        preparation.prepare,
         membership,
         weights.provider,
         mesh.shaping,
@@ -158,10 +155,13 @@ def make_member(
     return RunMember(
         daemon=daemon,
         mesh=mesh,
-        preparation=preparation,
+        run_id=run_id,
+        manifest=manifest,
         gossip=gossip,
         membership=membership,
         weights=weights,
+        start=start,
+        supervisor=supervisor,
         training=training,
         stages=StageService(membership, weights, host, run_id, daemon.store, journal, settings, training),
         pipeline=pipeline,

@@ -7,9 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import trio
 
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.trainer.supervisor import Supervisor
 
 from ..base.causes import release_words
 from ..base.errors import JoinError
@@ -20,7 +24,7 @@ from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
 from ..loop.pipeline_service import PipelineService
 from ..loop.rest_service import NoticeBoard
-from ..loop.stage_service import StageService
+from ..loop.stage_service import StageService, wait_quiet
 from ..loop.training import Training
 from ..mesh.host import Host
 from ..state.connections import ConnectionKeeper, ReleaseWatch
@@ -32,10 +36,10 @@ from ..status.journal import DISK
 from ..store.disk_space import save_seconds
 from ..store.folder import shortage
 from ..trainer.trainer import TrainerError
+from ..transfers.start import Start
 from ..transfers.weights import Weights
 from ..ui.reporting import Reporter
 from .parts import Daemon, Mesh
-from .preparation import TOKENS_FACT, Preparation
 
 # Leaving: the trainer ends its round and saves, the farewell is gossiped.
 LEAVE_TIMEOUT: Final = 15.0
@@ -48,6 +52,8 @@ REMEMBER_INTERVAL: Final = 10.0
 # What the store may take more: a run state of thousands of nodes.
 STORE_BYTES: Final = 16 << 20
 PARTNERS_FACT: Final = "partners"
+TOKENS_FACT: Final = "tokens"
+MICROBATCH_FACT: Final = "microbatch"
 
 
 def leave_timeout(saved_bytes: int, rate: float | None = None) -> float:
@@ -64,10 +70,14 @@ class RunMember:
 
     daemon: Daemon
     mesh: Mesh
-    preparation: Preparation
+    run_id: bytes
+    manifest: Manifest
     gossip: GossipService
     membership: Membership
     weights: Weights
+    start: Start | None
+    """None where the run starts from its seed."""
+    supervisor: Supervisor
     training: Training
     stages: StageService
     pipeline: PipelineService | None
@@ -87,7 +97,7 @@ class RunMember:
 
     def show_in(self, reporter: Reporter) -> None:
         """Give the reporter what a node knows once it is in its run."""
-        reporter.run_name = self.preparation.manifest.name
+        reporter.run_name = self.manifest.name
         reporter.state, reporter.liveness = self.gossip.state, self.gossip.liveness
         reporter.pipeline, reporter.leases, reporter.audits = self.pipeline, self.leases, self.audits
         reporter.notices = self.notices
@@ -95,14 +105,14 @@ class RunMember:
 
     async def take_part(self, target: Target) -> None:
         """Join, train until asked to leave, and send a farewell. Raises `JoinError` or `TrainerError`."""
-        host, membership, preparation = self.mesh.host, self.membership, self.preparation
+        host, membership = self.mesh.host, self.membership
         is_cut = membership.num_stages > 1
         async with trio.open_nursery() as nursery:
-            if preparation.start is not None:
-                await preparation.start.open()
-                nursery.start_soon(preparation.start.run)
+            if self.start is not None:
+                await self.start.open()
+                nursery.start_soon(self.start.run)
             nursery.start_soon(self.releases.run)
-            await preparation.restore_counters(self.gossip.state.payload(host.author, Progress))
+            await self.restore_counters(self.gossip.state.payload(host.author, Progress))
             await self._sync_state(may_begin=target.manifest is not None)
             membership.refresh()
             self.notices.begin()
@@ -144,6 +154,53 @@ class RunMember:
             if failure is not None:
                 raise failure
             nursery.cancel_scope.cancel()
+
+    async def restore_counters(self, told: Progress | None) -> None:
+        """Restore the counters of earlier starts: own tokens, as stored or as last reported to the run, and the round.
+
+        The round goes into the first heartbeat: a peer that hears it must not think that the run is just beginning.
+        """
+        store, journal, supervisor = self.daemon.store, self.daemon.journal, self.supervisor
+        stored = await store.get_fact(TOKENS_FACT)
+        journal.update(tokens=max(int(stored or 0), told.tokens if told else 0))
+        if not supervisor.microbatch:  # what fitted into memory on the same device; 0 if all did
+            device, _, size = ((await store.get_fact(MICROBATCH_FACT)) or b"").rpartition(b" ")
+            supervisor.microbatch = int(size) if device == self.daemon.settings.device.encode() else 0
+        own_round, _ = await self.weights.rounds()
+        journal.update(round=max(0, own_round or 0))
+
+    async def prepare(self) -> messages.Prepare:
+        """Put weights in place; return the next trainer's first command."""
+        if self.membership.num_stages > 1:
+            await wait_quiet(self.membership, self.daemon.journal)
+        elif self.supervisor.microbatch:
+            try:
+                fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}"
+                await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
+            except StoreError as error:
+                self.daemon.journal.warn(f"{error}; after a restart the trainer may run out of memory again")
+        await self.weights.obtain()
+        while self.start is not None and await self.weights.rounds() == (None, None):
+            if await self.start.obtain(self.membership.stage):
+                break
+            await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
+        names = set(messages.TrainerSettings.__struct_fields__) - {"microbatch"}
+        taken = {name: getattr(self.daemon.settings, name) for name in names}
+        microbatch = {"microbatch": self.supervisor.microbatch}
+        as_text = msgspec.to_builtins(taken, enc_hook=str) | microbatch  # paths as text
+        files, stage = self.weights.files, self.membership.stage
+        self.weights.provider.trainer_stage = stage
+        return messages.Prepare(
+            run_id=self.run_id,
+            author=self.mesh.host.author,
+            manifest=msgspec.msgpack.encode(self.manifest),
+            settings=msgspec.convert(as_text, messages.TrainerSettings),
+            fetched=str(files.fetched(stage)),
+            start=str((self.start and self.start.path_of(stage)) or ""),
+            stage=stage,
+            disk=files.disk,
+            checkpoint_bytes=files.max_bytes(stage),
+        )
 
     async def _sync_state(self, may_begin: bool) -> None:
         """Get the run state from members. ``may_begin``: this node has the manifest from its owner, not from a member.
@@ -192,7 +249,7 @@ class RunMember:
         async def run_training() -> None:
             nonlocal failure
             try:
-                await self.training.run()
+                await self.training.run(self.prepare)
             except TrainerError as error:
                 failure = error
                 self.daemon.is_leaving.set()

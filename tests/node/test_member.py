@@ -143,7 +143,7 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
     newest.parent.mkdir()
     newest.touch()
     monkeypatch.setattr(disk_space, "saved_round", {newest: 30}.get)
-    await member.preparation.restore_counters(None)
+    await member.restore_counters(None)
     assert journal.state.round == 30
 
 

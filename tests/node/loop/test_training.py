@@ -141,7 +141,7 @@ class Story:
             fake,
             self.journal,
             self.rest,
-            Parts(self.prepare, fake, fake, fake, trio.Event()),
+            Parts(fake, fake, fake, trio.Event()),
         )
 
     async def prepare(self) -> messages.Prepare:
@@ -231,7 +231,7 @@ async def story(
 ) -> Story:
     story = Story(rounds_config, 3 if rounds_config.overlap else None, checkpoint_seconds)
     monkeypatch.setattr(training_module, "open_trainer", story.open_trainer)
-    nursery.start_soon(story.training.run)
+    nursery.start_soon(story.training.run, story.prepare)
     await trio.testing.wait_all_tasks_blocked()
     return story
 
