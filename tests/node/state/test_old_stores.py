@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
+from farandole.node.cli import main
 from farandole.node.state.store import LAYOUT, MANIFEST_FACT, StoreError, open_store, read_fact
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.entries import Kind, Notice
@@ -73,12 +72,14 @@ async def test_a_newer_releases_store_is_refused_untouched_with_the_remedy(tmp_p
     assert not list(tmp_path.glob("*.damaged"))
 
 
-async def test_a_node_with_a_newer_releases_store_ends_with_the_remedy(tmp_path: Path) -> None:
-    async with open_store(tmp_path / "store.sqlite"):
-        pass
+def test_a_node_with_a_newer_releases_store_ends_with_the_remedy(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    closing(sqlite3.connect(tmp_path / "store.sqlite"))
     set_layout(tmp_path / "store.sqlite", LAYOUT + 1)
-    command = [sys.executable, "-m", "farandole.node", "join", "--home", str(tmp_path)]
-    done = await trio.run_process(command, check=False, capture_stdout=True, stderr=subprocess.STDOUT)
-    assert done.returncode == Exit.CANNOT_JOIN
-    assert b"upgrade this node" in done.stdout
-    assert b"Traceback" not in done.stdout
+    with pytest.raises(SystemExit) as ended:
+        main(["join", "--home", str(tmp_path)])
+    assert ended.value.code == Exit.CANNOT_JOIN
+    said = capfd.readouterr()
+    assert "upgrade this node" in said.out + said.err
+    assert "Traceback" not in said.out + said.err
