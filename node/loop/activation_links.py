@@ -23,7 +23,6 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.stages.activations import (
     DATA_BYTES,
     Control,
-    Dropped,
     Event,
     Forward,
     Gradient,
@@ -134,7 +133,7 @@ class ActivationLink:
                 self._send_next()
             else:
                 self._wakeup.set()
-        elif self._means_something(message):
+        elif self.link.means_something(message):
             self._post(message)
 
     def flush(self) -> None:
@@ -233,16 +232,6 @@ class ActivationLink:
 
     # Writing
 
-    def _means_something(self, message: Control) -> bool:
-        """Return whether the microbatch of the message is still under way."""
-        match message:
-            case Dropped(index):
-                return self.link.may_drop(index)
-            case Settled(index) | Gradient(index):
-                return index in self.link.open
-            case _:
-                return True
-
     async def _write_data(self) -> None:
         """Send what could not be sent at once."""
         while True:
@@ -256,7 +245,7 @@ class ActivationLink:
 
     def _send_next(self) -> None:
         message, data = self._transfers.popleft()
-        if not self._means_something(message):
+        if not self.link.means_something(message):
             return
         self._post(message)
         if data is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -438,10 +438,6 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
         return msgspec.msgpack.encode(self)
 
 
-class _LaterSigned(SignedManifest, frozen=True, forbid_unknown_fields=False):
-    """A signed manifest, to which a later release may have appended fields."""
-
-
 def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
     """Sign a manifest. The result is final, and determines the run id.
 
@@ -467,7 +463,8 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
     if len(raw) > 2 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {2 * MAX_MANIFEST_BYTES} bytes, this has {len(raw)}")
     try:
-        signed = SignedManifest(*msgspec.structs.astuple(msgspec.msgpack.decode(raw, type=_LaterSigned)))
+        fields = msgspec.msgpack.decode(raw, type=list[Any])  # a later release may have appended some
+        signed = msgspec.convert(fields[:3], SignedManifest)
         if run_id is not None and signed.run_id != run_id:
             raise ManifestError(f"this manifest is of run {signed.run_id.hex()[:16]}, not of {run_id.hex()[:16]}")
         if not is_signed_by(signed.creator, signed.signature, _DOMAIN, signed.body):
@@ -477,7 +474,7 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
             f"not a manifest ({error}). If it is a run file, sign it first, with `farandole run create`"
         ) from error
     try:
-        msgspec.msgpack.decode(raw, type=SignedManifest)
+        msgspec.convert(fields, SignedManifest)
         return decode_body(signed.body), signed
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownManifestError(

@@ -228,6 +228,16 @@ class Link:
         is_leaving = self.pipe.channel is not None and self.is_sending and self._sending == index
         return self.open.get(index) in TRANSITIONS[DOWNSTREAM, Dropped] and not is_leaving
 
+    def means_something(self, message: Control) -> bool:
+        """Return whether the microbatch of an own message is still under way, so that it may be sent."""
+        match message:
+            case Dropped(index):
+                return self.may_drop(index)
+            case Settled(index) | Gradient(index):
+                return index in self.open
+            case _:
+                return True
+
     def send(self, message: Control) -> bytes:
         """Apply an own message; return the bytes to write to the stream, in the order of the calls."""
         self._apply(message, by_us=True)

@@ -108,7 +108,7 @@ class Node:
             case machine.Send(link, message, slot):
                 if isinstance(message, wire.Forward) and slot is not None:
                     self.tickets[slot] = message.ticket
-                if self.means_something(world.wires[link].ends[self.author], message):
+                if world.wires[link].ends[self.author].means_something(message):
                     world.send(self, link, message, b"" if slot is None else self.out[slot])
             case machine.Tell(peer, message):
                 world.tell(self, peer, machine.Tell(self.author, message))
@@ -124,16 +124,6 @@ class Node:
                 self.avoided[peer] = reason
             case machine.RoundDrained(round_index):
                 self.work(0.0, partial(self.drain, round_index))
-
-    def means_something(self, end: wire.Link, message: wire.Control) -> bool:
-        """Return whether the message's microbatch has not ended since."""
-        match message:
-            case wire.Dropped(index):
-                return end.may_drop(index)
-            case wire.Settled(index) | wire.Gradient(index):
-                return index in end.open
-            case _:
-                return True
 
     def work(self, seconds: float, then: Callable[[], None]) -> None:
         self.busy_until = max(self.busy_until, self.world.now) + seconds
