@@ -61,7 +61,10 @@ def manifest_of(
 
     For ``allowed_models`` see `manifest_of_file`. Raises `ManifestError`, whose problems begin with a setting's name.
     """
-    model, tokenizer = _table(settings.get("model")), settings.get("tokenizer", {})
+    model, tokenizer = settings.get("model"), settings.get("tokenizer", {})
+    if isinstance(model, str):  # "3M", "hf:FOLDER" or "package.module:function"
+        kind = "hf" if model.startswith(_HF_PREFIX) else "own" if ":" in model else "preset"
+        model = {kind: model.removeprefix(_HF_PREFIX)}
     if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
         tokenizer = hf_tokenizer(model["hf"], folder)
     complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
@@ -103,18 +106,6 @@ def _try_tokenizer(manifest: Manifest, path: Path) -> None:
             )
     if problem:
         raise ManifestError(f"tokenizer.file: {problem}")
-
-
-def _table(model: object) -> object:
-    """Turn ``"3M"``, ``"hf:FOLDER"`` and ``"package.module:function"`` into tables."""
-    match model:
-        case str() if model.startswith(_HF_PREFIX):
-            return {"hf": model.removeprefix(_HF_PREFIX)}
-        case str() if ":" in model:
-            return {"own": model}
-        case str():
-            return {"preset": model}
-    return model
 
 
 def _model(model: object, folder: Path, allowed_models: Collection[str]) -> object:
@@ -214,7 +205,20 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Sizes follow from the configuration, and so does ``context`` if it is left out. Raises `ManifestError`, which names
     the setting that is wrong.
     """
-    settings = _read_json(folder / model["hf"]) if isinstance(model["hf"], str) else model["hf"]
+    settings = model["hf"]
+    if isinstance(settings, str):
+        path = folder / settings
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+                raise ManifestError(
+                    f"model.hf: {path} has {size} bytes, more than {MAX_CONFIG_BYTES}: no configuration"
+                )
+            settings = msgspec.json.decode(path.read_bytes())
+        except OSError as error:
+            raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ManifestError(f"model.hf: {path} is not JSON: {error}") from error
     if not isinstance(settings, Mapping):
         raise ManifestError("model.hf is a config.json's path, or its content as a table")
     family = settings.get("model_type")
@@ -228,19 +232,6 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     check(settings, HFConfig, "model.hf")
     config = hf_config_from_dict(settings)
     return {"context": config.max_context, **config.sizes, **model, "hf": msgspec.to_builtins(config)}
-
-
-def _read_json(path: Path) -> object:
-    """Read and parse a JSON file, or the ``config.json`` of a folder."""
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
-            raise ManifestError(f"model.hf: {path} has {size} bytes, more than {MAX_CONFIG_BYTES}: no configuration")
-        return msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"model.hf: {path} is not JSON: {error}") from error
 
 
 def hf_tokenizer(hf: object, folder: Path) -> dict[str, Any]:

@@ -114,8 +114,6 @@ def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> 
     """
     manifest = folder.manifest
     config = config_of(manifest.model)
-    loaded = _load_tokenizer(manifest, tokenizer)
-    end_token = None if loaded is None else loaded.separator
     parts = parts_of(manifest)
     shapes = {name: shape for name, (_, _, shape) in parts.items()}
     num_bytes = sum(FP32_BYTES * math.prod(shape) for shape in shapes.values())
@@ -126,9 +124,10 @@ def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> 
             return file.read(f"{SLOW}/{ours}")[first : first + shape[0]]
 
         write_tensors(temporary / _FILE, {"format": "pt"}, shapes, tensor_of)
+        loaded = _write_tokenizer(temporary, manifest, tokenizer)
+        end_token = None if loaded is None else loaded.separator
         write_json(temporary / "config.json", config_json(config, end_token=end_token))
         write_json(temporary / "generation_config.json", {"bos_token_id": end_token, "eos_token_id": end_token})
-        _write_tokenizer(temporary, loaded, tokenizer)
         write_file(temporary / "README.md", _card(folder, loaded).encode())
         return sorted(path.name for path in temporary.iterdir())
 
@@ -141,21 +140,16 @@ def write_json(path: Path, value: object) -> None:
 # Tokens
 
 
-def _load_tokenizer(manifest: Manifest, path: Path | None) -> Tokenizer | None:
-    """Return the run's tokenizer, or None if it is a file that was not given."""
+def _write_tokenizer(to: Path, manifest: Manifest, path: Path | None) -> Tokenizer | None:
+    """Write the run's tokenizer and return it; None if it is a file that was not given."""
     if path is None and manifest.tokenizer.kind != "bytes":
         return None
     if path is not None and manifest.tokenizer.kind == "bytes":
         raise ConsolidatedError("the run's tokens are bytes: it has no tokenizer file")
     try:
-        return load_tokenizer(manifest.tokenizer, path)
+        tokenizer = load_tokenizer(manifest.tokenizer, path)
     except DataError as error:
         raise ConsolidatedError(str(error)) from error
-
-
-def _write_tokenizer(to: Path, tokenizer: Tokenizer | None, path: Path | None) -> None:
-    if tokenizer is None:
-        return
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -168,6 +162,7 @@ def _write_tokenizer(to: Path, tokenizer: Tokenizer | None, path: Path | None) -
         if (name := tokenizer.decode([tokenizer.separator])) in SEPARATORS:
             settings["eos_token"] = name
     write_json(to / "tokenizer_config.json", settings)
+    return tokenizer
 
 
 def byte_level_tokenizer() -> dict[str, object]:
@@ -205,18 +200,11 @@ def byte_level_tokenizer() -> dict[str, object]:
 def _card(folder: Consolidated, tokenizer: Tokenizer | None) -> str:
     manifest, index = folder.manifest, folder.index
     num_parameters = sum(math.prod(shape) for shape in folder.shapes.values())
-    match manifest.tokenizer.kind, tokenizer:
-        case "bytes", _:
-            tokens = (
-                "Tokens 0 to 255 are bytes: UTF-8 text as it is, one token a byte, and NUL (token 0) after each\n"
-                "document. `tokenizer.json` says the same to `tokenizers`; without it, `list(text.encode())` does."
-            )
-        case _, None:
-            tokens = (
-                f"Its tokenizer is the file with SHA-256 `{manifest.tokenizer.sha256}`, which is not in this folder."
-            )
-        case _:
-            tokens = "Its tokenizer is `tokenizer.json`."
+    tokens = "Its tokenizer is `tokenizer.json`."
+    if manifest.tokenizer.kind == "bytes":
+        tokens = "Tokens 0 to 255 are the bytes of UTF-8 text, and NUL (token 0) ends a document."
+    elif tokenizer is None:
+        tokens = f"Its tokenizer is the file with SHA-256 `{manifest.tokenizer.sha256}`, which is not in this folder."
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -228,17 +216,10 @@ tags:
 
 {num_parameters:,} parameters, trained by volunteers with farandole: {index.inner_steps:,} inner steps and
 {index.tokens:,} tokens a replica, up to round {index.round:,} of run `{index.run_id.hex()}`. Contexts of
-{manifest.model.context:,} tokens.
+{manifest.model.context:,} tokens. {tokens}
 
-These are the slow weights of checkpoint `{folder.id.hex()}`, in fp32.
-
-{tokens}
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(".")
-```
+These are the slow weights of checkpoint `{folder.id.hex()}`, in fp32:
+`transformers.AutoModelForCausalLM.from_pretrained(".")` loads them.
 """
 
 
@@ -259,28 +240,23 @@ def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str]
 
     Raises `ConsolidatedError` unless the folder has all weights of the manifest's model, in its shapes.
     """
+    index, names = folder / _INDEX, {_FILE}
+    if index.exists():
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ConsolidatedError(f"{index} has more than {MAX_INDEX_BYTES} bytes")
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConsolidatedError(f"{index} says not which file has which weights: {error}") from error
+        if len(names) > MAX_FILES:
+            raise ConsolidatedError(f"{index} names {len(names)} files; at most {MAX_FILES} are read")
+    elif not (folder / _FILE).exists():
+        raise ConsolidatedError(f"{folder} needs its weights as {_FILE}, or as several files with {_INDEX}")
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_tensors(folder / name)) for name in _file_names(folder)]
+        files = [stack.enter_context(open_tensors(folder / name)) for name in sorted(names)]
         places = {name: file for file in files for name in file.shapes}
         found = {name: _find(folder, name, shape, places) for name, shape in shapes_of(manifest.model).items()}
         yield lambda name: found[name][0].read(found[name][1])
-
-
-def _file_names(folder: Path) -> list[str]:
-    index = folder / _INDEX
-    if not index.exists():
-        if not (folder / _FILE).exists():
-            raise ConsolidatedError(f"{folder} needs its weights as {_FILE}, or as several files with {_INDEX}")
-        return [_FILE]
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise ConsolidatedError(f"{index} has more than {MAX_INDEX_BYTES} bytes")
-    try:
-        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConsolidatedError(f"{index} says not which file has which weights: {error}") from error
-    if len(names) > MAX_FILES:
-        raise ConsolidatedError(f"{index} names {len(names)} files; at most {MAX_FILES} are read")
-    return sorted(names)
 
 
 def _find(folder: Path, name: str, shape: Shape, places: dict[str, TensorFile]) -> tuple[TensorFile, str]:

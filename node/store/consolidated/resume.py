@@ -43,13 +43,26 @@ def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: P
     for name, value in settings.items():
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    merged["model"] = _model(before["model"], settings.get("model", {}))
+    model = merged["model"] = settings.get("model", {})
+    if isinstance(model, Mapping) and not any(name in model for name in _MODELS_BY):
+        left_out = ("num_stages", "stage_layers", *(["hf"] if before["model"]["hf"] is None else []))
+        merged["model"] = {name: value for name, value in before["model"].items() if name not in left_out} | {**model}
     if "tokenizer" in settings:
         merged["tokenizer"] = settings["tokenizer"]
     start = StartConfig(folder.id.hex(), folder.index.run_id.hex(), folder.index.inner_steps, folder.index.tokens)
     merged["start"] = msgspec.to_builtins(start)
     manifest = manifest_of(merged, place, now)
-    _check_same_model(folder.manifest, manifest)
+    old, new = shapes_of(folder.manifest.model), shapes_of(manifest.model)
+    for name in [*old, *new]:
+        if old.get(name) != new.get(name):
+            raise ManifestError(
+                f"model: the checkpoint's is another one ({name} is {old.get(name)} there and {new.get(name)} here). "
+                "Leave its sizes out of the run file, and they are the checkpoint's"
+            )
+    if folder.manifest.model.hf != manifest.model.hf:
+        raise ManifestError("model.hf: the checkpoint's says something else; leave it out, and it is the checkpoint's")
+    if folder.manifest.tokenizer != manifest.tokenizer:
+        raise ManifestError("tokenizer: the checkpoint was made with another; leave it out, and it is the checkpoint's")
     if folder.epochs is None or other_slices(folder.manifest, manifest):
         return manifest
     if folder.epochs.epoch >= manifest.data.epochs:
@@ -71,29 +84,6 @@ def other_slices(before: Manifest, after: Manifest) -> str:
         "data.held_out": (before.data.held_out, after.data.held_out),
     }
     return next((f"{name} is {new}, and was {old}" for name, (old, new) in settings.items() if old != new), "")
-
-
-def _model(before: Mapping[str, Any], model: object) -> object:
-    if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
-        return model
-    sizes = {name: value for name, value in before.items() if name not in ("num_stages", "stage_layers")}
-    if sizes["hf"] is None:
-        del sizes["hf"]
-    return {**sizes, **model}
-
-
-def _check_same_model(before: Manifest, after: Manifest) -> None:
-    old, new = shapes_of(before.model), shapes_of(after.model)
-    for name in [*old, *new]:
-        if old.get(name) != new.get(name):
-            raise ManifestError(
-                f"model: the checkpoint's is another one ({name} is {old.get(name)} there and {new.get(name)} here). "
-                "Leave its sizes out of the run file, and they are the checkpoint's"
-            )
-    if before.model.hf != after.model.hf:
-        raise ManifestError("model.hf: the checkpoint's says something else; leave it out, and it is the checkpoint's")
-    if before.tokenizer != after.tokenizer:
-        raise ManifestError("tokenizer: the checkpoint was made with another; leave it out, and it is the checkpoint's")
 
 
 def import_model(
