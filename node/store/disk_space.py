@@ -33,8 +33,8 @@ SPARE_BYTES: Final = 64 << 20
 OTHER_BYTES: Final = 128_000_000
 # What a disk is taken to write, bytes a second, until a save has been measured: an old hard disk's.
 SLOW_DISK: Final = 100e6
-# What st_blocks counts in, on every system that has it (stat(2)).
-_SECTOR: Final = 512
+# What st_blocks counts in (stat(2)).
+SECTOR: Final = 512
 
 
 def save_seconds(num_bytes: int, rate: float | None = None) -> float:
@@ -104,7 +104,7 @@ def used_bytes(folder: Path) -> int:
                 found = os.lstat(os.path.join(parent, name))
             except FileNotFoundError:  # replaced since it was listed
                 continue
-            sizes[found.st_dev, found.st_ino] = _SECTOR * getattr(found, "st_blocks", -(-found.st_size // _SECTOR))
+            sizes[found.st_dev, found.st_ino] = SECTOR * found.st_blocks
     return sum(sizes.values())
 
 

@@ -45,13 +45,12 @@ class PartialFile:
         found: set[int] = set()
         block = 0
         while block < self.index.num_blocks:
-            if hasattr(os, "SEEK_DATA"):
-                try:
-                    block = os.lseek(self._file.fileno(), block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
-                except OSError as error:
-                    if error.errno == errno.ENXIO:  # only a hole is left
-                        break
-                    raise
+            try:
+                block = os.lseek(self._file.fileno(), block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # only a hole is left
+                    break
+                raise
             if self.index.is_block(block, self.read_block(block)):
                 found.add(block)
             block += 1
@@ -87,7 +86,7 @@ class PartialFile:
                     for block in blocks_between(start, end):
                         first, last = block_range(self.index.size, block)
                         _write_all(file, self.read(max(start, first), min(end, last)))
-            self.close()  # Windows neither removes nor renames a file that is open
+            self.close()
             self.path.unlink(missing_ok=True)
 
     def make_prefix(self, num_blocks: int, path: Path) -> None:

@@ -32,6 +32,7 @@ from farandole.protocol.wire.identity import short_name
 from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
 from ..status.journal import DISK
+from ..store.disk_space import SECTOR
 from .fetch import NO_WEIGHTS, Downloads, Fetched, FetchProgress, Show
 from .holdings import Provider
 from .partial_file import PARTIAL_SUFFIX, partial_path
@@ -129,7 +130,9 @@ class Weights:
 
         def shortage() -> str:
             try:
-                here = sum(512 * part.stat().st_blocks for part in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"))
+                here = sum(
+                    SECTOR * part.stat().st_blocks for part in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}")
+                )
                 self._downloads.conditions.room.check(path.parent, max(0, 2 * self.files.required_bytes(stage) - here))
             except OSError as error:
                 return error.strerror or str(error)

@@ -122,9 +122,7 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
             )
         yield temporary
         sync_folder(temporary)
-        if path.exists():
-            path.rmdir()  # it is empty; Windows replaces no folder by another
-        temporary.replace(path)
+        temporary.replace(path)  # or an empty folder
         sync_folder(path.parent)
     except OSError as error:
         reason = error.strerror or str(error)

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 from farandole.node.base.figures import size
 from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS
-from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES, Transfer
+from farandole.protocol.exchange.pipe import BULK_FROM, Transfer
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
 from .bulk_pair import BulkPair
@@ -61,34 +61,6 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
     assert len(pair.way(who).discarded) == 1
     silence = trio.current_time() / (SILENT_FOR * PATIENCE)
     assert silence < 0.1 if fault == "cut_at" else 1 <= silence <= 1 + 2 / SILENT_CHECKS
-
-
-@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
-@pytest.mark.parametrize(
-    ("by_alice", "by_bob", "num_faulty"),
-    [
-        (0, 0, 1),
-        (1_000, 700_000, 1),
-        (BULK_FROM, BULK_FROM, 1),
-        (0, 0, 100),
-        (300_000, None, 100),
-        (None, 300_000, 100),
-    ],
-)
-async def test_channels_that_are_lost_in_both_directions_are_replaced_and_at_last_by_the_stream(
-    pair: BulkPair, by_alice: int | None, by_bob: int | None, fault: str, num_faulty: int, clock: MockClock
-) -> None:
-    for author, at in ((ALICE, by_alice), (BOB, by_bob)):
-        setattr(pair.way(author).faults, fault, at)
-        pair.way(author).faults.num_channels = num_faulty
-    await pair.meet()
-    if num_faulty == 1:
-        pair.assert_committed("bulk", num_channels=2)
-    else:
-        pair.assert_committed("stream", num_channels=MAX_ROUTES - 1)
-        assert not any(way.kept for way in pair.ways)
-    for party in (pair.alice, pair.bob):
-        assert party.result.bytes_received < BULK_FROM + 1_000
 
 
 @pytest.mark.parametrize("closed", [ALICE, BOB])

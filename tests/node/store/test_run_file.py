@@ -70,37 +70,6 @@ def test_a_tokenizer_with_which_no_node_could_train_is_refused(tmp_path: Path, c
         manifest_of({"name": "a", "model": "tiny", "tokenizer": {"file": "tokenizer.json"}}, tmp_path, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("name = ", "is not TOML"),
-        ("name = " + "[" * 100_000, "nested too deeply"),
-        ("name = 'a'", "model is missing: expected a preset"),
-        ("name = 'a'\nmodel = '7B'", "no preset is called '7B'; there are tiny"),
-        ("name = 'a'\nmodel = 'tiny'\ncolour = 1", "colour"),
-        ("name = 'a'\nmodel = 'tiny'\n[outer]\ngamma = 1.9", r"outer\.gamma is 1\.9"),
-        ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = '16'", r"inner\.batch_size"),
-        ("name = 'a'\nmodel = 3", r"model"),
-        (
-            "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\n[data]\n"
-            "mask_documents = true",
-            r":8: data\.mask_documents and model\.num_stages exclude each other",
-        ),
-        ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 1\ntotal_steps = 2", r":4: .*say the same: leave one"),
-        ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = 0", r":4: inner\.total_tokens is 0: a positive number"),
-        ("name = 'a'\nmodel = 'tiny'\n[inner]\ntotal_tokens = inf", r":4: inner\.total_tokens is Infinity"),
-        ("name = 'a'\nmodel = 'tiny'\n[inner]\nwarmup_tokens = true", r":4: inner\.warmup_tokens is true"),
-        ("name = 'a'\nmodel = 'tiny'\n[inner]\nbatch_size = 'x'\ntotal_tokens = 9", r":4: inner\.batch_size"),
-        ("#" * MAX_FILE_BYTES + "#", "more than 262144 bytes"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ManifestError, match=message):
-        manifest_of_file(read_toml(path), now=0)
-
-
 def fault(tmp_path: Path, text: str) -> str:
     path = tmp_path / "run.toml"
     path.write_text(text)
@@ -130,6 +99,12 @@ def fault(tmp_path: Path, text: str) -> str:
         ("admission = [\n  'x',\n  3,\n]", "3: admission[1]: expected a text in quotes"),
         ("admission = 'opne'", "3: admission: expected one of open, invited or a list in brackets"),
         ("outer = 'noloco'", "3: outer: expected a section, got"),
+        ("[outer]\ngamma = 1.9", "4: outer.gamma is 1.9"),
+        ("[inner]\ntotal_tokens = 1\ntotal_steps = 2", "4: inner.total_tokens and inner.total_steps say the same"),
+        ("[inner]\ntotal_tokens = 0", "4: inner.total_tokens is 0: a positive number"),
+        ("[inner]\ntotal_tokens = inf", "4: inner.total_tokens is Infinity"),
+        ("[inner]\nwarmup_tokens = true", "4: inner.warmup_tokens is true"),
+        ("[inner]\nbatch_size = 'x'\ntotal_tokens = 9", "4: inner.batch_size"),
     ],
 )
 def test_a_fault_is_named_with_its_line_and_what_would_be_right(tmp_path: Path, text: str, line: str) -> None:
@@ -147,6 +122,11 @@ def test_a_fault_is_named_with_its_line_and_what_would_be_right(tmp_path: Path, 
         ("[model]\nown = 'a.b:c'\ncontext = 'x'", "3: model.context: expected a whole number, 8 to"),
         ("[model]\nown = 'a.b:c'\nwidth = 'x'", "3: model.width: what a.b:c returns decides on it"),
         ("model = 'tiny'\n[tokenizer]\nfile = 'no.json'", "3: tokenizer.file: cannot read"),
+        (
+            "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\n[data]\n"
+            "mask_documents = true",
+            "8: data.mask_documents and model.num_stages exclude each other",
+        ),
     ],
 )
 def test_a_fault_of_the_model_is_too(tmp_path: Path, model: str, line: str) -> None:
@@ -173,6 +153,20 @@ def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path, text: str, line
     found = fault(tmp_path, text)
     assert found.startswith(line)
     assert "A text needs quotes" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = " + "[" * 100_000, "nested too deeply"),
+        ("name = 'a'", "model is missing: expected a preset"),
+        ("#" * MAX_FILE_BYTES + "#", "more than 262144 bytes"),
+    ],
+)
+def test_what_is_no_run_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ManifestError, match=message):
+        manifest_of_file(read_toml(tmp_path / "run.toml"), now=0)
 
 
 def test_a_character_that_is_not_utf8_has_a_line(tmp_path: Path) -> None:

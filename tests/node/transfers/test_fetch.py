@@ -268,7 +268,7 @@ async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pyt
 
         async def take(name: str, newcomer: Member) -> None:
             newcomer.host.dialler.add_addresses(donor.host.author, donor.host.addresses)
-            newcomer.conditions = Conditions(newcomer.host, RUN, Shaping.of_mbit(0, 40))
+            newcomer.conditions = Conditions(newcomer.host, RUN, Shaping.of_mbit(0, 160))
             await fetch(newcomer, [donor], tmp_path / name)
             ended.append(name)
 
@@ -282,7 +282,7 @@ async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
     async with open_members(3) as (donor, first, second):
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         shares: dict[str, int] = {}
-        donor.service = BlockService(Conditions(donor.host, RUN, Shaping.of_mbit(60, 0)), donor.find)
+        donor.service = BlockService(Conditions(donor.host, RUN, Shaping.of_mbit(150, 0)), donor.find)
         donor.service.register()
 
         async def take(name: str, newcomer: Member, scope: trio.CancelScope) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import JoinError
 from farandole.node.transfers import sketches as comparing
@@ -23,9 +24,7 @@ def refuse(world: World) -> None:
     world.settings.fetched(1).unlink()
 
 
-async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1, BOB: 1}
     world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
     await world.weights.obtain()
@@ -37,9 +36,7 @@ async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(
     assert world.is_fetched(BOB, 1, 28)
 
 
-async def test_weights_that_were_taken_up_cost_nobody_its_credit(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_weights_that_were_taken_up_cost_nobody_its_credit(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1}
     world.by_peer = {(ANN, 1): (ANN, 29)}
     await world.weights.obtain()
@@ -49,7 +46,7 @@ async def test_weights_that_were_taken_up_cost_nobody_its_credit(
 
 
 async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     members = world.members = {ANN: 1, BOB: 1}
     world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
@@ -63,9 +60,7 @@ async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_th
     assert world.is_fetched(BOB, 1, 28)
 
 
-async def test_a_newcomer_whose_members_never_come_back_begins_anew(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_newcomer_whose_members_never_come_back_begins_anew(world: World, clock: MockClock) -> None:
     world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
     await world.weights.obtain()
     refuse(world)
@@ -77,7 +72,7 @@ async def test_a_newcomer_whose_members_never_come_back_begins_anew(
 
 
 async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second_time(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     own = world.settings.checkpoints / "stage-1-round-5.safetensors"
     own.write_bytes(content_of(ME, 1, 5))
@@ -90,7 +85,7 @@ async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second
 
 
 async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.members = {ANN: 1}
     world.by_peer = {(ANN, 1): (ANN, 29)}
@@ -137,9 +132,7 @@ def hold_alike(world: World, poisoned: Collection[bytes], honest_ones: Collectio
         world.weights_of[peer] = file_of(honest()) if peer in honest_ones else poison
 
 
-async def test_a_stages_weights_that_are_like_other_members_are_taken(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_stages_weights_that_are_like_other_members_are_taken(world: World, clock: MockClock) -> None:
     hold_alike(world, [], [ANN, BOB, CYD])
     await world.weights.obtain()
     (given,) = [peer for peer in (ANN, BOB, CYD) if world.is_fetched(peer, 1, 29)]
@@ -148,7 +141,7 @@ async def test_a_stages_weights_that_are_like_other_members_are_taken(
 
 
 async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_believed(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     hold_alike(world, [ANN, BOB], [CYD, DAN])
     await world.weights.obtain()
@@ -161,7 +154,7 @@ async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_belie
 
 
 async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_unfit(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     hold_alike(world, [], [ANN, BOB, CYD])
     world.weights_of[DAN] = file_of(noise())  # it has announced weights, and does not give them
@@ -172,7 +165,7 @@ async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_un
 
 
 async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
-    world: World, autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
+    world: World, clock: MockClock, nursery: trio.Nursery
 ) -> None:
     """A liar can neither discredit an honest member nor keep newcomers out of a run of two."""
     hold_alike(world, [ANN], [BOB])
@@ -194,9 +187,7 @@ async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_oth
     assert any(world.is_fetched(peer, 1, 29) for peer in (BOB, CYD, DAN))
 
 
-async def test_where_no_member_answers_weights_are_taken_with_a_warning(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_where_no_member_answers_weights_are_taken_with_a_warning(world: World, clock: MockClock) -> None:
     hold_alike(world, [ANN], [])
     await world.weights.obtain()
     assert world.is_fetched(ANN, 1, 30)
@@ -209,7 +200,7 @@ async def test_where_no_member_answers_weights_are_taken_with_a_warning(
 
 
 async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_next_life(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold_alike(world, [ANN], [BOB, CYD])
     monkeypatch.setattr(comparing, "ask_for_sketch", never)
@@ -220,7 +211,7 @@ async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_nex
 
 
 async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold_alike(world, [], [ANN, BOB])
     monkeypatch.setattr(comparing, "ask_for_sketch", never)

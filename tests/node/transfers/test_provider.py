@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.status.journal import Journal
@@ -27,9 +28,7 @@ from .donors import ANN, BOB, ME, World, content_of
 from .files import KEY, RUN, index_of
 
 
-async def test_the_next_stages_newest_weights_are_kept_told_and_given(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_the_next_stages_newest_weights_are_kept_told_and_given(serving: World, clock: MockClock) -> None:
     serving.members = {ANN: 2, BOB: 0}
     serving.by_peer = {(ANN, 2): (ANN, 29)}
     await trio.sleep(30)
@@ -50,9 +49,7 @@ async def test_the_next_stages_newest_weights_are_kept_told_and_given(
     assert len(serving.provided) == 1
 
 
-async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(serving: World, clock: MockClock) -> None:
     first, second = serving.two_to_copy()
     serving.silent = {first}
     await trio.sleep(60)
@@ -63,9 +60,7 @@ async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
     assert serving.fetched_from == [(second,), (first,)]
 
 
-async def test_a_copy_outlives_its_node(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_copy_outlives_its_node(nursery: trio.Nursery, world: World, clock: MockClock) -> None:
     world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
     nursery.start_soon(world.weights.provider.run)
     await trio.sleep(15)
@@ -82,7 +77,7 @@ async def test_a_copy_outlives_its_node(
 
 
 async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
-    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    nursery: trio.Nursery, world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.settings = replace(world.settings, disk=100.0)
     world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
@@ -97,9 +92,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     nursery.cancel_scope.cancel()
 
 
-async def test_what_is_held_is_told_again_before_the_run_forgets_it(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_what_is_held_is_told_again_before_the_run_forgets_it(serving: World, clock: MockClock) -> None:
     serving.members, serving.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
     await trio.sleep(30)
     serving.members = {}  # the stage's only copy is this node's
@@ -108,9 +101,7 @@ async def test_what_is_held_is_told_again_before_the_run_forgets_it(
     assert set(serving.told) == {(2, 29, True)}
 
 
-async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(serving: World, clock: MockClock) -> None:
     first, _ = serving.two_to_copy()
     serving.busy = {first}
     await trio.sleep(30)
@@ -120,7 +111,7 @@ async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
     assert serving.fetched_from == [(first,)]
 
 
-async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, autojump_clock: trio.testing.MockClock) -> None:
+async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, clock: MockClock) -> None:
     serving.members = {ANN: 2}
     serving.seconds = 100.0
     for round_index in range(160):  # a newer one each time
@@ -130,7 +121,7 @@ async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, autojump_
 
 
 async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages(
-    serving: World, autojump_clock: trio.testing.MockClock
+    serving: World, clock: MockClock
 ) -> None:
     content = content_of(ME, 1, 30)
     path = serving.settings.checkpoints / "stage-1-round-30.safetensors"
@@ -153,7 +144,7 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_st
 
 
 async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
-    serving: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    serving: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Path] = []
 
@@ -181,9 +172,7 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
     assert list(serving.settings.checkpoints.iterdir()) == [begun[-1]]
 
 
-async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
-    serving: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_checkpoint_whose_file_is_another_already_is_not_given(serving: World, clock: MockClock) -> None:
     content = content_of(ME, 1, 30)
     path = serving.settings.checkpoints / "stage-1-round-30.safetensors"
     path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
@@ -195,7 +184,7 @@ async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
 
 
 async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     world.round = 7
     world.settings = replace(world.settings, disk=1.0)
@@ -240,7 +229,7 @@ class LargeProvider:
     ],
 )
 async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
-    max_bytes: int, rate: float | None, seconds: float, autojump_clock: trio.testing.MockClock
+    max_bytes: int, rate: float | None, seconds: float, clock: MockClock
 ) -> None:
     assert await LargeProvider(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
     assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.exchange_service import ExchangeService
@@ -46,7 +47,7 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     tmp_path: Path,
     nursery: trio.Nursery,
     monkeypatch: pytest.MonkeyPatch,
-    autojump_clock: trio.testing.MockClock,
+    clock: MockClock,
     exchange_seconds: float,
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
@@ -98,7 +99,7 @@ class Reluctant(AlwaysWaits):
 
 
 async def test_who_takes_nothing_of_what_he_wants_is_left_and_that_is_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)

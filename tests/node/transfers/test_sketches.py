@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host
@@ -112,7 +113,7 @@ def donor(tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_one_is_made_at_a_time_with_a_rest_after_each_and_the_others_are_turned_away(
-    nursery: trio.Nursery, donor: Donor, autojump_clock: trio.testing.MockClock
+    nursery: trio.Nursery, donor: Donor, clock: MockClock
 ) -> None:
     answered: list[bool] = []
 
@@ -130,7 +131,7 @@ async def test_one_is_made_at_a_time_with_a_rest_after_each_and_the_others_are_t
 
 
 async def test_one_peer_gets_so_many_and_others_get_theirs(
-    nursery: trio.Nursery, donor: Donor, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    nursery: trio.Nursery, donor: Donor, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sketching, "REST", 0.0)
     num_answered = 0

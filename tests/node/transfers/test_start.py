@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
@@ -95,7 +96,7 @@ async def test_where_no_member_has_it_the_status_says_so_in_the_words_that_its_f
     model: Consolidated,
     journal: Journal,
     monkeypatch: pytest.MonkeyPatch,
-    autojump_clock: trio.testing.MockClock,
+    clock: MockClock,
 ) -> None:
     async def ask_for_index(*args: object) -> tuple[SignedIndex, Index]:
         await trio.lowlevel.checkpoint()
@@ -111,7 +112,7 @@ async def test_a_disk_that_takes_nothing_costs_an_attempt_and_not_the_node(
     model: Consolidated,
     journal: Journal,
     monkeypatch: pytest.MonkeyPatch,
-    autojump_clock: trio.testing.MockClock,
+    clock: MockClock,
 ) -> None:
     async def ask_for_index(*args: object) -> tuple[SignedIndex, Index]:
         await trio.lowlevel.checkpoint()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import JoinError, PeerUnreachableError
 from farandole.node.base.streams import DIAL_TIMEOUT
@@ -22,9 +23,7 @@ from .donors import ANN, BOB, CYD, DAN, EVE, ME, World
 from .files import KEY, RUN
 
 
-async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1, BOB: 0}
     world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 20)}
     await world.weights.obtain()
@@ -34,7 +33,7 @@ async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(
 
 
 async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when_there_is_room(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
     free, asked_when_full, told = 3_000_000, list[object](), list[str]()
@@ -61,7 +60,7 @@ async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when
 
 
 async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer_ones(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     world.members = {ANN: 1, BOB: 0, CYD: 1}
     world.by_peer = {(CYD, 1): (CYD, 28), (ANN, 1): (ANN, 27), (BOB, 1): (ANN, 27)}
@@ -77,7 +76,7 @@ async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer
 
 
 async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpoints(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, clock: MockClock
 ) -> None:
     world.members = {ANN: 1, BOB: 1, CYD: 1}
     world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (ANN, 29), (CYD, 1): (CYD, 25)}
@@ -87,7 +86,7 @@ async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpo
     assert world.is_fetched(CYD, 1, 25)
 
 
-async def test_where_no_member_gives_weights_a_copy_does(world: World, autojump_clock: trio.testing.MockClock) -> None:
+async def test_where_no_member_gives_weights_a_copy_does(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1, BOB: 0, CYD: 2}
     world.by_peer = {(BOB, 1): (DAN, 20), (CYD, 1): (DAN, 25)}
     await world.weights.obtain()
@@ -95,18 +94,14 @@ async def test_where_no_member_gives_weights_a_copy_does(world: World, autojump_
     assert world.is_fetched(DAN, 1, 25)
 
 
-async def test_whom_the_run_state_does_not_know_the_dht_may(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_whom_the_run_state_does_not_know_the_dht_may(world: World, clock: MockClock) -> None:
     world.in_dht = {shard_key(RUN, 1): [ANN]}
     world.by_peer = {(ANN, 1): (ANN, 20)}
     await world.weights.obtain()
     assert world.is_fetched(ANN, 1, 20)
 
 
-async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1}
     world.by_peer = {(ANN, 1): (ANN, 27)}
     world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [ME, CYD, DAN]}
@@ -114,9 +109,7 @@ async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
     assert world.fetched_from == [(ANN, CYD, DAN)]
 
 
-async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1, CYD: 1}
     world.by_peer = {(ANN, 1): (ANN, 27), (CYD, 1): (ANN, 27)}
     world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [DAN]}
@@ -124,9 +117,7 @@ async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(
     assert [set(names) for names in world.fetched_from] == [{ANN, CYD}]
 
 
-async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
-    world: World, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(world: World, clock: MockClock) -> None:
     world.members = {BOB: 0}
     began_at = trio.current_time()
     await world.weights.obtain()
@@ -136,7 +127,7 @@ async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
 
 
 async def test_a_stage_whose_members_have_weights_does_not_begin_from_the_seed(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.members = {ANN: 1}
     notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
@@ -147,7 +138,7 @@ async def test_a_stage_whose_members_have_weights_does_not_begin_from_the_seed(
 
 
 async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_answer(*args: object) -> tuple[SignedIndex, Index]:
         await trio.sleep(DIAL_TIMEOUT)

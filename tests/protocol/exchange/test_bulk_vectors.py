@@ -106,10 +106,8 @@ def test_the_code_gives_the_answers_that_are_kept() -> None:
 
 def test_the_code_opens_the_records_that_are_kept() -> None:
     answers = json.loads(VECTORS.read_text())
-    opener, memory = (
-        Opener(bytes.fromhex(answers["secret of the asker"]), max_bytes=MAX_BYTES),
-        memoryview(bytearray(100)),
-    )
+    opener = Opener(bytes.fromhex(answers["secret of the asker"]), max_bytes=MAX_BYTES)
+    memory = memoryview(bytearray(100))
     wire, opened = bytes.fromhex("".join(answers["the asker's records"])), b""
     while wire:
         room = opener.wanted

@@ -27,18 +27,8 @@ from .sides import (
     move_over,
     open_way,
     share_offers,
-    take_whole,
     tell,
 )
-
-
-def test_a_session_whose_contributions_move_over_a_channel(large: tuple[Side, Side]) -> None:
-    alice, bob = large
-    open_way(alice, bob)
-    for sender, receiver in ((alice, bob), (bob, alice)):
-        move_over(sender, receiver)
-        assert take_whole(receiver, sender) == [Received()]
-    assert_can_commit(alice, bob)
 
 
 @pytest.mark.parametrize("named", [None, CHANNEL])

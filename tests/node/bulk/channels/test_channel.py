@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 import trio
 import trio.testing
-from blake3 import blake3
 
 from farandole.node.bulk.channel import ChannelError
 from farandole.protocol.wire.record_layer import RECORD_BYTES
@@ -66,32 +64,6 @@ async def test_cancellation_ends_the_thread_and_the_channel(alice: Party, bob: P
 
 
 # How sends and receives are cut
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_ends_need_not_cut_alike(alice: Party, bob: Party, seed: int) -> None:
-    rng = random.Random(seed)
-    data = rng.randbytes(1_500_000)
-    memory = bytearray(len(data))
-
-    def cuts() -> list[int]:
-        places = {rng.choice([rng.randrange(len(data)), rng.randrange(100)]) for _ in range(rng.randrange(12))}
-        return [0, *sorted(places), len(data)]
-
-    sends, receives = cuts(), cuts()
-    near, far = await meet(alice, bob)
-
-    async def send() -> None:
-        for start, end in itertools.pairwise(sends):
-            await near.send(memoryview(data)[start:end])
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(send)
-        for start, end in itertools.pairwise(receives):
-            assert await far.receive_into(memoryview(memory)[start:end]) == blake3(data[start:end]).digest()
-    assert memory == data
-    assert near.is_fit
-    assert far.is_fit
 
 
 @pytest.mark.parametrize("size", [10, 3 * RECORD_BYTES])

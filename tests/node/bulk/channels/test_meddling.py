@@ -57,16 +57,9 @@ def flipped(record: bytes, at: int) -> bytes:
 
 MEDDLING: dict[str, tuple[int, Callable[[list[bytes]], list[bytes]]]] = {
     "nothing": (4, lambda r: r),
-    "flips the length": (1, lambda r: [r[0], flipped(r[1], 3), *r[2:]]),
-    "makes it long": (1, lambda r: [r[0], b"\xff" + r[1][1:], *r[2:]]),
     "flips a byte": (1, lambda r: [r[0], flipped(r[1], 100), *r[2:]]),
-    "flips the tag": (2, lambda r: [*r[:2], flipped(r[2], len(r[2]) - 1), r[3]]),
-    "drops": (1, lambda r: [r[0], *r[2:]]),
     "drops the last": (3, lambda r: r[:3]),
-    "swaps": (1, lambda r: [r[0], r[2], r[1], r[3]]),
-    "repeats": (2, lambda r: [*r[:2], *r[1:]]),
     "truncates": (3, lambda r: [*r[:3], r[3][:-1]]),
-    "truncates the length": (3, lambda r: [*r[:3], r[3][:2]]),
     "inserts": (1, lambda r: [r[0], random.Random(1).randbytes(5_000), *r[1:]]),
 }
 
