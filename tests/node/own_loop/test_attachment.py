@@ -204,37 +204,6 @@ async def test_a_loop_for_another_run_is_refused_at_both_ends(
     assert torch.equal(loop.model.get_parameter("weight"), before)
 
 
-async def test_a_second_loop_fails_and_one_that_comes_too_late_goes_on_by_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second, late = (attached(tmp_path, Loop(a_model())) for _ in range(3))
-
-    def refused() -> None:
-        with pytest.raises(NodeError, match="another loop is attached"):
-            second.begin()
-        second.end()
-
-    def alone() -> None:
-        late.begin()
-        for _ in range(3):
-            late.turns.step_taken()
-        late.end()
-
-    def begin_and_end() -> None:
-        first.begin()
-        first.end()
-
-    async with open_script_door(tmp_path / "trainer.sock") as door:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(in_thread, begin_and_end)
-            await door.wait()
-            await in_thread(refused)
-            await door.dismiss("all rounds are done")
-        await in_thread(alone)
-    assert late.over == "all rounds are done"
-    assert "all rounds are done" in caplog.text
-
-
 async def test_a_loop_that_waits_is_told_why_its_node_rests(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,19 @@ async def digest_of(trainer: Trainer) -> bytes:
     return (await report_of(trainer, messages.Encoded)).digest
 
 
+async def train_alone(trainer: Trainer, round_index: int) -> None:
+    await trainer.send(messages.Train(round_index, 1))
+    await report_of(trainer, messages.Contributed)
+    await trainer.send(messages.TakeOuterStep(round_index))
+    await report_of(trainer, messages.OuterStepTaken)
+
+
+async def save_after_round(trainer: Trainer, round_index: int) -> messages.Saved:
+    await train_alone(trainer, round_index)
+    await trainer.send(messages.Save())
+    return await report_of(trainer, messages.Saved)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's time in /proc")
 async def test_training_takes_no_more_cores_than_it_has_threads(
     prepare: Callable[..., messages.Prepare], manifest: Manifest
@@ -286,12 +299,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
 ) -> None:
     own, fetched = CheckpointFolder(tmp_path / "a", 0).file(5), tmp_path / "fetched.safetensors"
     async with open_trainer(prepare(), None) as trainer:
-        await trainer.send(messages.Train(4, 1))
-        await report_of(trainer, messages.Contributed)
-        await trainer.send(messages.TakeOuterStep(4))
-        await report_of(trainer, messages.OuterStepTaken)
-        await trainer.send(messages.Save())
-        await report_of(trainer, messages.Saved)
+        await save_after_round(trainer, 4)
     kept = own.read_bytes()
     unfit = bytearray(kept)
     unfit[-4:] = b"\xff\xff\xff\x7f"  # NaN
@@ -322,19 +330,6 @@ async def test_unfit_weights_to_start_from_are_told_of_and_not_tried_again_and_a
             pass
     assert caught.value.cause == "setup"  # the node leaves with this error
     assert not path.exists()
-
-
-async def train_alone(trainer: Trainer, round_index: int) -> None:
-    await trainer.send(messages.Train(round_index, 1))
-    await report_of(trainer, messages.Contributed)
-    await trainer.send(messages.TakeOuterStep(round_index))
-    await report_of(trainer, messages.OuterStepTaken)
-
-
-async def save_after_round(trainer: Trainer, round_index: int) -> messages.Saved:
-    await train_alone(trainer, round_index)
-    await trainer.send(messages.Save())
-    return await report_of(trainer, messages.Saved)
 
 
 async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callable[..., messages.Prepare]) -> None:

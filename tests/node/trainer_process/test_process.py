@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -87,13 +88,17 @@ def prepare(tmp_path: Path) -> Iterator[Prepare]:
         yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing, incoming=incoming)
 
 
-def trainer_of(
-    trainers: socket.socket, prepare: Prepare, manifest: Manifest = MANIFEST
-) -> tuple[TrainerProcess, Learner]:
-    channel = TrainerSocket(trainers)
-    engine = make_engine(channel, prepare, manifest)
-    assert isinstance(engine, Learner)
-    return TrainerProcess(channel, prepare, manifest, engine), engine
+@contextlib.contextmanager
+def in_process(
+    prepare: Prepare, manifest: Manifest = MANIFEST
+) -> Iterator[tuple[TrainerProcess, Learner, socket.socket]]:
+    """Yield a trainer process's commands, its engine, and the mesh process's end of the connection."""
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        channel = TrainerSocket(trainers)
+        engine = make_engine(channel, prepare, manifest)
+        assert isinstance(engine, Learner)
+        yield TrainerProcess(channel, prepare, manifest, engine), engine, mesh
 
 
 def reports_of(mesh: socket.socket) -> Iterator[Report]:
@@ -116,9 +121,7 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
 
     monkeypatch.setattr(Replica, "inner_step", inner_step)
     monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier(may_copy))
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, learner = trainer_of(trainers, prepare)
+    with in_process(prepare) as (trainer, learner, mesh):
         trainer.handle(Train(0, 2))
         expected = learner.round_end.fast_weights()
         mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
@@ -152,9 +155,7 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
         return learn(learner)
 
     monkeypatch.setattr(Learner, "learn", noted)
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, _ = trainer_of(trainers, with_settings(prepare, step_seconds=pace))
+    with in_process(with_settings(prepare, step_seconds=pace)) as (trainer, _, _):
         started_at = time.monotonic()
         trainer.handle(Train(0, 4))
     assert len(begun) == 4
@@ -162,9 +163,7 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
 
 
 def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(prepare: Prepare) -> None:
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, _ = trainer_of(trainers, with_settings(prepare, step_seconds=3_600.0))
+    with in_process(with_settings(prepare, step_seconds=3_600.0)) as (trainer, _, mesh):
         for index in range(2):
             mesh.sendall(encode(FinishRound(index)))
             trainer.handle(Train(index, 4))
@@ -202,9 +201,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(Replica, "inner_step", inner_step)
     monkeypatch.setattr(snapshot, "copier_for", lambda device: Late(may_copy))
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, _ = trainer_of(trainers, prepare)
+    with in_process(prepare) as (trainer, _, mesh):
         mesh.sendall(encode(Save()))
         trainer.handle(Train(0, 4))
         saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
@@ -217,9 +214,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
 
 
 def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(prepare: Prepare) -> None:
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, learner = trainer_of(trainers, prepare)
+    with in_process(prepare) as (trainer, learner, mesh):
         trainer.handle(Train(0, 2))
         trainer.handle(TakeOuterStep(0))
         expected = learner.round_end.slow_weights()
@@ -247,9 +242,7 @@ def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare,
     donor.checkpoint.save(tmp_path / "whole")
     part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
     fetched = copy_without(part, "square", tmp_path / "fetched")
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, learner = trainer_of(trainers, msgspec.structs.replace(prepare, fetched=str(fetched)))
+    with in_process(msgspec.structs.replace(prepare, fetched=str(fetched))) as (trainer, learner, mesh):
         assert (learner.totals.round, learner.totals.steps, learner.replica.optimizer.begun_at) == (2, 4, 4)
         trainer.handle(Train(5, 2))
         trainer.handle(TakeOuterStep(5))
@@ -265,9 +258,7 @@ def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare,
 def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
     manifest = msgspec.structs.replace(MANIFEST, data=DataConfig(epochs=2))
     prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, _ = trainer_of(trainers, prepare, manifest)
+    with in_process(prepare, manifest) as (trainer, _, mesh):
         mesh.sendall(encode(DrawSlices(1, [(2, 3), (7, 1)])))
         trainer.handle(Train(0, 4))
         mesh.sendall(encode(TakeOuterStep(0)))
@@ -331,9 +322,7 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
 
     def meet(round_index: int) -> str:
         """Return the verdict on Bob, who sends this node's own contribution, by a new trainer."""
-        mesh, trainers = socket.socketpair()
-        with mesh, trainers:
-            trainer, learner = trainer_of(trainers, prepare, manifest)
+        with in_process(prepare, manifest) as (trainer, learner, mesh):
             trainer.handle(Train(round_index, 1))
             size = learner.round_end.contribution_bytes
             map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
@@ -363,9 +352,7 @@ def test_a_trainer_that_is_slow_to_judge_counts_half_and_says_how_long_it_takes(
         return on_exam(held_out, num_windows, key)
 
     monkeypatch.setattr(HeldOutLoss, "on_exam", slow)
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        trainer, learner = trainer_of(trainers, prepare, MANIFEST)
+    with in_process(prepare, MANIFEST) as (trainer, learner, mesh):
         trainer.handle(Train(0, 1))
         size = learner.round_end.contribution_bytes
         map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
