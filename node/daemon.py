@@ -49,7 +49,7 @@ from .loop.traffic_service import TrafficService
 from .member.assembly import close_gate, open_member
 from .member.parts import Daemon, Mesh
 from .member.run_member import PARTNERS_FACT, RunMember
-from .mesh.host import Host, open_host
+from .mesh.host import open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
 from .programs.service import ProgramService, open_programs
@@ -170,17 +170,6 @@ async def open_mesh(
         yield Mesh(host, connectivity, shaping, traffic)
 
 
-async def _keep_offline(daemon: Daemon, mesh: Mesh) -> None:
-    """Take the node offline whenever a month's traffic is spent, and warn about it."""
-    while True:
-        await mesh.traffic.wait_offline()
-        daemon.journal.warn(daemon.rest.words, "traffic")
-        await mesh.host.connections.go_offline()
-        await mesh.traffic.wait_online()
-        daemon.journal.over("traffic")
-        mesh.host.connections.go_online()
-
-
 # Requests of people
 
 
@@ -224,7 +213,22 @@ async def open_control(
         return "leaving"
 
     async def dial(params: dict[str, Any]) -> object:
-        return await _dial(daemon, host, params.get("address"))
+        """Connect to the peer at an address that a person gave, and remember it."""
+        address = params.get("address")
+        if not isinstance(address, str):
+            raise ControlError("bad_request", "address is a multiaddr's text")
+        try:
+            _, peer = split_address(address)
+            if peer == host.author:
+                raise ControlError("bad_request", "this is the node's own address")
+            await host.connect(peer, [address])
+        except InviteError as error:
+            raise ControlError("bad_request", str(error)) from error
+        except PeerUnreachableError as error:
+            raise ControlError("unreachable", f"{short_name(peer)} does not answer at {address}: {error}") from error
+        daemon.book.note_reached(peer, host.dialler.known.to_keep(peer))
+        journal.say(f"connected to {short_name(peer)}, as asked for")
+        return f"connected to {peer_id_of(peer)}"
 
     async def limit(params: dict[str, Any]) -> object:
         words = set_caps(mesh.shaping, params)
@@ -238,6 +242,16 @@ async def open_control(
             raise ControlError("no_page", "this node serves no page: it has --no-dashboard, or is just starting")
         return page
 
+    async def keep_offline() -> None:
+        """Take the node offline whenever a month's traffic is spent, and warn about it."""
+        while True:
+            await mesh.traffic.wait_offline()
+            journal.warn(daemon.rest.words, "traffic")
+            await host.connections.go_offline()
+            await mesh.traffic.wait_online()
+            journal.over("traffic")
+            host.connections.go_online()
+
     from_page = {"leave": leave, "limit": limit, **(page_handlers or {})}
     of_socket = {"status": status, "peers": peers, "dial": dial, "dashboard": dashboard, **(socket_handlers or {})}
     async with open_service_nursery() as nursery, AsyncExitStack() as stack:
@@ -248,7 +262,7 @@ async def open_control(
             is_announced = address.partition("/p2p/")[0] in settings.announce
             journal.say(f"{'announcing' if is_announced else 'listening on'} {address}")
         nursery.start_soon(mesh.traffic.run)
-        nursery.start_soon(_keep_offline, daemon, mesh)
+        nursery.start_soon(keep_offline)
         nursery.start_soon(keep_reminding, lambda: reporter.status(0), journal.remind)
         if settings.dashboard:
             page = await stack.enter_async_context(
@@ -256,24 +270,6 @@ async def open_control(
             )
             journal.say(f"this node's page, for `farandole dashboard --open`, is at {page.url}")
         yield reporter
-
-
-async def _dial(daemon: Daemon, host: Host, address: object) -> str:
-    """Connect to the peer at an address that a person gave, and remember it."""
-    if not isinstance(address, str):
-        raise ControlError("bad_request", "address is a multiaddr's text")
-    try:
-        _, peer = split_address(address)
-        if peer == host.author:
-            raise ControlError("bad_request", "this is the node's own address")
-        await host.connect(peer, [address])
-    except InviteError as error:
-        raise ControlError("bad_request", str(error)) from error
-    except PeerUnreachableError as error:
-        raise ControlError("unreachable", f"{short_name(peer)} does not answer at {address}: {error}") from error
-    daemon.book.note_reached(peer, host.dialler.known.to_keep(peer))
-    daemon.journal.say(f"connected to {short_name(peer)}, as asked for")
-    return f"connected to {peer_id_of(peer)}"
 
 
 # The node

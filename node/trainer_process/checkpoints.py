@@ -21,7 +21,7 @@ from farandole.training.base.determinism import build, device_class
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import CheckpointError, UnfitWeightsError
 from farandole.training.data.batches import CORPUS_BYTES
-from farandole.training.engine.engine import Engine, Fitness, fitness_of, why_unfit
+from farandole.training.engine.engine import Engine, fitness_of, why_unfit
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.snapshot import Snapshot
 from farandole.training.screening.rule import MAX_BYTES, Histories
@@ -62,7 +62,13 @@ class Checkpoints:
 
     def _adopt(self, fetched: Path, prepare: Prepare, manifest: Manifest) -> Saved:
         """Continue from a peer's checkpoint, unless it is worse than this node's own weights."""
-        initial, own = self._known_standings(prepare, manifest)
+        if manifest.start is None:
+            self._engine.begin_anew()
+        elif Path(prepare.start).is_file():
+            self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
+        initial, own = fitness_of(self._engine), None
+        with contextlib.suppress(CheckpointError):  # a peer's weights may take the place of damaged ones
+            own = None if self._resume()[0] is None else fitness_of(self._engine)
         try:
             content = self._engine.checkpoint.load(fetched)
             if reason := why_unfit(fitness_of(self._engine), initial, own):
@@ -71,17 +77,6 @@ class Checkpoints:
             fetched.unlink()
             raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
         return self._saver.adopt(fetched, content, self._engine.checkpoint.counters)
-
-    def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Fitness, Fitness | None]:
-        """Return the fitness of the run's initial weights, and of this node's own, if it has any."""
-        if manifest.start is None:
-            self._engine.begin_anew()
-        elif Path(prepare.start).is_file():
-            self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
-        initial, own = fitness_of(self._engine), None
-        with contextlib.suppress(CheckpointError):  # a peer's weights may take the place of damaged ones
-            own = None if self._resume()[0] is None else fitness_of(self._engine)
-        return initial, own
 
     def _resume(self) -> tuple[Saved | None, str]:
         problems: list[str] = []

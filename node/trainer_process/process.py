@@ -248,7 +248,13 @@ class TrainerProcess:
                 self._validate(num_batches)
             case messages.Replay():
                 self._exchange.side_thread.settle()
-                self._replay(command)
+                if isinstance(self._engine, Learner):
+                    self._pace.begin()
+                    replayed = replay_round(self._engine, self._manifest, command, self._may_not_go_on)
+                    if self._pace.is_stepping:
+                        self._pace.end_step()
+                        self._pace.end_pause()
+                    self._channel.send(replayed)
             case messages.Ping():
                 self._channel.send(messages.Pong())
             case messages.DrawSlices(epoch, ranges):
@@ -307,18 +313,8 @@ class TrainerProcess:
         if self._recorder is not None:
             self._recorder.end(command.round, self._fragment, self._exchange.digest())
 
-    def _replay(self, command: messages.Replay) -> None:
-        """Replay another member's inner steps at this node's pace, and read commands between two of them."""
-        if isinstance(self._engine, Learner):
-            self._pace.begin()
-            replayed = replay_round(self._engine, self._manifest, command, self._may_not_go_on)
-            if self._pace.is_stepping:
-                self._pace.end_step()
-                self._pace.end_pause()
-            self._channel.send(replayed)
-
     def _may_not_go_on(self) -> bool:
-        """Pause before an inner step of a replay, and obey urgent commands. Return False: the replay goes on."""
+        """Pause before an inner step of a replay, and obey commands. Return False: the replay goes on."""
         pause_until = self._pace.end_step() if self._pace.is_stepping else 0.0
         while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
             self._obey(command)
