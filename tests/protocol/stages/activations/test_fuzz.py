@@ -1,4 +1,7 @@
-"""Mutated and arbitrary conversations raise only RemoteProtocolError, and take no more memory than the run says."""
+"""Mutated conversations raise only RemoteProtocolError, and take no more memory than the run says.
+
+`tests/fuzz` exposes links to mutated and arbitrary bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from hypothesis import strategies as st
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.stages.activations import (
     DOWNSTREAM,
-    MAX_CONTROL_BYTES,
     MAX_CREDITS,
     UPSTREAM,
     Control,
@@ -25,9 +27,8 @@ from farandole.protocol.stages.activations import (
     Welcome,
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.framing import frame
 
-from .sides import FORWARD, HELLO, Side, lie, lying_data, pair
+from .sides import FORWARD, HELLO, Side, lie, lying_data
 
 
 def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
@@ -104,24 +105,6 @@ def test_the_conversation_that_is_mutated_is_a_good_one(who: bool) -> None:
     assert sum(isinstance(event, DataReceived) for event in events) == (3 if who is UPSTREAM else 2)
 
 
-@settings(max_examples=300)
-@given(
-    st.sampled_from([UPSTREAM, DOWNSTREAM]),
-    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=4),
-    st.integers(0, 500),
-    st.binary(max_size=64),
-    st.integers(1, 500),
-)
-def test_mutated_bytes_raise_remote_protocol_errors_alone(
-    who: bool, flips: list[tuple[int, int]], cut: int, extra: bytes, piece: int
-) -> None:
-    stream = bytearray(b"".join(TRANSCRIPTS[who]))
-    for position, value in flips:
-        stream[position % len(stream)] = value
-    stream[cut:cut] = extra
-    expose(Side(not who, FUZZ_SIZE), bytes(stream), piece)
-
-
 _INDICES = st.integers(0, 5)
 _MESSAGES: st.SearchStrategy[Control] = st.one_of(
     st.just(HELLO),
@@ -164,22 +147,3 @@ def test_mutated_conversations_keep_only_what_has_come(
     events = expose(side, b"".join(frames), piece)
     kept = [event.index for event in events if isinstance(event, Settled) and event.is_kept]
     assert set(kept) <= {event.index for event in events if isinstance(event, DataReceived)}
-
-
-@settings(max_examples=200)
-@given(st.sampled_from([UPSTREAM, DOWNSTREAM]), st.lists(_FRAMES, max_size=30), st.integers(1, 500))
-def test_arbitrary_conversations_raise_remote_protocol_errors_alone(who: bool, frames: list[bytes], piece: int) -> None:
-    greeting = lie(HELLO if who is UPSTREAM else Welcome(3))
-    expose(Side(not who, FUZZ_SIZE), greeting + b"".join(frames), piece)
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=300), st.booleans())
-def test_arbitrary_bytes_raise_remote_protocol_errors_alone(data: bytes, is_framed: bool) -> None:
-    stream = frame(b"\0" + data, MAX_CONTROL_BYTES) if is_framed else data
-    for side in (Side(UPSTREAM, FUZZ_SIZE), Side(DOWNSTREAM, FUZZ_SIZE)):
-        expose(side, stream, 100)
-    for side in pair(size=FUZZ_SIZE):
-        with contextlib.suppress(RemoteProtocolError):
-            side.hear(stream)
-        assert len(side.link.landed) in (0, FUZZ_SIZE)
