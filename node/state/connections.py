@@ -104,9 +104,9 @@ class ConnectionKeeper:
 
 
 LOOK_INTERVAL: Final = 2.0
-# A peer that connects while it starts serves few protocols yet. It is asked again; a relay or a visitor never serves
-# them.
-FIRST_ASK_AFTER, ASK_INTERVAL = 4.0, 20.0
+# A peer that connects while it starts serves few protocols yet. It is asked again, after this number of looks; a relay
+# or a visitor never serves them.
+LOOKS_PER_ASK: Final = 10
 # Peers named in the log.
 MAX_NAMED: Final = 8
 
@@ -124,22 +124,18 @@ class ReleaseWatch:
         self._host = host
         self._journal = journal
         self._needed = needed
-        self._asks: dict[bytes, float] = {}  # peer -> when to ask it again
         self._warned: set[Standing] = set()
 
     async def run(self) -> None:
         """Look at the connected peers until cancelled, and ask the ones again that serve few protocols yet."""
         while True:
-            now, connected = trio.current_time(), self._host.connected
-            self._asks = {peer: at for peer, at in self._asks.items() if peer in connected}
+            for _ in range(LOOKS_PER_ASK):
+                self.look()
+                await trio.sleep(LOOK_INTERVAL)
             async with trio.open_nursery() as nursery:
-                for peer in connected:
-                    is_due = is_incomplete(self._host.software_of(peer), self._needed)
-                    if is_due and now >= self._asks.setdefault(peer, now + FIRST_ASK_AFTER):
-                        self._asks[peer] = now + ASK_INTERVAL
+                for peer in self._host.connected:
+                    if is_incomplete(self._host.software_of(peer), self._needed):
                         nursery.start_soon(self._host.identify, peer)
-            self.look()
-            await trio.sleep(LOOK_INTERVAL)
 
     def look(self) -> ReleaseConflict:
         """Judge what the connected peers have said; warn once of older ones and once of newer ones."""

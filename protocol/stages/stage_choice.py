@@ -26,7 +26,7 @@ import heapq
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from ..state.entries import Member, StageLease
 from ..wire.identity import framed
@@ -73,17 +73,14 @@ class View:
         return throughputs(self)
 
 
-class Decision(NamedTuple):
-    """What a node does about its stage now."""
+Decision = tuple[Literal["stay", "claim", "move", "give back"], int]
+"""What a node does about its stage now, and the target.
 
-    deed: Literal["stay", "claim", "move", "give back"]
-    """``claim``: announce a lease to move to ``target``. ``move``: go there; a claimed lease is settled now, and given
-    back on arrival. ``give back``: our lease, as another one's is before it, or the reason for it is gone."""
-    target: int = 0
-
-
-STAY: Final = Decision("stay")
-GIVE_BACK: Final = Decision("give back")
+``claim``: announce a lease to move there. ``move``: go there; a claimed lease is settled now, and given back there.
+``give back``: our lease, as another one's is before it, or the reason for it is gone.
+"""
+STAY: Final[Decision] = "stay", 0
+GIVE_BACK: Final[Decision] = "give back", 0
 
 
 class StageChoice:
@@ -117,9 +114,9 @@ class StageChoice:
         if target is None:
             return STAY
         if view.is_young and target in self._uneven_since:
-            return Decision("move", target)
+            return "move", target
         self._claimed_at = now
-        return Decision("claim", target)
+        return "claim", target
 
     def _note(self, view: View, own: int, now: float) -> None:
         """Note since when stages are empty, since when our move is worth it, and since when a correction is due."""
@@ -158,7 +155,7 @@ class StageChoice:
         if now - self._claimed_at < LEASE_SECONDS:
             return STAY
         self._claimed_at = None
-        return Decision("move", lease.target)
+        return "move", lease.target
 
 
 def first_stage(view: View, author: bytes) -> int:

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from farandole.node.base.project import VERSION
-from farandole.node.state.connections import ASK_INTERVAL, FIRST_ASK_AFTER, ReleaseWatch
+from farandole.node.state.connections import LOOK_INTERVAL, LOOKS_PER_ASK, ReleaseWatch
 from farandole.node.status.journal import Journal
 from farandole.protocol.run.releases import Software
 
@@ -85,13 +85,14 @@ def test_liars_about_their_release_cause_two_lines_however_many_they_are() -> No
 async def test_a_peer_that_is_starting_is_asked_again_until_it_serves_what_is_needed(autojump_clock: MockClock) -> None:
     host, journal, watch, _ = watched()
     host.says(BOB, "0.0.7")
-    with trio.move_on_after(10 * ASK_INTERVAL):
+    ask_interval = LOOKS_PER_ASK * LOOK_INTERVAL
+    with trio.move_on_after(10 * ask_interval + 1.0):
         await watch.run()
-    assert FIRST_ASK_AFTER <= host.asked[0] < ASK_INTERVAL
-    assert 5 < len(host.asked) <= 10
+    assert host.asked[0] == ask_interval
+    assert len(host.asked) == 10
     host.says(BOB, "0.0.7", *NEEDED)
     host.asked.clear()
-    with trio.move_on_after(10 * ASK_INTERVAL):
+    with trio.move_on_after(10 * ask_interval):
         await watch.run()
     assert not host.asked
     assert not journal.warnings

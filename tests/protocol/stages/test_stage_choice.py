@@ -15,7 +15,6 @@ from farandole.protocol.stages.stage_choice import (
     GIVE_BACK,
     LEASE_SECONDS,
     STAY,
-    Decision,
     StageChoice,
     View,
     candidates,
@@ -124,12 +123,12 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
     while len(claimed) < 2:  # neither has heard of the other yet
         now += 1.0
         for name, choice in choices.items():
-            if name not in claimed and choice.decide(View(members, 3), now) == Decision("claim", 1):
+            if name not in claimed and choice.decide(View(members, 3), now) == ("claim", 1):
                 claimed[name] = StageLease(0, 1)
     view = View(members, 3, claimed)
     assert choices[second].decide(view, now) == GIVE_BACK
     assert choices[first].decide(view, now) == STAY
-    assert choices[first].decide(view, now + LEASE_SECONDS) == Decision("move", 1)
+    assert choices[first].decide(view, now + LEASE_SECONDS) == ("move", 1)
 
 
 def claimants(
@@ -155,7 +154,7 @@ def test_two_empty_stages_are_filled_at_once(sources: tuple[int, ...]) -> None:
     assert sorted(lease.target for lease in claimed.values()) == [num_stages - 2, num_stages - 1]
     view = View(members, num_stages, claimed)
     for name, lease in claimed.items():
-        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == Decision("move", lease.target)
+        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == ("move", lease.target)
 
 
 def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
@@ -166,7 +165,7 @@ def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
     for name, lease in leases.items():
         choice = StageChoice(name, PATIENCE)
         claim = next(decision for now in range(60) if (decision := choice.decide(before, float(now))) != STAY)
-        assert claim.deed == "claim"
+        assert claim[0] == "claim"
         leases[name] = StageLease(0, lease.target)
         decisions.append(choice.decide(View(members, 3, leases), 60.0))
     assert GIVE_BACK in decisions
@@ -187,7 +186,7 @@ def test_who_is_on_the_way_is_not_overtaken() -> None:
     choice = StageChoice(first, PATIENCE)
     view = View(members, 2)
     claim = next(decision for now in range(60) if (decision := choice.decide(view, float(now))) != STAY)
-    assert claim == Decision("claim", 1)
+    assert claim == ("claim", 1)
     late = View(members, 2, {first: StageLease(0, 1), second: StageLease(0, 1, True)})
     assert choice.decide(late, 61.0) == GIVE_BACK
 
