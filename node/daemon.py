@@ -61,7 +61,7 @@ from .store.disk_space import DiskError
 from .store.run_file import require_trainable_model
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
-from .ui.console import Console
+from .ui import console
 from .ui.dashboard.server import PageAddress, open_dashboard
 from .ui.headline import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
@@ -79,7 +79,6 @@ async def run_node(settings: NodeSettings) -> int:
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
-    console = Console()
     journal = Journal(say=console.say, tell_round=console.tell_round)
     try:
         with locked(settings.lock):
@@ -205,9 +204,6 @@ async def open_control(
             raise ControlError("bad_request", "max_members is a number")
         return reporter.status(max(0, max_members))
 
-    async def peers(params: dict[str, Any]) -> object:
-        return reporter.members()
-
     async def leave(params: dict[str, Any]) -> object:
         daemon.is_leaving.set()
         return "leaving"
@@ -253,7 +249,7 @@ async def open_control(
             host.connections.go_online()
 
     from_page = {"leave": leave, "limit": limit, **(page_handlers or {})}
-    of_socket = {"status": status, "peers": peers, "dial": dial, "dashboard": dashboard, **(socket_handlers or {})}
+    of_socket = {"status": status, "dial": dial, "dashboard": dashboard, **(socket_handlers or {})}
     async with open_service_nursery() as nursery, AsyncExitStack() as stack:
         # Before anything is printed: a script that reads it may ask at once.
         await nursery.start(serve_control, settings.control, {**from_page, **of_socket})

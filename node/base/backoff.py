@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
+
+from farandole.protocol.wire.latest import Latest
 
 # More than any node meets in the time of the longest pause; a forgotten peer is tried again.
 MAX_PEERS: Final = 1_024
@@ -40,7 +41,7 @@ class Backoff:
         """``first``: seconds to pause after the first failure; they double with each further one up to ``longest``."""
         self._first = first
         self._longest = longest
-        self._failures: OrderedDict[bytes, _Failures] = OrderedDict()
+        self._failures: Latest[bytes, _Failures] = Latest(MAX_PEERS)
 
     def is_due(self, peer: bytes, path: Sequence[str], now: float) -> bool:
         """Return whether an attempt is due."""
@@ -56,10 +57,7 @@ class Backoff:
         before = self._of(peer, path)
         count = before.count + 1 if before else 1
         pause = min(2 * before.pause, self._longest) if before else self._first
-        self._failures.pop(peer, None)  # the latest failures are remembered
         self._failures[peer] = _Failures(tuple(path), count, pause, now + pause)
-        if len(self._failures) > MAX_PEERS:
-            self._failures.popitem(last=False)
         return count, pause
 
     def note_success(self, peer: bytes) -> None:

@@ -97,32 +97,28 @@ async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes |
 
 
 async def answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
-    """Response line to one request line; errors are responses, too."""
-    try:
-        return msgspec.json.encode({"ok": await _handle(line, handlers)}) + b"\n"
-    except ControlError as error:
-        return msgspec.json.encode({"error": {"code": error.code, "message": str(error)}}) + b"\n"
+    """Return the response line to one request line; errors are responses, too."""
 
+    def refusal(code: str, message: str) -> bytes:
+        return msgspec.json.encode({"error": {"code": code, "message": message}}) + b"\n"
 
-async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
     try:
         request = msgspec.json.decode(line, type=_Request)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ControlError("bad_request", f"not a request: {error}") from error
-    handler = handlers.get(request.method)
-    if handler is None:
+        return refusal("bad_request", f"not a request: {error}")
+    if (handler := handlers.get(request.method)) is None:
         known = ", ".join(sorted(handlers))
-        raise ControlError("unknown_method", f"no method {request.method!r}; there are: {known}")
+        return refusal("unknown_method", f"no method {request.method!r}; there are: {known}")
     try:
         with trio.fail_after(REQUEST_TIMEOUT):
-            return await handler(request.params)
-    except ControlError:
-        raise
-    except trio.TooSlowError as error:
-        raise ControlError("timeout", f"{request.method} took more than {REQUEST_TIMEOUT:g} s") from error
+            return msgspec.json.encode({"ok": await handler(request.params)}) + b"\n"
+    except ControlError as error:
+        return refusal(error.code, str(error))
+    except trio.TooSlowError:
+        return refusal("timeout", f"{request.method} took more than {REQUEST_TIMEOUT:g} s")
     except Exception as error:  # whatever a handler raises fails this request, and not the node
         _log.exception("the control method %s failed", request.method)
-        raise ControlError("internal", f"{request.method} failed: {error!r}; see the node's log") from error
+        return refusal("internal", f"{request.method} failed: {error!r}; see the node's log")
 
 
 # --- the CLI's end ----------------------------------------------------------------------------------------------
@@ -134,33 +130,20 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
     Raises `NoNodeError` if there is none (or it is silent for ``timeout`` seconds), `ControlError` if it
     refuses.
     """
-    request = msgspec.json.encode(_Request(method, params)) + b"\n"
-    raw = _exchange(home, request, timeout)
-    try:
-        response = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise NoNodeError(f"what answers for {home} is no node") from error
-    if (refusal := response.get("error")) is not None:
-        raise ControlError(refusal["code"], refusal["message"])
-    return response.get("ok")
-
-
-def _exchange(home: Path, request: bytes, timeout: float) -> bytes:
-    """Send one line, receive one line."""
     advice = (
         "start one with `farandole join INVITE` (without an invite if this folder has been in a run), or name another "
         "folder with --home"
     )
     try:
         with contextlib.closing(connect(home / "control.sock", timeout)) as connection:
-            connection.sendall(request)
+            connection.sendall(msgspec.json.encode(_Request(method, params)) + b"\n")
             with connection.makefile("rb") as lines:
-                response = lines.readline(MAX_RESPONSE_BYTES + 1)
-        if len(response) > MAX_RESPONSE_BYTES:
+                raw = lines.readline(MAX_RESPONSE_BYTES + 1)
+        if len(raw) > MAX_RESPONSE_BYTES:
             raise ControlError("too_long", f"the answer has more than {MAX_RESPONSE_BYTES} bytes")
-        if not response.endswith(b"\n"):
+        if not raw.endswith(b"\n"):
             raise ConnectionResetError("the node closed the connection")
-        return response
+        response = msgspec.json.decode(raw, type=dict[str, Any])
     except (FileNotFoundError, ConnectionError) as error:
         raise NoNodeError(f"no node runs in {home}: {advice}") from error
     except TimeoutError as error:
@@ -169,3 +152,8 @@ def _exchange(home: Path, request: bytes, timeout: float) -> bytes:
         ) from error
     except PermissionError as error:
         raise NoNodeError(f"the node in {home} belongs to another user ({error})") from error
+    except msgspec.MsgspecError as error:
+        raise NoNodeError(f"what answers for {home} is no node") from error
+    if (refusal := response.get("error")) is not None:
+        raise ControlError(refusal["code"], refusal["message"])
+    return response.get("ok")

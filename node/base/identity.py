@@ -16,9 +16,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import sync_file
 
-from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, HeldError, locked_file, open_private, others_may
+from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_private, others_may
 
 KEY_BYTES = 32
+# Of the process id in a lock.
+MAX_HOLDER_BYTES = 32
 # A node's private files, which may already exist with a wider mode.
 _PRIVATE = ("store.sqlite*", "log*", "rounds.jsonl*")
 
@@ -95,15 +97,24 @@ def locked(path: Path) -> Iterator[None]:
 
     Raises `IdentityInUseError` if another process holds it, `IdentityError` if the folder cannot be written to.
     """
+    import filelock  # which takes a tenth of a second, and most commands lock nothing
+
     make_home(path.parent)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(locked_file(path))
-        except HeldError as error:
-            raise IdentityInUseError(
-                f"another farandole process{f' (pid {error})' if str(error) else ''} runs in {path.parent}: "
-                "stop it with `farandole leave`, or give this one a folder of its own with --home"
-            ) from None
-        except OSError as error:
-            raise IdentityError(f"cannot write {path}: {error.strerror}; name another folder with --home") from error
+    lock = filelock.FileLock(path, mode=OWNER_ALONE, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        with path.open("rb") as file:
+            holder = file.read(MAX_HOLDER_BYTES).decode("ascii", "replace").strip()
+        raise IdentityInUseError(
+            f"another farandole process{f' (pid {holder})' if holder else ''} runs in {path.parent}: "
+            "stop it with `farandole leave`, or give this one a folder of its own with --home"
+        ) from None
+    except OSError as error:
+        raise IdentityError(f"cannot write {path}: {error.strerror}; name another folder with --home") from error
+    try:
+        with contextlib.suppress(OSError):  # the number is for people: a full disk keeps no node from starting
+            path.write_text(f"{os.getpid()}\n", encoding="ascii")
         yield
+    finally:
+        lock.release()

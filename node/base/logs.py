@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Final
 
+from farandole.protocol.wire.latest import Latest
+
 from .identity import IdentityError, make_home
 from .settings import NodeSettings
 
@@ -67,7 +69,8 @@ class Throttle(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._minutes: dict[tuple[str, str], tuple[float, int]] = {}  # when each began, and how many since
+        # When each minute began, and how many lines since.
+        self._minutes: Latest[tuple[str, str], tuple[float, int]] = Latest(MAX_KINDS)
 
     @property
     def num_kinds(self) -> int:
@@ -85,10 +88,7 @@ class Throttle(logging.Filter):
         if now - began_at >= 60:
             num_kept_back = max(0, count - MAX_ALIKE_PER_MINUTE)
             began_at, count = now, 0
-        self._minutes.pop(key, None)
         self._minutes[key] = began_at, count + 1
-        if len(self._minutes) > MAX_KINDS:
-            del self._minutes[next(iter(self._minutes))]
         if count >= MAX_ALIKE_PER_MINUTE:
             return False
         if num_kept_back:

@@ -116,11 +116,8 @@ class Reporter:
             resources=measure_resources(journal.state),
         )
 
-    def members(self) -> list[MemberStatus]:
-        """Return the members, live ones first. A large run's may be a few seconds old: pages ask every second."""
-        return self._look()[0]
-
     def _look(self) -> tuple[list[MemberStatus], RunStatus]:
+        """Return the members, live ones first, and the run. A large run's may be a few seconds old."""
         now = trio.current_time()
         if self._seen is not None and len(self._seen[1]) > MANY_MEMBERS and now - self._seen[0] < MEMBERS_AGE:
             return self._seen[1:]

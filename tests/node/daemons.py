@@ -86,7 +86,7 @@ class Daemon:
         """Wait for a heartbeat of the node with this name that reports a round: before it, the run seems to begin."""
         with trio.fail_after(PATIENCE):
             while True:
-                peers = await self.ask("peers")
+                peers = (await self.ask("status"))["members"]
                 if any(row["peer_id"].endswith(name) and row["round"] > 0 for row in peers):
                     return
                 await trio.sleep(POLL_INTERVAL)

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,9 +28,6 @@ from .output import (
     split_source,
     write_manifest,
 )
-
-if TYPE_CHECKING:
-    from farandole.protocol.run.manifest import Manifest, SignedManifest
 
 Who = Annotated[
     list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
@@ -100,7 +97,10 @@ def show_run(
 
     Example: [cyan]farandole run show run.manifest[/cyan]
     """
+    import msgspec
+
     from farandole.protocol.run.invite import decode_invite
+    from farandole.protocol.wire.identity import peer_id_of
 
     invite, path = split_source(source)
     if invite is not None:
@@ -109,10 +109,23 @@ def show_run(
         lines = [f"invite to run {run_id}", *(f"  dials {address}" for address in decoded.addresses)]
         if admission:
             lines.append("  with an admission")
-        value = {"run_id": run_id, "addresses": list(decoded.addresses), "admission": admission}
-        print_answer(as_json, value, "\n".join(lines))
+        told = {"run_id": run_id, "addresses": list(decoded.addresses), "admission": admission}
+        print_answer(as_json, told, "\n".join(lines))
     elif path is not None:
-        _show_manifest(*read_manifest(path), as_json)
+        manifest, signed = read_manifest(path)
+        settings: dict[str, Any] = msgspec.to_builtins(manifest)
+        if manifest.model.external:
+            for each_members_own in ("tokenizer", "data", "inner", "pipeline", "audits"):
+                del settings[each_members_own]
+        run_id, creator = signed.run_id.hex(), peer_id_of(signed.creator)
+        lines = [f"run {run_id}", f"by  {creator}"]
+        # As in a run file: plain values first, then the sections.
+        for name, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
+            if isinstance(value, dict):
+                lines += [f"[{name}]", *(f"  {key} = {json.dumps(entry)}" for key, entry in value.items())]
+            else:
+                lines.append(f"{name} = {json.dumps(value)}")
+        print_answer(as_json, {"run_id": run_id, "creator": creator, "manifest": settings}, "\n".join(lines))
 
 
 @run_app.command("invite")
@@ -307,23 +320,3 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ManifestError(f"{text!r} is no time: write 30m, 12h or 7d, for minutes, hours or days")
     return int(match[1]) * {"m": 60.0, "h": 3_600.0, "d": 86_400.0}[match[2]]
-
-
-def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) -> None:
-    import msgspec
-
-    from farandole.protocol.wire.identity import peer_id_of
-
-    settings: dict[str, Any] = msgspec.to_builtins(manifest)
-    if manifest.model.external:
-        for each_members_own in ("tokenizer", "data", "inner", "pipeline", "audits"):
-            del settings[each_members_own]
-    run_id, creator = signed.run_id.hex(), peer_id_of(signed.creator)
-    lines = [f"run {run_id}", f"by  {creator}"]
-    # As in a run file: plain values first, then the sections.
-    for name, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
-        if isinstance(value, dict):
-            lines += [f"[{name}]", *(f"  {key} = {json.dumps(entry)}" for key, entry in value.items())]
-        else:
-            lines.append(f"{name} = {json.dumps(value)}")
-    print_answer(as_json, {"run_id": run_id, "creator": creator, "manifest": settings}, "\n".join(lines))

@@ -58,7 +58,7 @@ def peers(home: Home, as_json: AsJson = False) -> None:
     from ...ui.view import members_table
 
     if as_json:
-        print_json(call(home, "peers"))
+        print_json(call(home, "status")["members"])
     else:
         status = node_status(home)
         Console().print(members_table(status.members, status.run.providers, status.remarks))

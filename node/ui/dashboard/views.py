@@ -126,8 +126,8 @@ MAX_CURVES_SHOWN = 32
 _COPIED = ("peer_id", "stage", "round", "tokens", "tokens_per_second", "loss", "device")
 
 
-class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The run and its curves, without the members: all that a public page has of them."""
+class Overview(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The run and its curves, without the members; and what concerns one node, which a public page leaves out."""
 
     now: float
     """Unix seconds, by the node's clock."""
@@ -137,18 +137,13 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     run: RunStatus
     mean_loss: list[Point]
     throughput: list[Point]
-
-
-class Overview(RunOverview, frozen=True, kw_only=True):
-    """The same, and what concerns the node itself."""
-
-    rows: list[Row]
+    rows: list[Row] | None = None
     """The rows of the status without its warnings, and without the run's."""
-    warnings: list[str]
+    warnings: list[str] | None = None
     """Each with its age, newest last."""
-    status: NodeStatus
+    status: NodeStatus | None = None
     """Its members and its run are left out."""
-    validation: list[Point]
+    validation: list[Point] | None = None
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -182,7 +177,7 @@ class MembersView(msgspec.Struct, frozen=True):
 class PublicView(msgspec.Struct, frozen=True):
     """All that the page shows in its public mode, in which it reads this from a file and has no node to ask."""
 
-    overview: RunOverview
+    overview: Overview
     members: MembersView
 
 
@@ -208,7 +203,7 @@ def public_view(
     """Return what anybody may see; ``notice``: the creator's words, or empty."""
     newest = max((member.round for member in members if member.is_live), default=0)
     text = f"{run.members_live} live, round {newest}, loss {loss(run.loss_mean)}"
-    shown = RunOverview(
+    shown = Overview(
         now=now,
         headline=Headline("well" if run.members_live else "busy", text, notice),
         summary=run_row(run).value,

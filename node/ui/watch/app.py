@@ -15,12 +15,10 @@ from threading import Thread
 from typing import Any, ClassVar, Final
 
 import msgspec
-from rich.console import RenderableType
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.events import Resize
-from textual.widget import Widget
 from textual.widgets import Footer, Static
 
 from farandole.protocol.wire.errors import FarandoleError
@@ -38,7 +36,6 @@ _WIDE: Final = 64
 
 News = NodeStatus | str
 """A status, or why the node did not answer, for people."""
-Draw = Callable[[NodeStatus, float, int, int], RenderableType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +82,6 @@ class NodeView:
         return sorted([*events, *self.own_events], key=lambda event: event.at)
 
 
-class Panel(Widget):
-    """A part of the screen that is drawn to fit its size."""
-
-    def __init__(self, draw: Draw, name: str) -> None:
-        """``draw(status, now, width, height)``."""
-        super().__init__(id=name)
-        self._draw = draw
-        self._shown: tuple[NodeStatus, float] | None = None
-
-    def show(self, status: NodeStatus, now: float) -> None:
-        """Store the status and draw it."""
-        self._shown = status, now
-        self.refresh()
-
-    def render(self) -> RenderableType:
-        """Draw the last status; empty before the first one."""
-        if self._shown is None:
-            return ""
-        return self._draw(*self._shown, self.content_size.width, self.content_size.height)
-
-
 class WatchApp(App[None]):
     """The screen of one node, until the key ``q``.
 
@@ -126,12 +102,12 @@ class WatchApp(App[None]):
     #top { height: 3fr; min-height: 9; }
     #links { height: 1fr; min-height: 4; max-height: 16; }
     #events { height: 1fr; min-height: 4; }
-    Panel, VerticalScroll { border-top: solid $panel-lighten-3; padding: 0 1; scrollbar-size-vertical: 1; }
-    #top > Panel { width: 1fr; height: 100%; }
+    #top > Static, VerticalScroll { border-top: solid $panel-lighten-3; padding: 0 1; scrollbar-size-vertical: 1; }
+    #top > Static { width: 1fr; height: 100%; }
     #links Static, #events Static { width: 100%; height: auto; }
     Footer { height: 1; }
     .-narrow #top { layout: vertical; }
-    .-narrow #top > Panel { width: 100%; height: 1fr; }
+    .-narrow #top > Static { width: 100%; height: 1fr; }
     """
 
     def __init__(self, ask: Callable[[str], Any], interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,7 +117,7 @@ class WatchApp(App[None]):
         self._clock = clock
         self._is_over = Flag()
         self._headline = Static(id="headline")
-        self._run, self._node = Panel(run_panel, "run"), Panel(node_panel, "node")
+        self._run, self._node = Static(id="run"), Static(id="node")
         self._links, self._events = Static(), Static()
         self._links_part = VerticalScroll(self._links, id="links")
         self._events_part = VerticalScroll(self._events, id="events")
@@ -203,8 +179,8 @@ class WatchApp(App[None]):
         self._headline.update(first_lines(view.headline(now)))
         if (status := view.status) is not None:
             at = view.node_time(now)
-            self._run.show(status, at)
-            self._node.show(status, at)
+            self._run.update(run_panel(status, at, *self._run.content_size))
+            self._node.update(node_panel(status, at, *self._node.content_size))
             self._run.border_title = f"{status.run.name or 'the run'} {status.run.run_id[:8]}".strip()
             self._node.border_title = f"this node {status.peer_id[-8:]}"
             self._links_part.border_title = f"links: {plural(status.connected_peers, 'peer')} connected"

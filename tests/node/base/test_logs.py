@@ -19,7 +19,7 @@ from farandole.node.base.logs import (
 )
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import show_all_characters
-from farandole.node.ui.console import Console
+from farandole.node.ui import console
 
 FULL_DISK = Path("/dev/full")
 
@@ -28,7 +28,7 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
     show_all_characters()
-    Console().say("Zoë → 名")
+    console.say("Zoë → 名")
     assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
 
 

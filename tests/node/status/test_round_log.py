@@ -15,7 +15,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import main
 from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_csv
-from farandole.node.ui.console import Console
+from farandole.node.ui import console
 from farandole.protocol.wire.identity import peer_id_of
 
 from ..statuses import ended, round_end
@@ -40,7 +40,6 @@ def played(journal: Journal, num_rounds: int, bits_per_byte: float | None = None
 def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round, clock=lambda: 1_000.0), 3)
         logging.getLogger("farandole.test").info("another line")
     said = capsys.readouterr().out.splitlines()
@@ -59,7 +58,6 @@ def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys:
 def test_bits_per_byte_are_kept_with_the_loss_and_a_record_without_them_is_read(tmp_path: Path) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 3, bits_per_byte=1.25)
     assert [record.bits_per_byte for record in read_rounds(settings.rounds)] == [None, 1.25, None]
     lines = settings.rounds.read_text().splitlines()
@@ -89,7 +87,6 @@ def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
 def test_lines_that_were_cut_short_are_left_out_and_the_older_file_comes_first(tmp_path: Path) -> None:
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
-        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 4)
     lines = settings.rounds.read_text().splitlines(keepends=True)
     settings.rounds.with_name("rounds.jsonl.1").write_text("".join(lines[:2]) + lines[3][:40] + "\n" + "x" * 9 + "\n")
@@ -119,7 +116,6 @@ def test_the_command_prints_rounds_without_a_node(
     code, _, err = run()
     assert (code, "no round is over yet" in err) == (Exit.BAD_INPUT, True)
     with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console()
         played(Journal(say=console.say, tell_round=console.tell_round), 30)
     capsys.readouterr()
     assert [row["round"] for row in csv.DictReader(io.StringIO(run("--csv")[1]))] == [str(n) for n in range(30)]
@@ -136,7 +132,6 @@ def test_the_table_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
     with logging_to_file(NodeSettings(home=tmp_path)):
-        console = Console()
         journal = Journal(say=console.say, tell_round=console.tell_round)
         played(journal, 5)
         journal.finish_round(round_end(5, alone=why, loss=3.5))

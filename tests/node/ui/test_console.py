@@ -11,7 +11,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.daemon import run_daemon
 from farandole.node.member.parts import Daemon
-from farandole.node.ui.console import Console
+from farandole.node.ui import console
 from farandole.protocol.wire.errors import FarandoleError
 
 
@@ -31,7 +31,6 @@ async def test_piped_lines_are_text(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_a_peer_says_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console()
     console.say("Zoë says: \x1b[2J\x9b2J\u202e")
     console.complain("error: \x1b]0;title\x07\x9b2J")
     told = capsys.readouterr()

@@ -75,9 +75,6 @@ class FakeNode:
         async def status(params: dict[str, Any]) -> object:
             return STATUS
 
-        async def peers(params: dict[str, Any]) -> object:
-            return STATUS.members
-
         async def leave(params: dict[str, Any]) -> object:
             token.run_sync_soon(stop.set)
             return None
@@ -91,7 +88,7 @@ class FakeNode:
         async def dashboard(params: dict[str, Any]) -> object:
             return {"url": "http://127.0.0.1:8710/", "token": "secret"}
 
-        handlers = {"status": status, "peers": peers, "leave": leave, "invite": invite, "network_key": invite}
+        handlers = {"status": status, "leave": leave, "invite": invite, "network_key": invite}
         handlers["dashboard"] = dashboard
         with locked(self.home / "lock"):
             async with trio.open_nursery() as nursery:
