@@ -56,13 +56,12 @@ class Connection:
         """Whether the peer has admitted this node (`farandole.node.mesh.gate`)."""
         self.introducing = trio.Lock()
         self._pool = pool
-        self._is_asked_to_end = trio.Event()
         self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
 
     @property
     def is_closed(self) -> bool:
         """Return whether the connection has ended, or is about to."""
-        return self._is_asked_to_end.is_set()
+        return self.muxed.is_closing
 
     @property
     def is_in_use(self) -> bool:
@@ -75,10 +74,8 @@ class Connection:
             async with trio.open_nursery() as handlers:
                 handlers.start_soon(self._serve_streams)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.muxed.start)
                     nursery.start_soon(self._watch)
-                    nursery.start_soon(self._close_when_asked)
-                    await self.muxed.event_closed.wait()
+                    await self.muxed.start()
                     nursery.cancel_scope.cancel()
                 await self._leave()
                 handlers.cancel_scope.deadline = trio.current_time() + HANDLER_GRACE
@@ -91,7 +88,6 @@ class Connection:
     async def _leave(self) -> None:
         if self.finished.is_set():
             return
-        self._is_asked_to_end.set()
         self.finished.set()
         self._pool.remove(self)
         await self.link.close()
@@ -103,20 +99,10 @@ class Connection:
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             raise PeerUnreachableError(f"{peer_id_of(self.peer)} gives no stream of {protocol}: {error!r}") from error
 
-    def end(self) -> None:
-        """Ask the connection to end."""
-        self._is_asked_to_end.set()
-
     async def close(self) -> None:
         """Ask the connection to end, and wait until it has."""
-        self.end()
+        self.muxed.end()
         await self.finished.wait()
-
-    async def _close_when_asked(self) -> None:
-        await self._is_asked_to_end.wait()
-        with trio.move_on_after(CLOSE_TIMEOUT):
-            await self.muxed.close()
-        self.muxed.abort()
 
     async def _serve_streams(self) -> None:
         """Serve the streams that the peer opens, within the rate limits; further streams wait in the connection."""
@@ -239,7 +225,7 @@ class ConnectionPool:
         siblings = self.by_peer.setdefault(muxed.peer, [])
         siblings.append(conn)
         if len(siblings) > MAX_CONNECTIONS_PER_PEER:
-            siblings[0].end()
+            siblings[0].muxed.end()
         self._nursery.start_soon(conn.run)
         self._note_change()
         return conn
@@ -266,7 +252,7 @@ class ConnectionPool:
         self._shut_out[peer] = trio.current_time() + seconds
         for conn in self.of(peer):
             self._flooded.note(conn.link.site, trio.current_time())
-            conn.end()
+            conn.muxed.end()
 
     def is_shut_out(self, peer: bytes) -> bool:
         """Return whether connections to a peer are refused for now."""
@@ -310,9 +296,9 @@ class ConnectionPool:
                 site = conn.link.site
                 return -networks[site.network], -addresses[site.address], conn.is_in_use, conn.opened_at
 
-            min(strangers, key=use).end()
+            min(strangers, key=use).muxed.end()
         elif idle and self.is_needed(newcomer):
-            min(idle, key=lambda conn: conn.opened_at).end()
+            min(idle, key=lambda conn: conn.opened_at).muxed.end()
         else:
             return False
         return True
@@ -401,7 +387,7 @@ class ConnectionPool:
         is_late = trio.current_time() >= since + after
         for conn in live:
             if conn.link.is_relayed and (is_late or not any(stream.is_bulk for stream in conn.muxed.streams)):
-                conn.end()
+                conn.muxed.end()
 
     async def disconnect(self, peer: bytes) -> None:
         """End every connection to a peer."""

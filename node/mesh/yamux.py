@@ -71,6 +71,8 @@ class MuxedConn:
         self.link = link
         self.peer = peer
         self.is_initiator = is_initiator
+        self.is_closing = False
+        """Whether the connection has ended, or is about to."""
         self.event_closed = trio.Event()
         self.num_received = 0
         self.state = Yamux(is_initiator=is_initiator, now=trio.current_time())
@@ -99,6 +101,7 @@ class MuxedConn:
                     nursery.start_soon(self._run, self._write_frames)
                     nursery.start_soon(self._run, self._read_frames)
         finally:
+            self.is_closing = True
             self.state.end()
             for event in (self.event_closed, self._opened, self._room):
                 event.set()
@@ -121,6 +124,8 @@ class MuxedConn:
             if self.link.has_unwritten:
                 await self.link.flush()
                 self._note_written()
+            elif self.is_closing:
+                return
             else:
                 self._work = trio.Event()
                 await self._work.wait()
@@ -160,14 +165,13 @@ class MuxedConn:
             if num_messages % MESSAGES_PER_PASS == 0:  # small ones come by the thousand with one read, and others wait
                 await trio.lowlevel.checkpoint()
 
-    async def close(self) -> None:
-        """Send a go-away and end; waits until queued data is written, so give it a deadline."""
-        if not self.event_closed.is_set():
+    def end(self) -> None:
+        """Ask the connection to end, once what is queued and a go-away are written, after `CLOSE_TIMEOUT` at most."""
+        if not self.is_closing:
+            self.is_closing = True
+            self._scope.deadline = trio.current_time() + CLOSE_TIMEOUT
             self.state.go_away()
-            self.note_change()
-            while self.state.num_queued and not self.event_closed.is_set():
-                await self.wait_for_room()
-        self.abort()
+            self._work.set()
 
     async def discard(self) -> None:
         """Close the link, cancelled or not, of a connection that no task runs: nothing else owns it."""
@@ -176,6 +180,7 @@ class MuxedConn:
 
     def abort(self) -> None:
         """End at once, without waiting for the peer."""
+        self.is_closing = True
         self._scope.cancel()
         self.event_closed.set()
 

@@ -86,12 +86,16 @@ class RelayTable:
         self._limits = limits
         self._reservations: dict[bytes, tuple[str, float]] = {}  # address and end, by holder
         self._circuits: Counter[bytes] = Counter()  # by either end
-        self.num_circuits = 0
 
     @property
     def num_reservations(self) -> int:
         """Return the number of reservations: held now, or expired since the last one was made."""
         return len(self._reservations)
+
+    @property
+    def num_circuits(self) -> int:
+        """Return the number of circuits; each has two ends."""
+        return self._circuits.total() // 2
 
     def has_reservation(self, peer: bytes) -> bool:
         """Return whether the peer has a reservation, which may have expired since the last one was made."""
@@ -122,13 +126,11 @@ class RelayTable:
         busiest = max(self._circuits[source], self._circuits[target])
         if self.num_circuits >= self._limits.max_circuits or busiest >= self._limits.max_circuits_per_peer:
             return Status.RESOURCE_LIMIT_EXCEEDED
-        self.num_circuits += 1
         self._circuits.update((source, target))
         return Status.OK
 
     def close_circuit(self, source: bytes, target: bytes) -> None:
         """Uncount a circuit that has ended."""
-        self.num_circuits -= 1
         self._circuits -= Counter((source, target))
 
     def _expire(self, now: float) -> None:

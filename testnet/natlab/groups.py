@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any, Final
 
-from farandole.protocol.wire.errors import FarandoleError
+import psutil
 
 OF_ITS_OWN: Final[dict[str, Any]] = {"start_new_session": True}
 """What `subprocess` is told when it starts the first of a group."""
-
-
-class GroupError(FarandoleError):
-    """This system cannot do that to processes."""
 
 
 def kill_group(group: int) -> None:
@@ -44,11 +40,7 @@ def _send(pid: int, number: signal.Signals, whole_group: bool) -> None:
 
 def limit_files(group: int, most: int | None) -> None:
     """Let no process of a group write a file beyond ``most`` bytes; None: as before. Linux only."""
-    if sys.platform != "linux":
-        raise GroupError("files are limited on Linux alone: play a scenario without full disks")
-    import resource
-
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+    for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             if os.getpgid(pid) == group:
                 hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]

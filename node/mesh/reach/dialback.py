@@ -155,7 +155,7 @@ class Dialback:
                 with trio.fail_after(timeout):
                     async with probe.dialling:
                         conn = probe.conn
-                        if conn is not None and conn.muxed.event_closed.is_set():
+                        if conn is not None and conn.is_closed:
                             await conn.finished.wait()
                             conn = None
                         if conn is None:

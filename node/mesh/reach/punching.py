@@ -45,8 +45,9 @@ MESSAGE_TIMEOUT: Final = ANSWER_TIMEOUT + NUM_OBSERVERS * OBSERVE_TIMEOUT
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 60.0, 3_600.0
 # Each dials a few addresses.
 MAX_PUNCHING: Final = 8
-# How often to look for pairs to try, and for relayed connections that are no longer needed.
-CHECK_INTERVAL: Final = 5.0
+# Between two looks for pairs to try, and for relayed connections that are no longer needed. A new connection ends the
+# wait; the shorter pause is also made in a crowd of newcomers.
+CHECK_INTERVAL, SETTLE_SECONDS = 5.0, 0.2
 # By then most exchanges and downloads on a relayed connection are over; a link between stages is made again.
 RETIRE_AFTER: Final = 120.0
 
@@ -64,27 +65,19 @@ class Puncher:
 
     async def run(self) -> None:
         """Punch holes and retire relayed connections until cancelled."""
-        async with trio.open_nursery() as nursery, trio.open_nursery() as watching:
-
-            async def watch() -> None:
-                async for peer, is_connected in self._host.connections.events():
-                    if is_connected and not self._host.connections.is_direct(peer):
-                        self._begin(peer, nursery)
-
-            watching.start_soon(watch)
+        connections = self._host.connections
+        async with trio.open_nursery() as nursery:
             while True:
-                for peer in self._host.connected:
-                    if self._host.connections.is_direct(peer):
-                        self._host.connections.retire_relayed(peer, RETIRE_AFTER)
-                    else:
-                        self._begin(peer, nursery)
-                await trio.sleep(CHECK_INTERVAL)
-
-    def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
-        is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
-        if self._host.connections.is_called_by(peer) and is_due and self._may_begin(peer):
-            self._under_way.add(peer)
-            nursery.start_soon(self._lead, peer)
+                for peer in connections.connected:
+                    is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
+                    if connections.is_direct(peer):
+                        connections.retire_relayed(peer, RETIRE_AFTER)
+                    elif connections.is_called_by(peer) and is_due and self._may_begin(peer):
+                        self._under_way.add(peer)
+                        nursery.start_soon(self._lead, peer)
+                with trio.move_on_after(CHECK_INTERVAL):
+                    await connections.wait_for_change()
+                await trio.sleep(SETTLE_SECONDS)
 
     def _may_begin(self, peer: bytes) -> bool:
         return peer not in self._under_way and len(self._under_way) < MAX_PUNCHING and bool(self._host.own.listening)

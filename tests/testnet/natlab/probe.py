@@ -100,31 +100,18 @@ class Probe:
                 return ip, int(seen)
         return None
 
-    async def connect(self, target: Address, token: bytes, seconds: float) -> bool:
-        """Return whether a call from any port is answered."""
-        self._open.append(calling := socket_in(self.place))
-        with trio.move_on_after(seconds), suppress(OSError):
-            await calling.connect(target)
-            return await _is_peer(calling, token)
-        return False
+    async def reach(self, port: int, token: bytes, seconds: float, target: Address | None = None) -> bool:
+        """Return whether a path opens at the local port to a host with the same token.
 
-    async def answer(self, port: int, token: bytes, seconds: float) -> bool:
-        """Wait for a call to an observed port."""
-        with trio.move_on_after(seconds):
-            async for arrived in self._arrivals[port]:
-                if await _is_peer(arrived, token):
-                    return True
-        return False
-
-    async def punch(self, port: int, target: Address, token: bytes, seconds: float) -> bool:
-        """Return whether a path opens between an observed port and another host's, which tries the same."""
+        The port takes calls if it was observed; with a ``target``, it also calls that address again and again.
+        """
         is_open = trio.Event()
 
         async def check(sock: trio.socket.SocketType) -> None:
             if await _is_peer(sock, token):
                 is_open.set()
 
-        async def call() -> None:
+        async def call(target: Address) -> None:
             while True:
                 with socket_in(self.place, port) as calling, suppress(OSError):
                     await calling.connect(target)
@@ -137,8 +124,10 @@ class Probe:
 
         with trio.move_on_after(seconds):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(call)
-                nursery.start_soon(answer)
+                if target is not None:
+                    nursery.start_soon(call, target)
+                if port in self._arrivals:
+                    nursery.start_soon(answer)
                 await is_open.wait()
                 nursery.cancel_scope.cancel()
         return is_open.is_set()
@@ -191,43 +180,38 @@ def expected(near: HomeKind, far: HomeKind) -> Reach:
 
 async def try_pair(near: Probe, far: Probe, third: str, theory: Reach) -> Reach:
     """Try all ways at once; the third host serves at port 443 of that address."""
-    connect, connect_back, punch = (
+
+    async def punch(seconds: float) -> bool:
+        """Return whether both find a path, each with the address that the third host has observed of the other."""
+        near_port, far_port = near.take_port(), far.take_port()
+        near_seen = await near.observe(third, near_port, seconds)
+        far_seen = await far.observe(third, far_port, seconds)
+        if near_seen is None or far_seen is None:
+            return False
+        return await meet(near, near_port, far, far_port, seconds, far_seen, near_seen)
+
+    async def connect(caller: Probe, called: Probe, seconds: float) -> bool:
+        """Return whether a call from any port reaches the address that the third host has observed."""
+        target = await called.observe(third, port := called.take_port())
+        assert target is not None, "the third cannot be reached"
+        return await meet(caller, caller.take_port(), called, port, seconds, target)
+
+    there, back, both = (
         PATIENCE if is_path else PATHLESS_SECONDS for is_path in (theory.connect, theory.connect_back, theory.punch)
     )
     return Reach(
-        *await gather(
-            partial(_connects, near, far, third, connect),
-            partial(_connects, far, near, third, connect_back),
-            partial(_punches, near, far, third, punch),
-        )
+        *await gather(partial(connect, near, far, there), partial(connect, far, near, back), partial(punch, both))
     )
 
 
-async def _connects(near: Probe, far: Probe, third: str, seconds: float) -> bool:
-    """Return whether ``near`` can call the address that the third host has observed of ``far``."""
-    port = far.take_port()
-    target = await far.observe(third, port)
-    assert target is not None, "the third cannot be reached"
-    return await calls(near, target, far, port, seconds)
-
-
-async def calls(near: Probe, target: Address, far: Probe, port: int, seconds: float) -> bool:
-    """Return whether a call to ``target`` is answered from the other's port."""
+async def meet(
+    near: Probe, near_port: int, far: Probe, far_port: int, seconds: float, target: Address, back: Address | None = None
+) -> bool:
+    """Return whether both find a path between these ports: ``near`` calls ``target``, and ``far`` calls ``back``."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    return all(await gather(partial(far.answer, port, token, seconds), partial(near.connect, target, token, seconds)))
-
-
-async def _punches(near: Probe, far: Probe, third: str, seconds: float) -> bool:
-    """Return whether both find a path, each with the address that the third host has observed of the other."""
-    near_port, far_port, token = near.take_port(), far.take_port(), secrets.token_bytes(TOKEN_BYTES)
-    near_seen = await near.observe(third, near_port, seconds)
-    far_seen = await far.observe(third, far_port, seconds)
-    if near_seen is None or far_seen is None:
-        return False
     return all(
         await gather(
-            partial(near.punch, near_port, far_seen, token, seconds),
-            partial(far.punch, far_port, near_seen, token, seconds),
+            partial(near.reach, near_port, token, seconds, target), partial(far.reach, far_port, token, seconds, back)
         )
     )
 

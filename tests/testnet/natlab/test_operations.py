@@ -17,7 +17,7 @@ from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
 from ..play.transfer import SIZE, measure
-from .probe import PATHLESS_SECONDS, PATIENCE, Address, Probe, calls, open_probes
+from .probe import PATHLESS_SECONDS, PATIENCE, Address, Probe, meet, open_probes
 
 LAB_FOREVER = """
 import json, time
@@ -46,7 +46,8 @@ class World:
 
     async def calls(self, target: Address, port: int, seconds: float = PATIENCE) -> bool:
         """Return whether the other host's call to ``target`` is answered from the home's port."""
-        return await calls(self.probes["caller"], target, self.probes["home"], port, seconds)
+        caller = self.probes["caller"]
+        return await meet(caller, caller.take_port(), self.probes["home"], port, seconds, target)
 
 
 @asynccontextmanager
