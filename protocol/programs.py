@@ -1,16 +1,18 @@
 """Messages between a node and programs of its owner, which use the node's mesh for protocols of their own.
 
-A program connects to the node's socket once for each thing that it wants, and sends one request:
+A program connects to the node's socket once for each thing that it wants, and sends one request. The node sends one
+`Answer`, and then:
 
-    Open | Take      StreamReady, then the bytes of a stream to a peer, both ways, until either end closes
-    Listen           RequestGranted: peers may open streams under the name while the connection is open, and other
-                     connections wait for one each with `Take`
-    HoldNote*        RequestGranted for each: the note is in the run state while the connection is open
-    Provide          RequestGranted: this node is found as a provider of the file while the connection is open
-    FindNotes        NotesFound
-    FindProviders    ProvidersFound
+    Open | Take      the bytes of a stream to a peer, both ways, until either end closes
+    Listen           peers may open streams under the name while the connection is open; other connections wait for one
+                     each with `Take`
+    HoldNote*        the note is in the run state while the connection is open; another one, with an answer of its own,
+                     replaces it
+    Provide          this node is found as a provider of the file while the connection is open
+    FindNotes        nothing: the answer has the notes
+    FindProviders    nothing: the answer has the peers
 
-`Refused` may come instead of any answer. Each message has its length before it (`farandole.protocol.wire.framing`).
+Each message has its length before it (`farandole.protocol.wire.framing`).
 
 On a stream two programs send each other messages: a length of four bytes, big-endian, then this number of bytes;
 `END` instead of a length says that no more come. A stream that ends without it was broken off.
@@ -93,38 +95,22 @@ class FindProviders(_Message, frozen=True):
     seconds: _Seconds
 
 
-class StreamReady(_Message, frozen=True):
-    """The stream is open; its bytes follow."""
+class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The node's answer to any request; fields of other requests are empty."""
 
-    peer: str
-    path: str
-    """How it travels, as `farandole peers` shows it."""
-
-
-class Refused(_Message, frozen=True):
-    """The request failed."""
-
-    reason: str
-
-
-class RequestGranted(_Message, frozen=True):
-    """The request holds."""
-
-
-class NotesFound(_Message, frozen=True):
-    """The notes by peer id."""
-
-    notes: dict[str, bytes]
-
-
-class ProvidersFound(_Message, frozen=True):
+    refusal: str = ""
+    """For people; empty if the request is granted."""
+    peer: str = ""
+    """Peer id at the other end of a stream."""
+    path: str = ""
+    """How the stream travels, as `farandole peers` shows it."""
+    notes: dict[str, bytes] = {}
+    """Notes by peer id."""
+    peers: list[str] = []
     """Peer ids of possible providers."""
-
-    peers: list[str]
 
 
 Request = Open | Listen | Take | HoldNote | FindNotes | Provide | FindProviders
-Answer = StreamReady | Refused | RequestGranted | NotesFound | ProvidersFound
 
 decode_request: Final = MessageDecoder[Request](Request, "a request of a program")
 decode_answer: Final = MessageDecoder[Answer](Answer, "an answer to a program")

@@ -22,18 +22,15 @@ from farandole.protocol.programs import (
     MAX_BLOCKS,
     MAX_REQUESTED,
     MAX_WAIT_SECONDS,
+    Answer,
     FileIndex,
     FindNotes,
     FindProviders,
     HoldNote,
     Listen,
-    NotesFound,
     Open,
     Provide,
-    ProvidersFound,
     Request,
-    RequestGranted,
-    StreamReady,
     Take,
     decode_index,
     stream_name,
@@ -45,7 +42,7 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.control import NoNodeError, call
 from ..base.settings import NodeSettings, default_home
 from ..base.system.sockets import connect
-from .stream import AnswerType, MeshError, MeshStream, ask
+from .stream import MeshError, MeshStream, ask
 
 # Files that a program shares, and how another one fetches them (`farandole.protocol.programs`).
 
@@ -308,13 +305,13 @@ class Mesh:
             raise MeshError(f"a note has at most {MAX_NOTE_BYTES} bytes, and {name} would have {len(value)}")
         request = HoldNote(_checked(name), value)
         if (held := self._notes.get(name)) is not None:
-            ask(held, request, RequestGranted, LOCAL_SECONDS)
+            ask(held, request, LOCAL_SECONDS)
         else:
-            self._notes[name], _ = self._ask(request, RequestGranted, LOCAL_SECONDS)
+            self._notes[name], _ = self._ask(request, LOCAL_SECONDS)
 
     def notes(self, name: str) -> dict[str, bytes]:
         """Return the notes of this name of all present members, this node's included, by peer id."""
-        node, found = self._ask(FindNotes(_checked(name)), NotesFound, LOCAL_SECONDS)
+        node, found = self._ask(FindNotes(_checked(name)), LOCAL_SECONDS)
         node.close()
         return found.notes
 
@@ -349,8 +346,7 @@ class Mesh:
         Raises `MeshError` if no peer gives the file, and `OSError`.
         """
         path, seconds = Path(path), min(timeout, MAX_WAIT_SECONDS)
-        search = FindProviders(bytes.fromhex(file_id), seconds)
-        node, found = self._ask(search, ProvidersFound, timeout + LOCAL_SECONDS)
+        node, found = self._ask(FindProviders(bytes.fromhex(file_id), seconds), timeout + LOCAL_SECONDS)
         node.close()
         part, reasons = path.with_name(path.name + ".part"), []
         for peer in found.peers:
@@ -367,16 +363,16 @@ class Mesh:
     # Requests
 
     def _stream(self, request: Request, timeout: float | None) -> MeshStream:
-        stream, ready = self._ask(request, StreamReady, timeout)
-        stream.peer, stream.path = ready.peer, ready.path
+        stream, answer = self._ask(request, timeout)
+        stream.peer, stream.path = answer.peer, answer.path
         return stream
 
     def _hold(self, request: Request) -> MeshStream:
-        node, _ = self._ask(request, RequestGranted, LOCAL_SECONDS)
+        node, _ = self._ask(request, LOCAL_SECONDS)
         self._held.append(node)
         return node
 
-    def _ask(self, request: Request, kind: type[AnswerType], timeout: float | None) -> tuple[MeshStream, AnswerType]:
+    def _ask(self, request: Request, timeout: float | None) -> tuple[MeshStream, Answer]:
         """Make a request over a connection of its own; return both."""
         try:
             node = MeshStream(connect(NodeSettings(home=self.home).programs, LOCAL_SECONDS))
@@ -384,7 +380,7 @@ class Mesh:
             why = "it is in no run yet, has ended, or is a relay: see farandole status"
             raise MeshError(f"the node in {self.home} serves no programs: {why}") from error
         try:
-            return node, ask(node, request, kind, timeout)
+            return node, ask(node, request, timeout)
         except BaseException:  # Ctrl-C too: nobody else has the connection
             node.close()
             raise

@@ -26,14 +26,9 @@ from farandole.protocol.programs import (
     FindProviders,
     HoldNote,
     Listen,
-    NotesFound,
     Open,
     Provide,
-    ProvidersFound,
-    Refused,
     Request,
-    RequestGranted,
-    StreamReady,
     Take,
     decode_request,
 )
@@ -117,14 +112,14 @@ class ProgramService:
                     case FindNotes(name):
                         found = self._find_notes().items()
                         notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
-                        await _say(connection, NotesFound(notes))
+                        await _say(connection, Answer(notes=notes))
                     case Provide(file):
                         await self._provide(connection, file)
                     case FindProviders(file, seconds):
                         providers = await self._host.dht.find_providers(file_key(self._run_id, file), seconds)
-                        await _say(connection, ProvidersFound([peer_id_of(peer) for peer, _ in providers]))
+                        await _say(connection, Answer(peers=[peer_id_of(peer) for peer, _ in providers]))
             except FarandoleError as error:
-                await _say(connection, Refused(str(error)))
+                await _say(connection, Answer(str(error)))
 
     # Streams
 
@@ -135,7 +130,7 @@ class ProgramService:
         self._require_budget()
         stream = await self._host.open_stream(peer, PROGRAMS_PROTOCOL + request.name, request.seconds)
         try:
-            await _say(connection, StreamReady(request.peer, self._host.connections.path(peer)))
+            await _say(connection, Answer(peer=request.peer, path=self._host.connections.path(peer)))
             await self._splice(connection, stream)
             await stream.aclose()
         finally:
@@ -165,7 +160,7 @@ class ProgramService:
         calling, self._calls[name] = trio.open_memory_channel[_Call](0)
         self._host.set_handler(PROGRAMS_PROTOCOL + name, hand_on)
         try:
-            await _say(connection, RequestGranted())
+            await _say(connection, Answer())
             await _await_end(connection)
         finally:
             self._host.handlers.remove(PROGRAMS_PROTOCOL + name)
@@ -184,7 +179,8 @@ class ProgramService:
             if call is None:
                 raise FarandoleError(f"this program does not listen to {name} any more")
             stream, _ = call
-            await _say(connection, StreamReady(peer_id_of(stream.peer), self._host.connections.path(stream.peer)))
+            path = self._host.connections.path(stream.peer)
+            await _say(connection, Answer(peer=peer_id_of(stream.peer), path=path))
             await self._splice(connection, stream)
         finally:
             if call is not None:
@@ -233,10 +229,10 @@ class ProgramService:
                 if len(notes) <= MAX_NOTES and payload_size(ProgramNotes(tuple(notes.items()))) <= limit:
                     self._notes = notes
                     self._has_new_notes.set()
-                    await _say(connection, RequestGranted())
+                    await _say(connection, Answer())
                 else:
                     why = f"a node's notes are at most {MAX_NOTES}, of {limit} bytes in all, names included"
-                    await _say(connection, Refused(why))  # the note that this connection holds stays
+                    await _say(connection, Answer(why))  # the note that this connection holds stays
                 following = await _receive(connection)
                 if not isinstance(following, HoldNote) or following.name != name:
                     raise FarandoleError("this connection holds one note")
@@ -265,7 +261,7 @@ class ProgramService:
         self._provided.add(file)
         try:
             await self._host.dht.provide(key)
-            await _say(connection, RequestGranted())
+            await _say(connection, Answer())
             await _await_end(connection)
         finally:
             self._host.dht.withdraw(key)

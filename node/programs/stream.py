@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 from farandole.protocol.programs import (
     END,
@@ -17,14 +17,12 @@ from farandole.protocol.programs import (
     MAX_ANSWER_BYTES,
     MAX_MESSAGE_BYTES,
     Answer,
-    Refused,
     Request,
     decode_answer,
 )
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.messagepack import encode
 
-AnswerType = TypeVar("AnswerType", bound=Answer)
 READ_BYTES: Final = 256 * 1024
 # A message of this length at most leaves in one piece with its length: each piece is a frame of the encrypted stream.
 _JOINED_BYTES: Final = 64 * 1024
@@ -167,15 +165,13 @@ class MeshStream:
         return MeshError(f"the stream to {self.peer} is gone: its program, that node or the connection has ended")
 
 
-def ask(node: MeshStream, request: Request, kind: type[AnswerType], timeout: float | None) -> AnswerType:
+def ask(node: MeshStream, request: Request, timeout: float | None) -> Answer:
     """Make a request of the node, and return the answer.
 
     Raises `MeshError` if it is a refusal, or the node is gone, and `TimeoutError`.
     """
     node.send(encode(request), timeout)
     answer = decode_answer(node.receive(timeout, MAX_ANSWER_BYTES) or b"")
-    if isinstance(answer, Refused):
-        raise MeshError(answer.reason)
-    if not isinstance(answer, kind):
-        raise MeshError(f"the node answers with {type(answer).__name__}: it is of another release")
+    if answer.refusal:
+        raise MeshError(answer.refusal)
     return answer
