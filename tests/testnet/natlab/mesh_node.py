@@ -1,7 +1,7 @@
 """A node's host and connectivity, without a trainer; it dials the peers named by lines of JSON, and prints changes.
 
 It listens on port 4001, over IPv4 and IPv6, and on the ports given as arguments; ``lease=SECONDS``: it requests them
-from its router.
+from its router. It looks more often than a node how it is reached, and whether a peer is frozen.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.reach import dialback, reachability
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.protocol.mesh.relay import Limits
 
 PORT = 4001
+dialback.DIAL_INTERVAL = reachability.RETRY_INTERVAL = 1.0
+PING_INTERVAL, PING_TIMEOUT = 1.0, 8.0
 
 
 class Dial(msgspec.Struct):
@@ -67,7 +70,12 @@ async def run() -> None:
     leases = [int(argument.removeprefix("lease=")) for argument in sys.argv[1:] if argument.startswith("lease=")]
     ports = [PORT, *(int(argument) for argument in sys.argv[1:] if argument.isdigit())]
     async with (
-        open_host(key, [f"/ip6/::/tcp/{PORT}", *(f"/ip4/0.0.0.0/tcp/{port}" for port in ports)]) as host,
+        open_host(
+            key,
+            [f"/ip6/::/tcp/{PORT}", *(f"/ip4/0.0.0.0/tcp/{port}" for port in ports)],
+            ping_interval=PING_INTERVAL,
+            ping_timeout=PING_TIMEOUT,
+        ) as host,
         open_connectivity(
             host, key, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
         ) as connectivity,

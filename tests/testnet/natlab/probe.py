@@ -112,7 +112,7 @@ class Probe:
                 is_open.set()
 
         async def call(target: Address) -> None:
-            while True:
+            while not is_open.is_set():  # later packets would renew a NAT's mapping
                 with socket_in(self.place, port) as calling, suppress(OSError):
                     await calling.connect(target)
                     await check(calling)
