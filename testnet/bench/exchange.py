@@ -3,8 +3,7 @@
 All figures are between processes on loopback. Variants take turns in the same run, so that other load on the machine
 hits all of them alike; figures are medians. A megabyte is 10^6 bytes.
 
-Two peers that average start from the same two random vectors, and what both end with is compared with the mean. Of a
-farandole node, the mesh process and its trainer are a process each, as in a daemon.
+Two peers that average start from the same two random vectors, and what both end with is compared with the mean.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -44,28 +44,22 @@ from .process import (
     elapsed,
     median_of,
     obtain_python,
-    open_payload,
-    open_worker,
+    open_peers,
+    open_workers,
     peer_command,
     take_turns,
+    vectors,
     worker_command,
 )
 from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_bench
 
 OURS, LATTICA = "farandole", "Lattica"
-SIZES_MB: Final = (1, 16, 64, 256, 1_024)
+SIZES_MB: Final = (256, 1_024)
 VECTOR_MB: Final = 100
 LOOP_MB: Final = 1_024
 # Size of one swap; a transfer whose event loop is watched is cut into swaps of this size.
 PIECE_MB: Final = 256
 MESH_REQUESTS: Final = 200
-# The share of the raw socket is for payloads of at least this number of megabytes, or for the largest.
-LARGE_MB: Final = 256
-# A small payload takes a millisecond, so it is moved repeatedly, until this number of megabytes has been moved.
-SMALL_MB: Final = 64
-MAX_TIMES_AS_OFTEN: Final = 8
-# Parts of `farandole.testnet.bench.worker`: a blocking TCP socket, and our bulk channel (AES-256-GCM records, hashed).
-RAW, CHANNEL = "raw end", "exchanging node"
 CODECS: Final = ("fp32", "int8")
 HIVEMIND_CODECS: Final = ("fp32", "8-bit")
 COMPARED: Final = (("fp32", "hivemind, fp32"), ("fp32", f"{LATTICA}, fp32"), ("int8", "hivemind, 8-bit"))
@@ -81,7 +75,7 @@ Figures = dict[str, float]
 """Figures of one turn, or their medians over all turns, and the greatest of those named ``most_...``.
 
 Of an averaging: ``exchange_s``; ``total_s``, from two vectors to their mean in both places; ``most_error``, RMS; of
-ours ``most_mb``, the peak memory of a mesh process (`UsageMeter.running`).
+ours ``most_mb``, the peak memory of a node (`farandole.testnet.bench.worker.usage.measured`).
 """
 Turn = Callable[[], Figures]
 """Takes a turn, and measures it."""
@@ -98,13 +92,12 @@ def claims_of(figures: Mapping[str, Any], vector_mb: int) -> Iterator[Claim]:
             seconds = {name: (f"{ours[name]:.3f}", f"{theirs[name]:.3f}") for name in ("exchange_s", "total_s")}
             yield Claim(f"seconds in which two peers exchange {words}", *seconds["exchange_s"])
             yield Claim(f"seconds from vector to mean, {words}", *seconds["total_s"])
-    least_mb = min(LARGE_MB, max(sizes))
-    share = min(each["of_raw"] for size, each in sizes.items() if size >= least_mb)
-    yield Claim(f"least share of a raw socket's rate on the bulk channel, from {least_mb} MB", f"{share:.2f}")
+    share = min(each["of_raw"] for each in sizes.values())
+    yield Claim(f"least share of a raw socket's rate on the bulk channel, from {min(sizes)} MB", f"{share:.2f}")
     late = f"milliseconds that the event loop is late while {loop['moved_mb']:,} MB move both ways, p99"
     yield Claim(late, f"{loop['p99']:.2f}")
     most_mb = max(each.get("most_mb", 0.0) for each in (*sizes.values(), *averagings.values(), loop))
-    yield Claim("most memory of a mesh process over its idle self and the payload, MB", f"{most_mb:.0f}")
+    yield Claim("most memory of a node over its idle self and the payload, MB", f"{most_mb:.0f}")
     kilobytes = REQUEST_BYTES // 1_000
     cells = {
         who: (f"{1e3 * each['call']:.2f}", *(f"{vector_mb / each[way]:,.0f}" for way in ("push", "fetch")))
@@ -149,9 +142,10 @@ def measure(
 ) -> dict[str, Any]:
     """Measure part after part; other projects only with a ``cache`` folder. Raises `BenchError`."""
     log, say = bench.log, bench.say
-    one_way = measure_one_way(sorted(set(sizes_mb)), repeats, log, say)
+    with open_nodes(max(*sizes_mb, min(PIECE_MB, loop_mb)) * MB, log) as nodes:
+        one_way = {size_mb: measure_one_way(nodes, size_mb, repeats, say) for size_mb in sorted(set(sizes_mb))}
+        loop = measure_loop_lag(nodes, loop_mb, repeats, say)
     averagings, problems = measure_pairs(vector_mb, repeats, log, cache, say)
-    loop = measure_loop_lag(loop_mb, repeats, log, say)
     mesh, dropped = measure_mesh(bench.out, vector_mb, mesh_requests, repeats, cache, say)
     return {
         "one_way": one_way,
@@ -163,59 +157,46 @@ def measure(
 
 
 @contextlib.contextmanager
-def open_ends(
-    part: str, size: int, log: Path, *, are_apart: bool = False
-) -> Iterator[tuple[list[BenchWorker], list[list[int]]]]:
-    """Open two connected processes that move payloads of up to ``size`` bytes; yield them, and each one's payloads.
+def open_nodes(size: int, log: Path) -> Iterator[list[BenchWorker]]:
+    """Open two connected nodes that move payloads of up to ``size`` bytes."""
+    with open_workers("exchanging node", ["node 0", "node 1"], log) as nodes:
+        first, _ = ask_all(nodes, "listen", size=size)
+        ask_all(nodes, "meet", [{"address": None, "plain": None}, first])
+        yield nodes
 
-    ``are_apart``: on half of the cores each; otherwise they sometimes share a core.
+
+def measure_one_way(nodes: Sequence[BenchWorker], size_mb: int, repeats: int, say: Say) -> Figures:
+    """Move a payload in turns over a plain connection and over the channel.
+
+    Returns the rate of the channel and its share of the plain one's: the median of their ratios in one repeat.
     """
-    with contextlib.ExitStack() as stack:
-        payloads = [[stack.enter_context(open_payload(size)) for _ in ("outgoing", "incoming")] for _ in range(2)]
-        ends = [
-            stack.enter_context(
-                open_worker(f"{part} {index}", worker_command(part), log, own, side=index if are_apart else None)
-            )
-            for index, own in enumerate(payloads)
-        ]
-        first, _ = ask_all(ends, "listen")
-        ask_all(ends, "meet", [{"address": None}, {"address": first["address"]}])
-        yield ends, payloads
+    receiver, sender = nodes
+    turns = []
+    for index in range(-1, repeats):
+        say(f"one way: {size_mb} MB, {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
+        seconds = []
+        for is_plain in (True, False):
+            receiver.put("receive", size=size_mb * MB, is_plain=is_plain)
+            sent, received = sender.ask("send", size=size_mb * MB, is_plain=is_plain), receiver.get()
+            seconds.append(received["ended_at"] - sent["started_at"])
+        plain, ours = seconds
+        most_mb = max(sent["most_mb"], received["most_mb"])
+        turns.append({"mb_s": size_mb / ours, "of_raw": plain / ours, "most_mb": most_mb})
+    return median_of(turns[1:])
 
 
-# One way
-
-
-def measure_one_way(sizes_mb: Sequence[int], repeats: int, log: Path, say: Say) -> dict[int, Figures]:
-    """Measure both paths with each size; they take turns in each repeat.
-
-    Returns the rate of the channel and its share of the raw socket's by size: the median of their ratios in one repeat.
-    """
-    figures = {}
-    with contextlib.ExitStack() as stack:
-        pairs = {}
-        for path in (RAW, CHANNEL):
-            say(f"one way: starting {path}")
-            pairs[path], _ = stack.enter_context(open_ends(path, max(sizes_mb) * MB, log, are_apart=True))
-            _move(pairs[path], max(sizes_mb) * MB)
-        for size_mb in sizes_mb:
-            turns = []
-            often = repeats * max(1, min(MAX_TIMES_AS_OFTEN, SMALL_MB // size_mb))
-            for index in range(often):
-                say(f"one way: {size_mb} MB, {index + 1} of {often}")
-                (raw, _), (ours, most_mb) = (_move(pair, size_mb * MB) for pair in pairs.values())
-                turns.append({"mb_s": size_mb / ours, "of_raw": raw / ours, "most_mb": most_mb})
-            figures[size_mb] = median_of(turns)
-    return figures
-
-
-def _move(pair: Sequence[BenchWorker], size: int) -> tuple[float, float]:
-    """Return the seconds of a transfer, and the peak memory of the worse end."""
-    receiver, sender = pair
-    receiver.put("receive", size=size)
-    sender.put("send", size=size)
-    sent, received = sender.get(), receiver.get()
-    return received["ended_at"] - sent["started_at"], max(sent["most_mb"], received["most_mb"])
+def measure_loop_lag(nodes: Sequence[BenchWorker], moved_mb: int, repeats: int, say: Say) -> Figures:
+    """Measure two nodes' event loops while ``moved_mb`` moves each way over an open bulk channel; the slower one's."""
+    piece_mb = min(PIECE_MB, moved_mb)
+    times = -(-moved_mb // piece_mb)
+    turns = []
+    for index in range(-1, repeats):
+        say(f"event loop: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
+        swapped = ask_all(nodes, "swap", size=piece_mb * MB, times=times)
+        lag_ms = {name: max(each["lag_ms"][name] for each in swapped) for name in swapped[0]["lag_ms"]}
+        most_mb = max(each["most_mb"] for each in swapped)
+        turns.append({**lag_ms, "moved_mb": piece_mb * times, "seconds": elapsed(swapped), "most_mb": most_mb})
+    return median_of(turns[1:])
 
 
 # Two peers average
@@ -226,56 +207,41 @@ def measure_pairs(
 ) -> tuple[dict[str, Figures], dict[str, str]]:
     """Measure all pairs in turns, and return what could not be measured; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
-    problems: dict[str, str] = {}
-    others: dict[str, Turn] = {}
-    with contextlib.ExitStack() as stack:
-        say("averaging: starting farandole")
-        ours = stack.enter_context(open_farandole(num_elements, log))
-        for name, open_peer in (("hivemind", open_hivemind), (LATTICA, open_lattica)):
-            if cache is not None:
-                try:
-                    python = obtain_python(name.lower(), cache, say)
-                    say(f"averaging: starting {name}")
-                    others |= stack.enter_context(open_peer(python, num_elements, log))
-                except BenchError as error:
-                    problems[name] = str(error)
-        done, dropped = take_turns(f"averaging {vector_mb} MB", ours | others, others, repeats, WARM_UPS, say)
-    return {label: median_of(turns) for label, turns in done.items() if turns}, problems | dropped
-
-
-@contextlib.contextmanager
-def open_farandole(num_elements: int, log: Path) -> Iterator[dict[str, Turn]]:
-    """Open two nodes of two processes each: the trainer encodes and averages, the mesh process exchanges."""
-    with contextlib.ExitStack() as stack:
-        nodes, payloads = stack.enter_context(open_ends(CHANNEL, encoded_size("fp32", num_elements), log))
-        command = worker_command("averaging trainer")
-        trainers = [stack.enter_context(open_worker("averaging trainer", command, log, own)) for own in payloads]
-        ask_all(trainers, "begin", vectors(num_elements))
+    others: dict[str, Callable[[], AbstractContextManager[dict[str, Turn]]]] = {}
+    if cache is not None:
+        others["hivemind"] = partial(open_hivemind, cache, num_elements, log, say)
+        others[LATTICA] = partial(open_lattica, cache, num_elements, log, say)
+    with open_nodes(encoded_size("fp32", num_elements), log) as nodes:
+        ask_all(nodes, "hold", vectors(num_elements))
         rounds = itertools.count(1)
+        ours = {f"{OURS}, {codec}": partial(average, nodes, codec, rounds) for codec in CODECS}
+        done, problems = take_turns(f"averaging {vector_mb} MB", ours, others, repeats, WARM_UPS, say)
+    return {label: median_of(turns) for label, turns in done.items()}, problems
 
-        def average(codec: str) -> Figures:
-            prepared = ask_all(trainers, "contribute", codec=codec)
-            contributions = [{name: each[name] for name in ("size", "digest")} for each in prepared]
-            exchanged = ask_all(nodes, "exchange", contributions, round=next(rounds), codec=codec)
-            finished = ask_all(trainers, "average", codec=codec)
-            exchange_s, error = elapsed(exchanged), _error(finished)
-            if error > MAX_RMS_ERROR:
-                raise BenchError(f"{OURS}, {codec}: not the mean, but off by {error:g}")
-            return {
-                "payload_mb": prepared[0]["size"] / MB,
-                "exchange_s": exchange_s,
-                "total_s": elapsed(prepared) + exchange_s + elapsed(finished),
-                "most_error": error,
-                "most_mb": max(answer["most_mb"] for answer in exchanged),
-            }
 
-        yield {f"{OURS}, {codec}": partial(average, codec) for codec in CODECS}
+def average(nodes: Sequence[BenchWorker], codec: str, rounds: Iterator[int]) -> Figures:
+    """Have two nodes encode, exchange and average, in one of the ``rounds``."""
+    prepared = ask_all(nodes, "contribute", codec=codec)
+    contributions = [{name: each[name] for name in ("size", "digest")} for each in prepared]
+    exchanged = ask_all(nodes, "exchange", contributions, round=next(rounds), codec=codec)
+    finished = ask_all(nodes, "average", codec=codec)
+    exchange_s, error = elapsed(exchanged), _error(finished)
+    if error > MAX_RMS_ERROR:
+        raise BenchError(f"{OURS}, {codec}: not the mean, but off by {error:g}")
+    return {
+        "payload_mb": prepared[0]["size"] / MB,
+        "exchange_s": exchange_s,
+        "total_s": elapsed(prepared) + exchange_s + elapsed(finished),
+        "most_error": error,
+        "most_mb": max(answer["most_mb"] for answer in exchanged),
+    }
 
 
 @contextlib.contextmanager
-def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Turn]]:
+def open_hivemind(cache: Path, num_elements: int, log: Path, say: Say) -> Iterator[dict[str, Turn]]:
     """Open two `DecentralizedAverager`; the measured part is the all-reduce, once both have found each other."""
-    with open_peers("hivemind", peer_command(python, "hivemind"), vectors(num_elements), log) as pair:
+    command = peer_command(obtain_python("hivemind", cache, say), "hivemind")
+    with open_peers("hivemind", command, vectors(num_elements), log) as pair:
 
         def average(codec: str) -> Figures:
             ask_all(pair, "find", codec=codec)
@@ -287,9 +253,10 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
 
 
 @contextlib.contextmanager
-def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Turn]]:
+def open_lattica(cache: Path, num_elements: int, log: Path, say: Say) -> Iterator[dict[str, Turn]]:
     """Open two peers that call each other with their vectors, and average with numpy."""
-    with open_peers("lattica", peer_command(python, "lattica"), vectors(num_elements), log) as pair:
+    command = peer_command(obtain_python("lattica", cache, say), "lattica")
+    with open_peers("lattica", command, vectors(num_elements), log) as pair:
         wait_until_connected(LATTICA, pair)
 
         def average() -> Figures:
@@ -302,42 +269,8 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
         yield {f"{LATTICA}, fp32": average}
 
 
-@contextlib.contextmanager
-def open_peers(
-    name: str, command: Sequence[str], each: Sequence[Mapping[str, Any]], log: Path
-) -> Iterator[list[BenchWorker]]:
-    """Open two peers, of which the second knows the first; ``each``: what the two begin with."""
-    with open_worker(f"{name} 0", command, log) as first, open_worker(f"{name} 1", command, log) as second:
-        addresses = first.ask("open", peers=[], **each[0])["addresses"]
-        second.ask("open", peers=addresses, **each[1])
-        yield [first, second]
-
-
-def vectors(num_elements: int) -> list[dict[str, int]]:
-    """Return what two peers begin with that hold a vector each."""
-    return [{"index": index, "num_elements": num_elements} for index in range(2)]
-
-
 def _error(answers: Sequence[dict[str, Any]]) -> float:
     return max(float(answer["rms_error"]) for answer in answers)
-
-
-# The event loop
-
-
-def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> Figures:
-    """Measure two nodes' event loops while ``moved_mb`` moves each way over an open bulk channel; the slower one's."""
-    piece_mb = min(PIECE_MB, moved_mb)
-    times = -(-moved_mb // piece_mb)
-    turns = []
-    with open_ends(CHANNEL, piece_mb * MB, log) as (nodes, _):
-        for index in range(-1, repeats):
-            say(f"event loop: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
-            swapped = ask_all(nodes, "swap", size=piece_mb * MB, times=times)
-            lag_ms = {name: max(each["lag_ms"][name] for each in swapped) for name in swapped[0]["lag_ms"]}
-            most_mb = max(each["most_mb"] for each in swapped)
-            turns.append({**lag_ms, "moved_mb": piece_mb * times, "seconds": elapsed(swapped), "most_mb": most_mb})
-    return median_of(turns[1:])
 
 
 # What a mesh costs the programs that use it: farandole's `Mesh`, and Lattica's SDK
@@ -365,28 +298,29 @@ def measure_mesh(
     Of each, in seconds: ``call``, a request of `REQUEST_BYTES`, whose answer is as long; ``push``, until as many bytes
     as asked for are at the other program, on a stream; ``fetch``, of a file of as many bytes, with its hashes.
     """
-    problems: dict[str, str] = {}
     log = folder / "mesh.log"
-    with contextlib.ExitStack() as stack:
-        say("mesh: starting two daemons")
-        homes = [{"place": str(home)} for home in stack.enter_context(_open_nodes(folder))]
-        ours = stack.enter_context(open_peers(OURS, worker_command("program"), homes, log))
-        wait_until_connected(OURS, ours)
-        ways: dict[str, Turn] = {OURS: partial(_measure, ours, requests, size_mb * MB)}
-        if cache is not None:
-            try:
-                command = peer_command(obtain_python("lattica", cache, say), "lattica")
-                pair = stack.enter_context(open_peers(LATTICA, command, [{}, {}], log))
-                wait_until_connected(LATTICA, pair)
-                ways[LATTICA] = partial(_measure, pair, requests, size_mb * MB)
-            except BenchError as error:
-                problems[LATTICA] = str(error)
-        done, dropped = take_turns("mesh", ways, [LATTICA], repeats, WARM_UPS, say)
-    return {who: median_of(turns) for who, turns in done.items() if turns}, problems | dropped
+
+    @contextlib.contextmanager
+    def open_programs(who: str, command: Sequence[str], each: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Turn]]:
+        with open_peers(who, command, each, log) as pair:
+            wait_until_connected(who, pair)
+            yield {who: partial(_measure, pair, requests, size_mb * MB)}
+
+    def open_lattica() -> AbstractContextManager[dict[str, Turn]]:
+        assert cache is not None
+        return open_programs(LATTICA, peer_command(obtain_python("lattica", cache, say), "lattica"), [{}, {}])
+
+    say("mesh: starting two daemons")
+    with _open_daemons(folder) as homes:
+        places = [{"place": str(home)} for home in homes]
+        with open_programs(OURS, worker_command("program"), places) as ours:
+            others = {} if cache is None else {LATTICA: open_lattica}
+            done, problems = take_turns("mesh", ours, others, repeats, WARM_UPS, say)
+    return {who: median_of(turns) for who, turns in done.items()}, problems
 
 
 @contextlib.contextmanager
-def _open_nodes(folder: Path) -> Iterator[list[Path]]:
+def _open_daemons(folder: Path) -> Iterator[list[Path]]:
     """Run two connected nodes, paused, and return their homes."""
     signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
     homes = [(folder / f"mesh-{name}").absolute() for name in ("first", "second")]

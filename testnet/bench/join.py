@@ -12,6 +12,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,7 +31,6 @@ from ..natlab.namespace import Location, NamespaceError
 from ..play.places import open_links
 from ..play.scenario import LinkSettings
 from ..report.section import cell
-from .exchange import open_peers, vectors
 from .process import (
     MB,
     BenchError,
@@ -40,9 +40,11 @@ from .process import (
     elapsed,
     get_all,
     obtain_python,
+    open_peers,
     open_worker,
     peer_command,
     take_turns,
+    vectors,
     worker_command,
 )
 from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_bench
@@ -186,24 +188,21 @@ def measure(
 def _measure_loopback(
     figures: dict[str, Any], source: Path, log: Path, repeats: int, cache: Path | None, say: Say
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
-        contenders: dict[str, Callable[[], float]] = {
+    @contextlib.contextmanager
+    def open_hivemind(cache: Path) -> Iterator[dict[str, Callable[[], float]]]:
+        command = peer_command(obtain_python("hivemind", cache, say), "hivemind")
+        with open_peers("hivemind", command, vectors(figures["size_mb"] * MB // 4), log) as pair:
+            yield {"hivemind_s": lambda: elapsed([pair[1].ask("join")])}
+
+    with open_nodes(source, log, [Location()] * 3) as nodes:
+        ours = {
             "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
             "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
         }
-        if cache is not None:
-            try:
-                say("starting hivemind")
-                python = obtain_python("hivemind", cache, say)
-                command, each = peer_command(python, "hivemind"), vectors(figures["size_mb"] * MB // 4)
-                pair = stack.enter_context(open_peers("hivemind", command, each, log))
-                contenders["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
-            except BenchError as error:
-                figures["missing"].append(f"hivemind is missing: {error}")
-        done, dropped = take_turns("on loopback", contenders, ["hivemind_s"], repeats, 1, say)
-    figures["missing"] += [f"hivemind is missing: {reason}" for reason in dropped.values()]
-    figures |= {name: statistics.median(seconds) for name, seconds in done.items() if seconds}
+        others = {} if cache is None else {"hivemind": partial(open_hivemind, cache)}
+        done, problems = take_turns("on loopback", ours, others, repeats, 1, say)
+    figures["missing"] += [f"hivemind is missing: {reason}" for reason in problems.values()]
+    figures |= {name: statistics.median(seconds) for name, seconds in done.items()}
 
 
 def _measure_link(figures: dict[str, Any], source: Path, log: Path, say: Say) -> None:

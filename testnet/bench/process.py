@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
-from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.protocol.wire.errors import FarandoleError
 
 from ..natlab.groups import OF_ITS_OWN, kill_group
@@ -25,8 +22,6 @@ MB: Final = 1_000_000
 # The slowest request waits until two homes connect, then directly, with processes to start on a busy machine.
 ANSWER_TIMEOUT: Final = 240.0
 STOP_TIMEOUT: Final = 10.0
-# A payload repeats this many random bytes: nothing on the way compresses them.
-_PATTERN_BYTES: Final = 16 * MB
 
 # Most of it is for torch.
 INSTALL_TIMEOUT: Final = 1_200.0
@@ -105,21 +100,16 @@ class BenchWorker:
 
 
 @contextlib.contextmanager
-def open_worker(
-    name: str, command: Sequence[str], log: Path, descriptors: Sequence[int] = (), side: int | None = None
-) -> Iterator[BenchWorker]:
-    """Run a command until the block ends; the socket and the descriptors are the last of its arguments.
+def open_worker(name: str, command: Sequence[str], log: Path) -> Iterator[BenchWorker]:
+    """Run a command until the block ends; the socket is the last of its arguments.
 
     The process is killed if the block fails or is interrupted, as it may be waiting for another that is gone.
-
-    With a ``side``, 0 or 1, it runs on that half of the cores alone.
     """
     near, far = socket.socketpair()
-    with far, log.open("ab") as output, _half_of_the_cores(side):
-        inherited = [far.fileno(), *descriptors]
+    with far, log.open("ab") as output:
         process = subprocess.Popen(
-            [*command, *map(str, inherited)],
-            pass_fds=inherited,
+            [*command, str(far.fileno())],
+            pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -133,20 +123,6 @@ def open_worker(
         raise
     finally:
         worker.stop()
-
-
-@contextlib.contextmanager
-def _half_of_the_cores(side: int | None) -> Iterator[None]:
-    """Start processes inside this block on one half of the cores, where the system supports it."""
-    if side is None or not hasattr(os, "sched_setaffinity") or len(own := sorted(os.sched_getaffinity(0))) < 2:
-        yield
-        return
-    half = len(own) // 2
-    os.sched_setaffinity(0, own[:half] if side == 0 else own[half:])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
 
 
 def worker_command(part: str) -> list[str]:
@@ -168,6 +144,22 @@ def open_workers(part: str, names: Iterable[str], log: Path) -> Iterator[list[Be
         yield [stack.enter_context(open_worker(name, command, log)) for name in names]
 
 
+@contextlib.contextmanager
+def open_peers(
+    name: str, command: Sequence[str], each: Sequence[Mapping[str, Any]], log: Path
+) -> Iterator[list[BenchWorker]]:
+    """Open two peers, of which the second knows the first; ``each``: what the two begin with."""
+    with open_worker(f"{name} 0", command, log) as first, open_worker(f"{name} 1", command, log) as second:
+        addresses = first.ask("open", peers=[], **each[0])["addresses"]
+        second.ask("open", peers=addresses, **each[1])
+        yield [first, second]
+
+
+def vectors(num_elements: int) -> list[dict[str, int]]:
+    """Return what two peers begin with that hold a vector each."""
+    return [{"index": index, "num_elements": num_elements} for index in range(2)]
+
+
 def obtain_python(name: str, cache: Path, say: Say) -> Path:
     """Return the interpreter of a project's environment; install it if needed. `BenchError` if that fails."""
     folder = cache.absolute() / name
@@ -187,20 +179,6 @@ def obtain_python(name: str, cache: Path, say: Say) -> Path:
             raise BenchError(f"{name} could not be installed: {error}") from error
     stamp.write_text("\n".join(requirements))
     return python
-
-
-@contextlib.contextmanager
-def open_payload(size: int) -> Iterator[int]:
-    """Yield the descriptor of shared memory with ``size`` random bytes."""
-    pattern = np.random.default_rng(0).bytes(min(_PATTERN_BYTES, size))
-    with (
-        open_shared_memory("payload") as shared,
-        map_shared_memory(shared, size) as mapped,
-        memoryview(mapped) as memory,
-    ):
-        for start in range(0, size, len(pattern)):
-            memory[start : min(start + len(pattern), size)] = pattern[: size - start]
-        yield shared
 
 
 def ask_all(
@@ -226,29 +204,42 @@ def get_all(workers: Sequence[BenchWorker], timeout: float = ANSWER_TIMEOUT) -> 
 
 
 def take_turns(
-    what: str, contenders: Mapping[str, Callable[[], _T]], others: Container[str], repeats: int, warm_ups: int, say: Say
+    what: str,
+    ours: Mapping[str, Callable[[], _T]],
+    others: Mapping[str, Callable[[], AbstractContextManager[Mapping[str, Callable[[], _T]]]]],
+    repeats: int,
+    warm_ups: int,
+    say: Say,
 ) -> tuple[dict[str, list[_T]], dict[str, str]]:
-    """Run the contenders in turn, and return their results by repeat, and why some of ``others`` were dropped.
+    """Open the ``others``, run all contenders in turn, and return their results by repeat.
 
-    Raises the `BenchError` of any contender that is not in ``others``.
+    The second value has the reason why some of the others are missing. Raises the `BenchError` of ours.
     """
-    done: dict[str, list[_T]] = {label: [] for label in contenders}
     problems: dict[str, str] = {}
-    for index in range(-warm_ups, repeats):
-        for label, measure in contenders.items():
-            if label in problems:
-                continue
-            say(f"{what}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}, {label}")
+    with contextlib.ExitStack() as stack:
+        contenders = dict(ours)
+        for name, open_other in others.items():
+            say(f"{what}: starting {name}")
             try:
-                result = measure()
+                contenders |= stack.enter_context(open_other())
             except BenchError as error:
-                if label not in others:
-                    raise
-                problems[label] = str(error)
-            else:
-                if index >= 0:
-                    done[label].append(result)
-    return done, problems
+                problems[name] = str(error)
+        done: dict[str, list[_T]] = {label: [] for label in contenders}
+        for index in range(-warm_ups, repeats):
+            for label, measure in contenders.items():
+                if label in problems:
+                    continue
+                say(f"{what}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}, {label}")
+                try:
+                    result = measure()
+                except BenchError as error:
+                    if label in ours:
+                        raise
+                    problems[label] = str(error)
+                else:
+                    if index >= 0:
+                        done[label].append(result)
+    return {label: results for label, results in done.items() if results}, problems
 
 
 def elapsed(answers: Sequence[dict[str, Any]]) -> float:

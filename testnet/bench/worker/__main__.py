@@ -1,9 +1,9 @@
 """A process of a benchmark that answers requests (`farandole.testnet.bench.process`), one JSON object per line.
 
-    python -m farandole.testnet.bench.worker PART SOCKET [DESCRIPTOR...]
+    python -m farandole.testnet.bench.worker PART SOCKET
 
 Requests arrive on the socket. Each is a call of an action, a method of the part's class, which is created with a stack
-that ends with the requests, and with the other descriptors.
+that ends with the requests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from farandole.node.base.system.tuning import importing_for_good
 # Requests are lines of a few hundred bytes.
 MAX_REQUEST_BYTES: Final = 65_536
 PARTS: Final = {
-    "raw end": "exchange:RawEnd",
     "exchanging node": "exchange:ExchangingNode",
-    "averaging trainer": "exchange:AveragingTrainer",
     "program": "exchange:MeshProgram",
     "joining node": "join:JoiningNode",
     "whole model": "stages:WholeModel",
@@ -44,14 +42,14 @@ PARTS: Final = {
 """Part of a benchmark -> module here and class, whose methods are the actions."""
 
 
-async def serve(part: str, descriptor: int, *others: int) -> None:
+async def serve(part: str, descriptor: int) -> None:
     """Answer requests until the other end closes; an action's error is sent as its answer."""
     module, _, name = PARTS[part].partition(":")
     control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
     async with contextlib.AsyncExitStack() as stack:
         with importing_for_good():  # as daemons and trainers do
             served_class = getattr(import_module(f".{module}", __package__), name)
-        served = served_class(stack, *others)
+        served = served_class(stack)
         async for line in _lines(control):
             request = json.loads(line)
             try:
@@ -72,7 +70,7 @@ async def _lines(control: trio.SocketStream) -> AsyncIterator[bytes]:
 
 
 if __name__ == "__main__":
-    part, *descriptors = sys.argv[1:]
+    part, descriptor = sys.argv[1:]
     # The benchmark may be interrupted while an answer is due; a connection that breaks then is no error.
     with contextlib.suppress(BrokenPipeError):
-        trio.run(serve, part, *map(int, descriptors))
+        trio.run(serve, part, int(descriptor))

@@ -1,4 +1,4 @@
-"""The parts of the benchmark of exchanges: a mesh process, its trainer, a plain socket, and a program with a mesh."""
+"""The parts of the benchmark of exchanges: a node, and a program with a mesh."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import trio
 from blake3 import blake3
@@ -34,7 +35,7 @@ from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.training.outer.codec import decode, encode, encoded_size
 
 from ..peers.peer import vector
-from .usage import UsageMeter, map_payload, watched_loop
+from .usage import measured, watched_loop
 
 # Enough for an exchange of whole contributions over a slow line or a relay, on a busy machine.
 EXCHANGE_SECONDS: Final = 60.0
@@ -88,56 +89,22 @@ def check_committed(result: ExchangeEnded) -> None:
         raise ConnectionError("no bulk channel opened for an exchange")
 
 
-class RawEnd:
-    """One end of a blocking TCP connection: the upper bound of the machine."""
-
-    def __init__(self, stack: AsyncExitStack, outgoing: int, incoming: int) -> None:
-        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
-        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-
-    def listen(self) -> dict[str, Any]:
-        """Return the address where this end listens."""
-        return {"address": self._listener.getsockname()}
-
-    async def meet(self, address: tuple[str, int] | None) -> dict[str, Any]:
-        """Connect to ``address``, or wait for the other end."""
-        self._meter = UsageMeter([self._outgoing, self._incoming])
-        if address is None:
-            self._connection, _ = await trio.to_thread.run_sync(self._listener.accept)
-        else:
-            host, port = address
-            self._connection = socket.create_connection((host, port))
-        return {}
-
-    def send(self, size: int) -> dict[str, Any]:
-        """Send the first ``size`` bytes."""
-        with self._meter.running() as figures:
-            self._connection.sendall(self._outgoing[:size])
-        return figures
-
-    def receive(self, size: int) -> dict[str, Any]:
-        """Receive ``size`` bytes."""
-        received = 0
-        with self._meter.running() as figures:
-            while received < size:
-                got = self._connection.recv_into(self._incoming[received:size])
-                if not got:
-                    raise ConnectionError("the other end is gone")
-                received += got
-        return figures
-
-
 class ExchangingNode:
-    """One of two nodes with an open bulk channel; the node that connected initiates the exchanges."""
+    """One of two nodes with a bulk channel and a plain connection; the one that connected initiates the exchanges.
 
-    def __init__(self, stack: AsyncExitStack, outgoing: int, incoming: int) -> None:
+    It holds a vector, too, which it encodes, and averages with the other's.
+    """
+
+    def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
-        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
 
-    async def listen(self) -> dict[str, Any]:
-        """Open the host, and return its address."""
+    async def listen(self, size: int) -> dict[str, Any]:
+        """Make payloads of ``size`` bytes, open the host, and return its address and that of the plain listener."""
+        random_bytes = np.random.default_rng(0).bytes(size)  # nothing on the way compresses them
+        self._outgoing, self._incoming = memoryview(bytearray(random_bytes)), memoryview(bytearray(random_bytes))
         self._host = await self._stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
         self._channels = await self._stack.enter_async_context(open_bulk(self._host, bytes(32)))
+        self._listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         opened, self._coming = trio.open_memory_channel[Libp2pStream](1)
         self._is_over = trio.Event()
 
@@ -146,10 +113,10 @@ class ExchangingNode:
             await self._is_over.wait()
 
         self._host.set_handler(PROTOCOL, serve)
-        return {"address": self._host.addresses[0]}
+        return {"address": self._host.addresses[0], "plain": self._listener.getsockname()}
 
-    async def meet(self, address: str | None) -> dict[str, Any]:
-        """Connect to ``address``, or wait for the other node; both then have a bulk channel."""
+    async def meet(self, address: str | None, plain: tuple[str, int] | None) -> dict[str, Any]:
+        """Connect to the addresses, or wait for the other node; both then have a bulk channel."""
         self._is_initiator = address is not None
         if address is None:
             stream = await self._coming.receive()
@@ -163,26 +130,64 @@ class ExchangingNode:
         self._is_over.set()
         self._stack.callback(self._channels.discard, self._channel)
         self._exchanges = ExchangeService(self._host, self._channels)
-        self._meter = UsageMeter([self._outgoing, self._incoming])
+        if plain is None:
+            self._plain, _ = await trio.to_thread.run_sync(self._listener.accept)
+        else:
+            self._plain = socket.create_connection((plain[0], plain[1]))
         return {}
 
-    async def send(self, size: int) -> dict[str, Any]:
-        """Send the first ``size`` bytes over the bulk channel."""
-        with self._meter.running() as figures:
-            await self._channel.send(self._outgoing[:size])
+    async def send(self, size: int, is_plain: bool) -> dict[str, Any]:
+        """Send the first ``size`` bytes over the bulk channel, or the plain connection: the machine's upper bound."""
+        with measured() as figures:
+            if is_plain:
+                self._plain.sendall(self._outgoing[:size])
+            else:
+                await self._channel.send(self._outgoing[:size])
         return figures
 
-    async def receive(self, size: int) -> dict[str, Any]:
-        """Receive ``size`` bytes over the bulk channel, which hashes them."""
-        with self._meter.running() as figures:
-            await self._channel.receive_into(self._incoming[:size])
+    async def receive(self, size: int, is_plain: bool) -> dict[str, Any]:
+        """Receive ``size`` bytes over the bulk channel, which hashes them, or over the plain connection."""
+        received = 0
+        with measured() as figures:
+            if not is_plain:
+                await self._channel.receive_into(self._incoming[:size])
+            while is_plain and received < size:
+                got = self._plain.recv_into(self._incoming[received:size])
+                if not got:
+                    raise ConnectionError("the other end is gone")
+                received += got
         return figures
+
+    async def swap(self, size: int, times: int) -> dict[str, Any]:
+        """Move ``size`` bytes each way at once over the bulk channel, ``times`` times, and measure the loop's lag."""
+        with measured() as figures:
+            async with watched_loop(figures):
+                for _ in range(times):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._channel.send, self._outgoing[:size])
+                        nursery.start_soon(self._channel.receive_into, self._incoming[:size])
+        return figures
+
+    def hold(self, index: int, num_elements: int) -> dict[str, Any]:
+        """Draw both vectors, and hold the ``index``-th; both nodes share the machine, so each has one thread."""
+        torch.set_num_threads(1)
+        keep_memory()
+        first, second = (torch.from_numpy(vector(number, num_elements)) for number in range(2))
+        self._vector, self._mean = (first, second)[index], (first + second) / 2
+        return {}
+
+    def contribute(self, codec: str) -> dict[str, Any]:
+        """Encode, and hash for the offer."""
+        started_at = time.monotonic()
+        size = encode(codec, self._vector, self._outgoing)
+        digest = blake3(self._outgoing[:size]).hexdigest()
+        return {"started_at": started_at, "ended_at": time.monotonic(), "size": size, "digest": digest}
 
     async def exchange(self, round: int, codec: Codec, size: int, digest: str) -> dict[str, Any]:
         """Exchange an encoded contribution over a new channel."""
         outgoing = Outgoing(self._outgoing[:size], bytes.fromhex(digest))
         incoming, is_initiator = self._incoming[:size], self._is_initiator
-        with self._meter.running() as figures:
+        with measured() as figures:
             self._channels.close_kept()
             result = await exchange_with(
                 self._exchanges, self._peer, round, outgoing, incoming, is_initiator=is_initiator, codec=codec
@@ -190,15 +195,14 @@ class ExchangingNode:
             check_committed(result)
         return figures
 
-    async def swap(self, size: int, times: int) -> dict[str, Any]:
-        """Move ``size`` bytes each way at once over the bulk channel, ``times`` times, and measure the loop's lag."""
-        with self._meter.running() as figures:
-            async with watched_loop(figures):
-                for _ in range(times):
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(self._channel.send, self._outgoing[:size])
-                        nursery.start_soon(self._channel.receive_into, self._incoming[:size])
-        return figures
+    def average(self, codec: str) -> dict[str, Any]:
+        """Decode and average; return the distance from the mean of both vectors."""
+        started_at = time.monotonic()
+        size = encoded_size(codec, len(self._vector))
+        mean = decode(codec, self._incoming[:size], len(self._vector)).add_(self._vector).mul_(0.5)
+        ended_at = time.monotonic()
+        error = float((mean - self._mean).square().mean().sqrt())
+        return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
 
 
 async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool) -> BulkChannel:
@@ -217,37 +221,6 @@ async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool
     if not isinstance(channel, BulkChannel):
         raise ConnectionError("no bulk channel opened")
     return channel
-
-
-class AveragingTrainer:
-    """Holds the ``index``-th of two vectors: encodes it for the mesh process, decodes the partner's, and averages."""
-
-    def __init__(self, stack: AsyncExitStack, outgoing: int, incoming: int) -> None:
-        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
-
-    def begin(self, index: int, num_elements: int) -> dict[str, Any]:
-        """Draw fresh vectors; both trainers share the machine, so each has one thread."""
-        torch.set_num_threads(1)
-        keep_memory()
-        first, second = (torch.from_numpy(vector(number, num_elements)) for number in range(2))
-        self._vector, self._mean = (first, second)[index], (first + second) / 2
-        return {}
-
-    def contribute(self, codec: str) -> dict[str, Any]:
-        """Encode, and hash for the offer."""
-        started_at = time.monotonic()
-        size = encode(codec, self._vector, self._outgoing)
-        digest = blake3(self._outgoing[:size]).hexdigest()
-        return {"started_at": started_at, "ended_at": time.monotonic(), "size": size, "digest": digest}
-
-    def average(self, codec: str) -> dict[str, Any]:
-        """Decode and average; return the distance from the mean of both vectors."""
-        started_at = time.monotonic()
-        size = encoded_size(codec, len(self._vector))
-        mean = decode(codec, self._incoming[:size], len(self._vector)).add_(self._vector).mul_(0.5)
-        ended_at = time.monotonic()
-        error = float((mean - self._mean).square().mean().sqrt())
-        return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
 
 
 class MeshProgram:

@@ -1,11 +1,9 @@
-"""A benchmark's payloads in shared memory, and what its processes measure of themselves."""
+"""What a benchmark's processes measure of themselves."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import mmap
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,42 +12,26 @@ from typing import Any, Final
 
 import trio
 
-from farandole.node.base.system.memory import map_shared_memory
-
 # Sleep of the watched loop's task.
 NAP: Final = 0.001
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def map_payload(descriptor: int) -> memoryview:
-    """Map the memory of a `SharedPayload`."""
-    return memoryview(map_shared_memory(descriptor, os.fstat(descriptor).st_size))
+@contextlib.contextmanager
+def measured() -> Iterator[dict[str, Any]]:
+    """Yield a dictionary, and fill it when the block ends.
 
-
-class UsageMeter:
-    """Measures blocks of code. Memory counts above the process's memory at the start, when its payload was mapped."""
-
-    def __init__(self, payload: list[memoryview]) -> None:
-        for memory in payload:
-            for start in range(0, memory.nbytes, mmap.PAGESIZE):
-                memory[start]
-        self._idle_mb = memory_mb("VmRSS")
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[dict[str, Any]]:
-        """Yield a dictionary, and fill it when the block ends.
-
-        ``started_at``, ``ended_at``: `time.monotonic`; ``most_mb``: the peak resident memory during the block above the
-        idle process's (the kernel keeps a maximum, VmHWM, which is reset before; pages of the payload are resident
-        before and after).
-        """
-        figures: dict[str, Any] = {}
-        if _CLEAR_REFS.exists():
-            _CLEAR_REFS.write_text("5")
-        figures["started_at"] = time.monotonic()
-        yield figures
-        figures["ended_at"] = time.monotonic()
-        figures["most_mb"] = max(0.0, memory_mb("VmHWM") - self._idle_mb)
+    ``started_at``, ``ended_at``: `time.monotonic`; ``most_mb``: the peak resident memory during the block above that
+    before it (the kernel keeps a maximum, VmHWM, which is reset before).
+    """
+    figures: dict[str, Any] = {}
+    if _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
+    idle_mb = memory_mb("VmRSS")
+    figures["started_at"] = time.monotonic()
+    yield figures
+    figures["ended_at"] = time.monotonic()
+    figures["most_mb"] = max(0.0, memory_mb("VmHWM") - idle_mb)
 
 
 def memory_mb(name: str) -> float:
