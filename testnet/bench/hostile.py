@@ -1,7 +1,7 @@
 """The benchmark of a hostile internet: the harm that strangers can do to a node.
 
 A node, its attackers and an honest dialer are a process each. During an attack, newcomers dial all the time, each with
-a key of its own, and wait for an answer; the node's memory, descriptors, tasks and log are read between dials. The
+a key of its own, and wait for an answer; the node's memory, descriptors and tasks are read between dials. The
 attackers target the port that the benchmark has opened on loopback, and nothing else
 (`farandole.testnet.bench.worker.hostile_attacks`).
 """
@@ -17,7 +17,7 @@ from typing import Annotated, Final
 
 import typer
 
-from .process import BenchWorker, Say, open_worker, worker_command
+from .process import BenchWorker, Say, open_workers
 from .report import OUT, Bench, Claim, Out, Write, open_bench
 from .worker.hostile_attacks import ATTACKS, RAW
 
@@ -57,7 +57,6 @@ class FloodResult:
     """Peak memory above that before."""
     left_over: dict[str, int]
     """Descriptors and tasks at the end, above those before."""
-    lines_per_minute: float
     dials: int = 0
     dial_max: float | None = None
     failures: list[str] = field(default_factory=list)
@@ -108,8 +107,8 @@ def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
     rows = []
     for plan in plans:
         with contextlib.ExitStack() as stack:
-            parts = ("attacked node", "attackers", "honest dialler")
-            workers = [stack.enter_context(open_worker(part, worker_command(part), log)) for part in parts]
+            (node,) = stack.enter_context(open_workers("attacked node", ["attacked node"], log))
+            workers = [node, *stack.enter_context(open_workers("hostile", ["attackers", "honest dialler"], log))]
             rows.append(_flood(workers, plan, say))
     return rows
 
@@ -143,7 +142,6 @@ def _flood(workers: Sequence[BenchWorker], flood: Flood, say: Say) -> FloodResul
         seconds=flooded["seconds"],
         over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
         left_over={what: last[what] - first[what] for what in ("descriptors", "tasks")},
-        lines_per_minute=60 * (last["log_lines"] - first["log_lines"]) / (last["at"] - first["at"]),
         dials=len(dials),
         dial_max=max(dials, default=None),
         failures=failures,

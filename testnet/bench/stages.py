@@ -48,16 +48,18 @@ Turns = dict[str, list[Turn]]
 
 
 def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
-    with open_workers("whole model", [ALONE], log) as (worker,):
-        answer = worker.ask("learn", manifest=task.manifest(), steps=task.all_steps, threads=threads)
+    with open_workers("stages", [ALONE], log) as (worker,):
+        answer = worker.ask("learn_whole", manifest=task.manifest(), steps=task.all_steps, threads=threads)
     return turn_of(task, [answer])
 
 
 def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
     request = {"schedule": schedule, "steps": task.all_steps, "rendezvous": str(folder / "rendezvous")}
     stages = range(task.num_stages)
-    with open_workers("torch rank", [f"{TORCH} {stage}" for stage in stages], log) as ranks:
-        answers = ask_all(ranks, "learn", [{"stage": stage} for stage in stages], manifest=task.manifest(), **request)
+    with open_workers("stages", [f"{TORCH} {stage}" for stage in stages], log) as ranks:
+        answers = ask_all(
+            ranks, "learn_stage", [{"stage": stage} for stage in stages], manifest=task.manifest(), **request
+        )
     return turn_of(task, answers)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -18,7 +17,6 @@ import numpy as np
 import trio
 import typer
 
-from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import choose_device
 
@@ -27,16 +25,16 @@ from ..play.live import open_view
 from ..play.process import NodeProcess
 from ..play.report import Merged
 from ..play.scenario import Scenario
-from .process import ANSWER_TIMEOUT, BenchError, get_all, median_of, open_workers
+from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
 from .report import OUT, Bench, Claim, Out, Write, open_bench
 
 NUM_NODES: Final = 2
 # Turns of inner steps alone, of each kind.
 ENGINE_TURNS: Final = 10
 ENGINE_SECONDS: Final = 3.0
-# Ends of a round that are timed, and the longest answer: a billion parameters on a slow disk.
+# Ends of a round that are timed, and how long they take: a billion parameters on a slow disk.
 END_TURNS: Final = 3
-END_TIMEOUT: Final = 20 * ANSWER_TIMEOUT
+END_TIMEOUT: Final = 60 * ANSWER_TIMEOUT
 # A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
 
@@ -73,16 +71,23 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
     Raises `BenchError` if the nodes did not exchange, or there was too little to measure.
     """
     bench.say(f"inner steps of a node and of a plain loop, in {2 * ENGINE_TURNS} turns of {ENGINE_SECONDS:g} s")
-    with open_workers("plain trainer", ["inner steps"], bench.log) as (worker,):
+    with open_workers("training", ["inner steps"], bench.log) as (worker,):
         worker.put("compare", run=run, device=device, turns=ENGINE_TURNS, seconds=ENGINE_SECONDS)
         engine = float(worker.get(ANSWER_TIMEOUT + 4 * ENGINE_TURNS * ENGINE_SECONDS)["ratio"])
     bench.say("the end of a round")
-    round_end = _end_rounds(bench, run, device)
+    checkpoint = bench.out / f"{bench.name}.checkpoint"
+    try:
+        with open_workers("training", ["a round's end"], bench.log) as (worker,):
+            worker.put("end_rounds", run=run, device=device, path=str(checkpoint), turns=END_TURNS)
+            round_end = worker.get(END_TIMEOUT)["seconds"]
+    finally:
+        for leftover in bench.out.glob(f"{checkpoint.name}*"):
+            leftover.unlink()
     bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
     request = {"run": run, "device": device, "warmup_seconds": round_seconds, "seconds": 2 * round_seconds}
-    with open_workers("plain trainer", [f"plain loop {author}" for author in range(NUM_NODES)], bench.log) as workers:
+    with open_workers("training", [f"plain loop {author}" for author in range(NUM_NODES)], bench.log) as workers:
         for author, worker in enumerate(workers):
-            worker.put("learn", author=author, **request)
+            worker.put("learn_plainly", author=author, **request)
         plain = get_all(workers, ANSWER_TIMEOUT + 3 * round_seconds)
     bench.close()
     scenario = msgspec.convert(
@@ -128,24 +133,6 @@ def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: fl
         "outer": {"codec": codec},
         "rounds": {"round_seconds": round_seconds, "exchange_seconds": round_seconds, "overlap": True},
     }
-
-
-def _end_rounds(bench: Bench, run: dict[str, Any], device: str) -> dict[str, float]:
-    """Return the median seconds of each part of a round's end, with a partner whose contribution equals ours."""
-    checkpoint = bench.out / f"{bench.name}.checkpoint"
-    try:
-        with open_workers("ending trainer", ["a round's end"], bench.log) as (worker,):
-            manifest = msgspec.to_builtins(manifest_of(run, Path(), 0.0))
-            worker.put("begin", manifest=manifest, device=device, path=str(checkpoint))
-            worker.get(END_TIMEOUT)
-            turns = []
-            for _ in range(END_TURNS + 1):  # the first one maps memory
-                worker.put("play")
-                turns.append(worker.get(END_TIMEOUT)["seconds"])
-    finally:
-        for leftover in bench.out.glob(f"{checkpoint.name}*"):
-            leftover.unlink()
-    return median_of(turns[1:])
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:

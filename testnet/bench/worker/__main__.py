@@ -2,8 +2,8 @@
 
     python -m farandole.testnet.bench.worker PART SOCKET
 
-Requests arrive on the socket. Each is a call of an action, a method of the part's class, which is created with a stack
-that ends with the requests.
+Requests arrive on the socket. Each is a call of an action: a function, or a method of the part's class, which is
+created with a stack that ends with the requests.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ PARTS: Final = {
     "exchanging node": "exchange:ExchangingNode",
     "program": "exchange:MeshProgram",
     "joining node": "join:JoiningNode",
-    "whole model": "stages:WholeModel",
     "stage node": "stages:StageNode",
-    "torch rank": "stages:TorchRank",
+    "stages": "stages",
     "saving trainer": "training:SavingTrainer",
-    "plain trainer": "training:PlainTrainer",
-    "ending trainer": "training:EndingTrainer",
+    "training": "training",
     "DiLoCo member": "race:DiLoCoMember",
     "home": "nat:HomeNode",
     "attacked node": "hostile:AttackedNode",
-    "attackers": "hostile:Attackers",
-    "honest dialler": "hostile:HonestDialler",
+    "hostile": "hostile",
 }
-"""Part of a benchmark -> module here and class, whose methods are the actions."""
+"""Part of a benchmark -> module here, whose functions are the actions, or a class in it, whose methods are."""
 
 
 async def serve(part: str, descriptor: int) -> None:
@@ -48,8 +45,9 @@ async def serve(part: str, descriptor: int) -> None:
     control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
     async with contextlib.AsyncExitStack() as stack:
         with importing_for_good():  # as daemons and trainers do
-            served_class = getattr(import_module(f".{module}", __package__), name)
-        served = served_class(stack)
+            served = import_module(f".{module}", __package__)
+        if name:
+            served = getattr(served, name)(stack)
         async for line in _lines(control):
             request = json.loads(line)
             try:

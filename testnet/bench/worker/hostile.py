@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import resource
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -32,35 +30,18 @@ MAX_FLOOD_SECONDS: Final = 900.0
 MAX_ATTACKS: Final = 100_000
 
 
-class LineCounter(logging.Handler):
-    """Counts the lines that a daemon would write to its log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_lines = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count one line."""
-        self.num_lines += 1
+def raise_limit() -> None:
+    """Raise this process's limit of descriptors to the maximum."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class HostileProcess:
-    """One of the processes, with its limit of descriptors raised to the maximum."""
+class AttackedNode:
+    """The attacked node: a host with one protocol."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-class AttackedNode(HostileProcess):
-    """The attacked node: a host with one protocol, whose log is at the daemon's level."""
-
-    def __init__(self, stack: AsyncExitStack) -> None:
-        super().__init__(stack)
+        raise_limit()
         self._stack = stack
-        self._log = LineCounter()
-        logging.getLogger().addHandler(self._log)
-        logging.getLogger("farandole").setLevel(logging.INFO)
 
     async def address(self) -> dict[str, Any]:
         """Listen, and return the address."""
@@ -74,8 +55,6 @@ class AttackedNode(HostileProcess):
             "rss_mb": memory_mb("VmRSS"),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
-            "log_lines": self._log.num_lines,
-            "at": time.monotonic(),
         }
 
 
@@ -86,63 +65,59 @@ async def echo(stream: Libp2pStream) -> None:
             await stream.send_all(data)
 
 
-class Attackers(HostileProcess):
-    """Many strangers in one process."""
+async def flood(
+    port: int, peer: str, kinds: Sequence[str], number: int, per_second: float, sources: int, patience: float
+) -> dict[str, Any]:
+    """Attack with ``number`` connections of these kinds in turn, from ``sources`` addresses of 127.0.0.0/8.
 
-    async def flood(
-        self, port: int, peer: str, kinds: Sequence[str], number: int, per_second: float, sources: int, patience: float
-    ) -> dict[str, Any]:
-        """Attack with ``number`` connections of these kinds in turn, from ``sources`` addresses of 127.0.0.0/8.
+    A connection starts when it is due at ``per_second``, but not while `MAX_AT_ONCE` are open, so the rate may be
+    lower.
+    """
+    raise_limit()
+    target, rng = public_key_of(peer), random.Random(0)
+    limit = trio.CapacityLimiter(MAX_AT_ONCE)
+    started_at = trio.current_time()
+    num_begun = 0
 
-        A connection starts when it is due at ``per_second``, but not while `MAX_AT_ONCE` are open, so the rate may be
-        lower.
-        """
-        target, rng = public_key_of(peer), random.Random(0)
-        limit = trio.CapacityLimiter(MAX_AT_ONCE)
-        started_at = trio.current_time()
-        num_begun = 0
+    async def one(index: int) -> None:
+        # The honest dialer's address for one source, else one of many, in networks of 250.
+        place = index % sources
+        source = f"127.7.{place // 250}.{1 + place % 250}" if sources > 1 else "127.0.0.1"
+        try:
+            await attack(kinds[index % len(kinds)], port, target, source, rng, patience)
+        finally:
+            limit.release_on_behalf_of(index)
 
-        async def one(index: int) -> None:
-            # The honest dialer's address for one source, else one of many, in networks of 250.
-            place = index % sources
-            source = f"127.7.{place // 250}.{1 + place % 250}" if sources > 1 else "127.0.0.1"
+    with trio.move_on_after(MAX_FLOOD_SECONDS):
+        async with trio.open_nursery() as nursery:
+            for index in range(min(number, MAX_ATTACKS)):
+                await trio.sleep_until(started_at + index / per_second)
+                await limit.acquire_on_behalf_of(index)
+                nursery.start_soon(one, index)
+                num_begun += 1
+            flooded = trio.current_time() - started_at
+    return {"number": num_begun, "seconds": flooded}
+
+
+async def dial(address: str, seconds: float, interval: float) -> dict[str, Any]:
+    """Dial as newcomers for ``seconds``, each with a key of its own; return each one's seconds until the answer."""
+    raise_limit()
+    peer = public_key_of(address.rpartition("/")[2])
+    times: list[float] = []
+    failures: list[str] = []
+    ends_at = trio.current_time() + min(seconds, MAX_FLOOD_SECONDS)
+    while trio.current_time() < ends_at:
+        async with open_host(Ed25519PrivateKey.generate(), []) as host:
+            started_at = trio.current_time()
             try:
-                await attack(kinds[index % len(kinds)], port, target, source, rng, patience)
-            finally:
-                limit.release_on_behalf_of(index)
-
-        with trio.move_on_after(MAX_FLOOD_SECONDS):
-            async with trio.open_nursery() as nursery:
-                for index in range(min(number, MAX_ATTACKS)):
-                    await trio.sleep_until(started_at + index / per_second)
-                    await limit.acquire_on_behalf_of(index)
-                    nursery.start_soon(one, index)
-                    num_begun += 1
-                flooded = trio.current_time() - started_at
-        return {"number": num_begun, "seconds": flooded}
-
-
-class HonestDialler(HostileProcess):
-    """An honest peer that dials the node."""
-
-    async def dial(self, address: str, seconds: float, interval: float) -> dict[str, Any]:
-        """Dial as newcomers for ``seconds``, each with a key of its own; return each one's seconds until the answer."""
-        peer = public_key_of(address.rpartition("/")[2])
-        times: list[float] = []
-        failures: list[str] = []
-        ends_at = trio.current_time() + min(seconds, MAX_FLOOD_SECONDS)
-        while trio.current_time() < ends_at:
-            async with open_host(Ed25519PrivateKey.generate(), []) as host:
-                started_at = trio.current_time()
-                try:
-                    host.dialler.add_addresses(peer, [address])
-                    stream = await host.open_stream(peer, PROTOCOL, _CONNECT_TIMEOUT)
-                    with trio.fail_after(_CONNECT_TIMEOUT):
-                        await stream.send_all(b"?")
-                        if not await stream.receive_some():
-                            raise trio.BrokenResourceError("no answer")
-                    times.append(trio.current_time() - started_at)
-                except (PeerUnreachableError, trio.BrokenResourceError, trio.TooSlowError) as error:
-                    failures.append(f"{trio.current_time() - started_at:.2f} s: {error!r}")
-            await trio.sleep(interval)
-        return {"times": times, "failures": failures}
+                host.dialler.add_addresses(peer, [address])
+                stream = await host.open_stream(peer, PROTOCOL, _CONNECT_TIMEOUT)
+                with trio.fail_after(_CONNECT_TIMEOUT):
+                    await stream.send_all(b"?")
+                    if not await stream.receive_some():
+                        raise trio.BrokenResourceError("no answer")
+                times.append(trio.current_time() - started_at)
+            except (PeerUnreachableError, trio.BrokenResourceError, trio.TooSlowError) as error:
+                failures.append(f"{trio.current_time() - started_at:.2f} s: {error!r}")
+        await trio.sleep(interval)
+    return {"times": times, "failures": failures}

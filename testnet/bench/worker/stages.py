@@ -121,31 +121,29 @@ def author() -> bytes:
     return public_bytes(key_of(0))
 
 
-class WholeModel:
-    """Trains the whole model alone, and sums the gradients of the same microbatches: the baseline for stages."""
+def learn_whole(manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
+    """Train the whole model alone, and sum the gradients of the same microbatches: the baseline for stages.
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        os.nice(TRAINING_NICENESS)  # as trainers are
-
-    def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
-        """Take ``steps`` inner steps; return the time of each, and the mean loss of all."""
-        torch.set_num_threads(threads)
-        checked = manifest_from_dict(manifest)
-        model, inner = checked.model, checked.inner
-        sampler = build_sampler(checked, RUN_ID, author())
-        module = build_model(model, checked.seed)
-        replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
-        stepped_at, losses = [], []
-        for step in range(steps):
-            microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)
-            replica.clear_gradient()
-            for tokens in microbatches:  # (b, T + 1)
-                loss = language_loss(module, tokens)
-                loss.backward()
-                losses.append(float(loss.detach()))
-            replica.inner_step(inner.batch_size * model.context, len(microbatches))
-            stepped_at.append(time.monotonic())
-        return {"stepped_at": stepped_at, "loss": sum(losses) / len(losses)}
+    Returns the time of each of the ``steps`` inner steps, and the mean loss of all.
+    """
+    os.nice(TRAINING_NICENESS)  # as trainers are
+    torch.set_num_threads(threads)
+    checked = manifest_from_dict(manifest)
+    model, inner = checked.model, checked.inner
+    sampler = build_sampler(checked, RUN_ID, author())
+    module = build_model(model, checked.seed)
+    replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
+    stepped_at, losses = [], []
+    for step in range(steps):
+        microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)
+        replica.clear_gradient()
+        for tokens in microbatches:  # (b, T + 1)
+            loss = language_loss(module, tokens)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        replica.inner_step(inner.batch_size * model.context, len(microbatches))
+        stepped_at.append(time.monotonic())
+    return {"stepped_at": stepped_at, "loss": sum(losses) / len(losses)}
 
 
 class StageNode:
@@ -249,52 +247,47 @@ class LineStage(nn.Module):
         return self.stage.logits(x) if self._is_last else x
 
 
-class TorchRank:
-    """The process of one stage."""
-
-    def __init__(self, stack: AsyncExitStack) -> None:
-        os.nice(TRAINING_NICENESS)  # as trainers are
-
-    def learn(self, manifest: dict[str, Any], stage: int, schedule: str, steps: int, rendezvous: str) -> dict[str, Any]:
-        """Take ``steps`` inner steps; return the time of each, and at the last stage the mean loss of all."""
-        torch.set_num_threads(1)
-        checked = manifest_from_dict(manifest)
-        model, inner = checked.model, checked.inner
-        is_first, is_last = stage == 0, stage == model.num_stages - 1
-        if Path("/sys/class/net", LOOPBACK).exists():
-            os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=stage,
-            world_size=model.num_stages,
-            timeout=GLOO_TIMEOUT,
-        )
-        ends = dist.new_group([0, model.num_stages - 1])
-        module = LineStage(
-            build_model(model, checked.seed, layers_of(model)[stage], has_ends=is_first or is_last),
-            is_first=is_first,
-            is_last=is_last,
-        )
-        replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
-        num_microbatches = inner.batch_size // checked.pipeline.microbatch_size
-        line = PipelineStage(module, stage, model.num_stages, torch.device("cpu"))
-        pipeline = SCHEDULES[schedule](line, num_microbatches, loss_fn=cross_entropy, scale_grads=False)
-        sampler = build_sampler(checked, RUN_ID, author()) if is_first or is_last else None
-        stepped_at: list[float] = []
-        losses: list[Tensor] = []
-        for step in range(steps):
-            replica.clear_gradient()
-            tokens = None if sampler is None else torch.as_tensor(sampler.batch(step))  # (B, T + 1)
-            inputs = [tokens[:, :-1]] if tokens is not None and is_first else []
-            target = tokens[:, 1:].contiguous() if tokens is not None and is_last else None
-            of_step: list[Tensor] = []
-            pipeline.step(*inputs, target=target, losses=of_step if is_last else None, return_outputs=False)
-            losses += of_step
-            if is_first or is_last:
-                dist.all_reduce(cast("Tensor", module.stage.embedding.weight.grad), group=ends)
-            replica.inner_step(inner.batch_size * model.context, num_microbatches)
-            stepped_at.append(time.monotonic())
-        dist.destroy_process_group()
-        loss = float(torch.stack(losses).detach().mean()) if losses else None
-        return {"stepped_at": stepped_at, "loss": loss}
+def learn_stage(manifest: dict[str, Any], stage: int, schedule: str, steps: int, rendezvous: str) -> dict[str, Any]:
+    """Take ``steps`` inner steps of one stage; return the time of each, and at the last stage the mean loss of all."""
+    os.nice(TRAINING_NICENESS)  # as trainers are
+    torch.set_num_threads(1)
+    checked = manifest_from_dict(manifest)
+    model, inner = checked.model, checked.inner
+    is_first, is_last = stage == 0, stage == model.num_stages - 1
+    if Path("/sys/class/net", LOOPBACK).exists():
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=stage,
+        world_size=model.num_stages,
+        timeout=GLOO_TIMEOUT,
+    )
+    ends = dist.new_group([0, model.num_stages - 1])
+    module = LineStage(
+        build_model(model, checked.seed, layers_of(model)[stage], has_ends=is_first or is_last),
+        is_first=is_first,
+        is_last=is_last,
+    )
+    replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
+    num_microbatches = inner.batch_size // checked.pipeline.microbatch_size
+    line = PipelineStage(module, stage, model.num_stages, torch.device("cpu"))
+    pipeline = SCHEDULES[schedule](line, num_microbatches, loss_fn=cross_entropy, scale_grads=False)
+    sampler = build_sampler(checked, RUN_ID, author()) if is_first or is_last else None
+    stepped_at: list[float] = []
+    losses: list[Tensor] = []
+    for step in range(steps):
+        replica.clear_gradient()
+        tokens = None if sampler is None else torch.as_tensor(sampler.batch(step))  # (B, T + 1)
+        inputs = [tokens[:, :-1]] if tokens is not None and is_first else []
+        target = tokens[:, 1:].contiguous() if tokens is not None and is_last else None
+        of_step: list[Tensor] = []
+        pipeline.step(*inputs, target=target, losses=of_step if is_last else None, return_outputs=False)
+        losses += of_step
+        if is_first or is_last:
+            dist.all_reduce(cast("Tensor", module.stage.embedding.weight.grad), group=ends)
+        replica.inner_step(inner.batch_size * model.context, num_microbatches)
+        stepped_at.append(time.monotonic())
+    dist.destroy_process_group()
+    loss = float(torch.stack(losses).detach().mean()) if losses else None
+    return {"stepped_at": stepped_at, "loss": loss}

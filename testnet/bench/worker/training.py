@@ -6,10 +6,13 @@ and nothing else.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
@@ -34,127 +37,111 @@ _PARTNER: Final = Encounter(b"partner".ljust(32), own_tokens=1, partner_tokens=1
 Result = TypeVar("Result")
 
 
-class PlainSteps:
-    """Inner steps in plain PyTorch."""
+def plain_steps(manifest: Manifest, author: bytes, device: Device) -> Callable[[], None]:
+    """Return a function that takes the next inner step in plain PyTorch."""
+    model, inner = manifest.model, manifest.inner
+    batches = map(build_sampler(manifest, RUN_ID, author).batch, itertools.count())
+    module = build_model(model, 0).to(device.torch_device)
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        inner.learning_rate,
+        (inner.beta1, inner.beta2),
+        weight_decay=0.0,
+        fused=device.torch_device.type == "cuda" or None,
+    )
 
-    def __init__(self, manifest: Manifest, author: bytes, device: Device) -> None:
-        model, self._inner, self._device = manifest.model, manifest.inner, device
-        self._sampler = build_sampler(manifest, RUN_ID, author)
-        self._module = build_model(model, 0).to(device.torch_device)
-        self._step = 0
-        inner = self._inner
-        self._optimizer = torch.optim.AdamW(
-            self._module.parameters(),
-            inner.learning_rate,
-            (inner.beta1, inner.beta2),
-            weight_decay=0.0,
-            fused=device.torch_device.type == "cuda" or None,
-        )
-
-    def learn(self) -> None:
-        """Take a step."""
-        tokens = torch.as_tensor(self._sampler.batch(self._step)).to(self._device.torch_device, non_blocking=True)
-        self._optimizer.zero_grad()
-        with self._device.autocast():
-            loss = language_loss(self._module, tokens)
+    def learn() -> None:
+        tokens = torch.as_tensor(next(batches)).to(device.torch_device, non_blocking=True)
+        optimizer.zero_grad()
+        with device.autocast():
+            loss = language_loss(module, tokens)
         loss.backward()
-        if self._inner.clip:
-            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._inner.clip)
-        self._optimizer.step()
-        self._step += 1
+        if inner.clip:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), inner.clip)
+        optimizer.step()
+
+    return learn
 
 
-def rate_of(learner: PlainSteps | Learner, manifest: Manifest, device: Device, seconds: float) -> float:
+def rate_of(learn: Callable[[], object], manifest: Manifest, device: Device, seconds: float) -> float:
     """Take inner steps for this time; return tokens per second."""
-
-    def now() -> float:
-        if device.torch_device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    began_at, num_steps = now(), 0
+    synchronize(device)
+    began_at, num_steps = time.perf_counter(), 0
     while time.perf_counter() < began_at + seconds or not num_steps:
-        learner.learn()
+        learn()
         num_steps += 1
-    return num_steps * manifest.inner.batch_size * manifest.model.context / (now() - began_at)
+    synchronize(device)
+    return num_steps * manifest.inner.batch_size * manifest.model.context / (time.perf_counter() - began_at)
 
 
-class PlainTrainer:
-    """A process that runs a loop."""
-
-    def __init__(self, stack: AsyncExitStack) -> None:
-        torch.set_num_threads(1)  # as a testnet's nodes have
-
-    def learn(
-        self, run: dict[str, object], device: str, warmup_seconds: float, seconds: float, author: int
-    ) -> dict[str, Any]:
-        """Train plainly; the warm-up is not counted: kernels are chosen, and the other loops start in this time.
-
-        ``author`` is the loop's index: each has batches of its own.
-        """
-        manifest, chosen = manifest_of(run, Path(), 0.0), choose_device(device)
-        steps = PlainSteps(manifest, author.to_bytes(32, "little"), chosen)
-        rate_of(steps, manifest, chosen, warmup_seconds)
-        return {"tokens_per_second": rate_of(steps, manifest, chosen, seconds), "device": chosen.description}
-
-    def compare(self, run: dict[str, object], device: str, turns: int, seconds: float) -> dict[str, Any]:
-        """Train with a node's engine and with a plain loop in turns of ``seconds``, on the same batches."""
-        manifest, chosen, author = manifest_of(run, Path(), 0.0), choose_device(device), bytes(32)
-        plain = PlainSteps(manifest, author, chosen)
-        engine = build_learner(manifest, run_id=RUN_ID, author=author, settings=TrainerSettings(device=device))
-        turns += 1  # in the first, kernels are chosen and caches filled
-        rates = [rate_of(learner, manifest, chosen, seconds) for _ in range(turns) for learner in (plain, engine)][2:]
-        return {"ratio": median(fast / slow for slow, fast in zip(rates[::2], rates[1::2], strict=True))}
+def synchronize(device: Device) -> None:
+    """Wait for the GPU's queue, so that queued work is in the time."""
+    if device.torch_device.type == "cuda":
+        torch.cuda.synchronize()
 
 
-class EndingTrainer:
-    """A trainer that ends rounds, and times each part of it; call `begin` first, once."""
+def learn_plainly(
+    run: dict[str, object], device: str, warmup_seconds: float, seconds: float, author: int
+) -> dict[str, Any]:
+    """Train plainly; the warm-up is not counted: kernels are chosen, and the other loops start in this time.
 
-    _learner: Learner
+    ``author`` is the loop's index: each has batches of its own.
+    """
+    torch.set_num_threads(1)  # as a testnet's nodes have
+    manifest, chosen = manifest_of(run, Path(), 0.0), choose_device(device)
+    learn = plain_steps(manifest, author.to_bytes(32, "little"), chosen)
+    rate_of(learn, manifest, chosen, warmup_seconds)
+    return {"tokens_per_second": rate_of(learn, manifest, chosen, seconds), "device": chosen.description}
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        os.nice(TRAINING_NICENESS)  # as trainers are
-        self._seconds: dict[str, float] = {}
 
-    def begin(self, manifest: dict[str, Any], device: str, path: str) -> dict[str, Any]:
-        """Build the engine and take the first step, which allocates."""
-        self._learner = build_learner(
-            manifest_from_dict(manifest), run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device)
-        )
-        self._path = Path(path)
-        self._learner.learn()
-        self._outgoing, self._incoming = (bytearray(self._learner.round_end.contribution_bytes) for _ in range(2))
-        for memory in (self._outgoing, self._incoming):
-            self._learner.round_end.outer.copier.pin(memoryview(memory))
-        return {"num_parameters": self._learner.checkpoint.layout.num_elements}
+def compare(run: dict[str, object], device: str, turns: int, seconds: float) -> dict[str, Any]:
+    """Train with a node's engine and with a plain loop in turns of ``seconds``, on the same batches."""
+    torch.set_num_threads(1)
+    manifest, chosen, author = manifest_of(run, Path(), 0.0), choose_device(device), bytes(32)
+    engine = build_learner(manifest, run_id=RUN_ID, author=author, settings=TrainerSettings(device=device))
+    loops = plain_steps(manifest, author, chosen), engine.learn
+    turns += 1  # in the first, kernels are chosen and caches filled
+    rates = [rate_of(learn, manifest, chosen, seconds) for _ in range(turns) for learn in loops][2:]
+    return {"ratio": median(fast / slow for slow, fast in zip(rates[::2], rates[1::2], strict=True))}
 
-    def play(self) -> dict[str, Any]:
-        """End a round with a partner whose contribution equals this one; return each part's seconds."""
-        learner, self._seconds = self._learner, {}
-        learner.learn()
 
-        def encode() -> int:
-            size = learner.round_end.contribution()
-            learner.round_end.encode(memoryview(self._outgoing)[:size])
-            return size
+def end_rounds(run: dict[str, object], device: str, path: str, turns: int) -> dict[str, Any]:
+    """End rounds with a partner whose contribution equals this one; return each part's seconds, medians.
 
-        size = self._time("encode", encode)
-        incoming = memoryview(self._incoming)[:size]
-        incoming[:] = memoryview(self._outgoing)[:size]
-        self._time("decode", lambda: learner.round_end.take_in(incoming, size))
-        self._time("judge", lambda: learner.round_end.screen(incoming, _PARTNER))
-        self._time("outer step", lambda: learner.round_end.apply(incoming, _PARTNER))
-        saved = self._time("save", lambda: learner.checkpoint.save(self._path))
-        self._time("load", lambda: learner.checkpoint.load(self._path, saved.hashes))
-        return {"seconds": self._seconds, "checkpoint_bytes": self._path.stat().st_size}
+    The first round, which maps memory, is not counted. The checkpoint is saved to ``path``.
+    """
+    os.nice(TRAINING_NICENESS)  # as trainers are
+    manifest = manifest_of(run, Path(), 0.0)
+    learner = build_learner(manifest, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
+    end = learner.round_end
+    outgoing, incoming = (memoryview(bytearray(end.contribution_bytes)) for _ in range(2))
+    for memory in (outgoing, incoming):
+        end.outer.copier.pin(memory)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
 
-    def _time(self, part: str, call: Callable[[], Result]) -> Result:
+    def timed(part: str, call: Callable[[], Result]) -> Result:
         began_at = time.perf_counter()
         result = call()
-        if self._learner.device.torch_device.type == "cuda":
-            torch.cuda.synchronize()
-        self._seconds[part] = time.perf_counter() - began_at
+        synchronize(learner.device)
+        seconds[part].append(time.perf_counter() - began_at)
         return result
+
+    def encode() -> int:
+        size = end.contribution()
+        end.encode(outgoing[:size])
+        return size
+
+    for _ in range(turns + 1):
+        learner.learn()
+        size = timed("encode", encode)
+        received = incoming[:size]
+        received[:] = outgoing[:size]
+        timed("decode", partial(end.take_in, received, size))
+        timed("judge", partial(end.screen, received, _PARTNER))
+        timed("outer step", partial(end.apply, received, _PARTNER))
+        saved = timed("save", partial(learner.checkpoint.save, Path(path)))
+        timed("load", partial(learner.checkpoint.load, Path(path), saved.hashes))
+    return {"seconds": {part: median(each[1:]) for part, each in seconds.items()}}
 
 
 class SavingTrainer:
@@ -192,7 +179,7 @@ class SavingTrainer:
         for _ in range(steps):
             self._take_step()
         self._learner.round_end.apply(None)
-        self._synchronize()
+        synchronize(self._learner.device)
         figures = {"seconds": time.monotonic() - began_at, "held_seconds": held}
         self._saver.wait()
         for durable_at, saved in self._reports:
@@ -203,12 +190,7 @@ class SavingTrainer:
 
     def _take_step(self) -> None:
         self._learner.learn()
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        """Wait for the GPU's queue, so that queued work is in the time."""
-        if self._learner.device.torch_device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._learner.device)
 
     def _torch_save(self) -> None:
         temporary, path = self._folder.path / "torch.tmp", self._folder.path / "torch"

@@ -1,10 +1,8 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from farandole.node.store.run_file import manifest_of
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.bench.training import claims_of, manifest_of_bench, measure, slope
@@ -21,18 +19,14 @@ def test_a_rate_is_the_slope_of_what_was_seen() -> None:
 
 def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
     run = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
-    with open_workers("plain trainer", ["plain"], tmp_path / "log") as (plain,):
-        rate = plain.ask("learn", run=run, device="cpu", warmup_seconds=0.1, seconds=0.3, author=1)
+    with open_workers("training", ["plain"], tmp_path / "log") as (worker,):
+        rate = worker.ask("learn_plainly", run=run, device="cpu", warmup_seconds=0.1, seconds=0.3, author=1)
+        end = worker.ask("end_rounds", run=run, device="cpu", path=str(tmp_path / "checkpoint"), turns=1)["seconds"]
     assert rate["tokens_per_second"] > 0
     assert rate["device"].startswith("CPU")
-
-    manifest = msgspec.to_builtins(manifest_of(run, Path(), 0.0))
-    with open_workers("ending trainer", ["ending"], tmp_path / "log") as (ending,):
-        begun = ending.ask("begin", manifest=manifest, device="cpu", path=str(tmp_path / "checkpoint"))
-        end = ending.ask("play")
-    assert min(end["seconds"].values()) > 0
-    assert {"encode", "decode", "judge", "outer step", "save", "load"} <= end["seconds"].keys()
-    assert end["checkpoint_bytes"] > 8 * begun["num_parameters"], "weights, momentum and the means"
+    assert min(end.values()) > 0
+    assert end.keys() == {"encode", "decode", "judge", "outer step", "save", "load"}
+    assert (tmp_path / "checkpoint").stat().st_size > 0
 
 
 @pytest.mark.soak
