@@ -91,7 +91,7 @@ class _Sampler:
     def watch(self, nodes: Sequence[NodeProcess], seconds: float) -> None:
         """Sample, from the first inner step of the first node on."""
         live = [node for node in nodes if node.is_running]
-        if self._began_at is None and any(node.record.tokens for node in live):
+        if self._began_at is None and any(node.report.tokens for node in live):
             self._began_at = seconds
         if self._began_at is None or seconds - self._began_at < SAMPLE_SECONDS * (len(self.samples) + 1):
             return

@@ -99,10 +99,10 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
 
     def watch(nodes: Sequence[NodeProcess], seconds: float) -> None:
         """Sample a node when its tokens have changed, once all are past their first round and until one is done."""
-        if any(node.record.round < 1 or node.record.is_finished for node in nodes):
+        if any(node.report.rounds < 1 or node.record.is_finished for node in nodes):
             return
         for node in nodes:
-            own, tokens = samples[node.record.index], node.record.tokens
+            own, tokens = samples[node.report.index], node.report.tokens
             if not own or own[-1][1] != tokens:
                 own.append((seconds, tokens))
 

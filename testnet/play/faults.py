@@ -80,7 +80,7 @@ async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
         is_over.set()
         if fault.duration is not None:
             context.say(f"{fault.kind} is over: {_names(nodes)}")
-    indices, at = [node.record.index for node in nodes], began_at - context.started_at
+    indices, at = [node.report.index for node in nodes], began_at - context.started_at
     return FaultReport(fault.kind, indices, at, fault.duration, standstill, healed_in)
 
 
@@ -95,11 +95,13 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
         if record.trained_at is not None and record.trained_at > last:
             longest, last = max(longest, record.trained_at - last), record.trained_at
         if last > over_at:
-            standstill[record.index] = longest
+            standstill[node.report.index] = longest
             return
-        is_gone = not node.is_running and (record.is_doomed or record.died)  # else another fault starts it again
-        if record.is_finished or record.wedged or (is_over.is_set() and is_gone):
-            standstill[record.index] = None
+        is_gone = not node.is_running and (
+            node.report.is_doomed or node.report.died
+        )  # else another fault starts it again
+        if record.is_finished or node.report.wedged or (is_over.is_set() and is_gone):
+            standstill[node.report.index] = None
             return
 
 
@@ -115,9 +117,9 @@ def _in_words(fault: Fault, nodes: Sequence[NodeProcess]) -> str:
 
 
 def _names(nodes: Sequence[NodeProcess]) -> str:
-    stages = ["" if node.record.pipeline is None else f", stage {node.record.stage}" for node in nodes]
+    stages = ["" if node.report.pipeline is None else f", stage {node.record.stage}" for node in nodes]
     return "; ".join(
-        f"{node.name} in round {node.record.round}{stage}" for node, stage in zip(nodes, stages, strict=True)
+        f"{node.name} in round {node.report.rounds}{stage}" for node, stage in zip(nodes, stages, strict=True)
     )
 
 
@@ -125,7 +127,7 @@ async def _befall(fault: Fault, node: NodeProcess, context: FaultContext) -> Non
     """Do to a node what the fault does, to its end."""
     match fault.kind:
         case "kill" | "restart" | "flap":
-            node.record.is_doomed = fault.kind == "kill"
+            node.report.is_doomed = fault.kind == "kill"
             await _kill(fault, node, context)
         case "slow":
             await _slow(fault, node)
@@ -146,14 +148,14 @@ async def _befall(fault: Fault, node: NodeProcess, context: FaultContext) -> Non
         case "join":
             await context.start(node)
         case "leave":
-            node.record.is_doomed = True
+            node.report.is_doomed = True
             await node.leave()
         case "change_address":
-            home = context.homes[node.record.index]
+            home = context.homes[node.report.index]
             await trio.to_thread.run_sync(home.change_address)
             context.say(f"{node.name} has another public address, {home.address}")
         case _:
-            home, (cut, mend) = context.homes[node.record.index], _OF_HOMES[fault.kind]
+            home, (cut, mend) = context.homes[node.report.index], _OF_HOMES[fault.kind]
             await trio.to_thread.run_sync(cut, home)
             await trio.sleep(fault.seconds)
             await trio.to_thread.run_sync(mend, home)
@@ -199,7 +201,7 @@ async def _slow(fault: Fault, node: NodeProcess) -> None:
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
     """Cut the nodes off, and heal; return how long it took then until all had one run state."""
-    homes = [context.homes[node.record.index] for node in nodes]
+    homes = [context.homes[node.report.index] for node in nodes]
     await trio.to_thread.run_sync(part, homes)
     try:
         await trio.sleep(fault.seconds)

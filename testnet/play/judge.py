@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -16,50 +16,12 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ..report.section import cell
 from .fault import FaultReport
-from .record import COUNTERS, NodeRecord
 from .report import Beside, Merged, NodeReport, PlayReport, StageReport
 from .scenario import Scenario
 
 # Descriptors or tasks: one median may include two connections, and the tasks that serve them, that the other lacks.
 MAX_MORE: Final = 8
 _UNKNOWN: Final = "not known"
-
-_AS_RECORDED: Final = (
-    *("index", "peer_id", "tokens", "loss_first", "loss_last", "died", "wedged", "restarts", "is_doomed"),
-    *("num_parameters", "pipeline"),
-)
-"""Fields of `NodeReport` that a `NodeRecord` has, too."""
-
-
-def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeReport:
-    """Return the report of one node."""
-    status = record.status
-    recorded: dict[str, Any] = {name: getattr(record, name) for name in _AS_RECORDED}
-    recorded |= {name: record.total(name) for name in COUNTERS}
-    return NodeReport(
-        **recorded,
-        rounds=record.round,
-        partners=dict(record.all_partners),
-        inner_steps=status.inner_steps if status else 0,
-        losses=sorted(record.losses.items()),
-        exchanges_since_restart=status.exchanges_ok if status else 0,
-        is_alive=is_alive,
-        state_root=status.run.state_root if status and is_alive else "",
-        utilisation=status.utilisation if status else None,
-        recent_utilisation=status.recent_utilisation if status else None,
-        paths=dict(record.all_paths),
-        home=home,
-        condition_seconds=dict(record.ledger.seconds),
-        given_seconds=record.ledger.given,
-        exchange_seconds=[record.exchanges[at].seconds for at in sorted(record.exchanges)],
-        exchange_bytes=min((exchange.bytes_sent for exchange in record.exchanges.values()), default=0),
-        exchanges_clipped=sum(exchange.clip < 1.0 for exchange in record.exchanges.values()),
-        exchanges_refused=len(record.refused),
-        resources=status.resources if status else None,
-        growths=record.all_growths,
-        links={member.peer_id: member.path for member in status.members if member.path} if status else {},
-    )
-
 
 _MICROBATCHES: Final = ("kept", "dropped", "rerouted", "taken_out", "refused")
 

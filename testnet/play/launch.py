@@ -35,7 +35,7 @@ from ..natlab.groups import Leash, open_leash
 from . import wrong_clock
 from .fault import Fault, FaultReport
 from .faults import FaultContext, run_fault
-from .judge import is_state_equal, make_report, node_report
+from .judge import is_state_equal, make_report
 from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord, Vacancies, false_deaths
@@ -187,31 +187,36 @@ class Testnet:
     def _make_nodes(self, leash: Leash) -> list[NodeProcess]:
         nodes = []
         for index, (lodging, port) in enumerate(zip(self._lodgings, free_ports(self.scenario.nodes), strict=True)):
-            place = lodging.place
-            home = self.out / "nodes" / f"{index:02d}"
+            place, home = lodging.place, self._home(index)
             if self.like is not None:
                 home.mkdir(parents=True, mode=0o700)
                 shutil.copy(self.like / "nodes" / home.name / "key", home / "key")
-            peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
             options, command = self._options(index, place.ip, place.port or port), [*place.enter, *self.command]
             clock = wrong_clock.environment(home) if index in self.scenario.clocked else {}
-            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command, clock))
+            nodes.append(self._make(index, options, leash, command, clock))
         return nodes
 
     def _make_intruders(self, leash: Leash) -> list[NodeProcess]:
         targets = " ".join(
-            f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.record.peer_id}" for node in self._nodes
+            f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.report.peer_id}" for node in self._nodes
         )
-        made = []
-        for number, (intruder, port) in enumerate(zip(self.intruders, free_ports(len(self.intruders)), strict=True)):
-            index = len(self._nodes) + number
-            home = self.out / "nodes" / f"{index:02d}"
-            peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
-            options = self._options(index, "127.0.0.1", port)
-            environment = {**intruder.environment, TARGETS: targets}
-            record = NodeRecord(index, peer_id)
-            made.append(NodeProcess(record, home, options, leash, self._say, intruder.command, environment))
+        made: list[NodeProcess] = []
+        for number, port in enumerate(free_ports(len(self.intruders)), len(self._nodes)):
+            intruder = self.intruders[len(made)]
+            options, environment = self._options(number, "127.0.0.1", port), {**intruder.environment, TARGETS: targets}
+            made.append(self._make(number, options, leash, intruder.command, environment))
         return made
+
+    def _make(
+        self, index: int, options: Sequence[str], leash: Leash, command: Sequence[str], environment: Mapping[str, str]
+    ) -> NodeProcess:
+        home = self._home(index)
+        peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
+        record = NodeRecord(NodeReport(index, peer_id))
+        return NodeProcess(record, home, options, leash, self._say, command, environment)
+
+    def _home(self, index: int) -> Path:
+        return self.out / "nodes" / f"{index:02d}"
 
     def _options(self, index: int, ip: str, port: int) -> list[str]:
         scenario = self.scenario
@@ -243,7 +248,7 @@ class Testnet:
                 if limit.cancelled_caught:
                     self._problems.append(f"the training was not over after {self.scenario.timeout:g} s")
                 seconds = trio.current_time() - self._started_at
-                died = [node for node in self._intruding if node.record.died]
+                died = [node for node in self._intruding if node.report.died]
                 self._problems += [f"{node.name}, an intruder, ended early" for node in died]
                 await self._leave(self._intruding)
                 await self._settle()
@@ -264,7 +269,7 @@ class Testnet:
             node.record.ledger.settle(trio.current_time())
         kinds = [lodging.home.kind.name if lodging.home else "" for lodging in self._lodgings]
         return [
-            node_report(node.record, is_alive=node.is_running, home=kind)
+            node.record.reported(is_alive=node.is_running, home=kind)
             for node, kind in zip(self._nodes, kinds, strict=True)
         ]
 
@@ -287,7 +292,7 @@ class Testnet:
 
         async def befall(fault: Fault) -> None:
             self._fault_reports.append(await run_fault(fault, context))
-            self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
+            self._exchanges_before = {node.report.index: node.report.exchanges_ok for node in self._nodes}
 
         async with trio.open_nursery() as nursery:
             for fault in self.scenario.fault:
@@ -309,7 +314,7 @@ class Testnet:
 
     @property
     def _early_nodes(self) -> list[NodeProcess]:
-        return [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
+        return [node for node in self._nodes if node.report.index not in self.scenario.late_joiners]
 
     def _is_training(self) -> bool:
         needed = self.scenario.exchanges_after_faults
@@ -317,8 +322,8 @@ class Testnet:
         def is_done(record: NodeRecord) -> bool:
             if not needed or record.is_finished:
                 return record.is_finished
-            num_exchanges = record.total("exchanges_ok") - self._exchanges_before.get(record.index, 0)
-            return num_exchanges >= needed and len(record.all_partners) >= self.scenario.min_partners
+            num_exchanges = record.report.exchanges_ok - self._exchanges_before.get(record.report.index, 0)
+            return num_exchanges >= needed and len(record.report.partners) >= self.scenario.min_partners
 
         return (
             len(self._fault_reports) < len(self.scenario.fault)
@@ -340,7 +345,7 @@ class Testnet:
         self._watched.unpark_all()
         if all(node.record.trained_at is not None for node in self._early_nodes):
             self._all_train.set()
-        farthest = max((node.record.round for node in self._nodes if node.is_running), default=0)
+        farthest = max((node.report.rounds for node in self._nodes if node.is_running), default=0)
         for round_index, event in self._rounds_waited_for.items():
             if farthest >= round_index:
                 event.set()
@@ -407,7 +412,7 @@ class Testnet:
     async def _measure(self, manifest: Manifest, signed: SignedManifest, nodes: Sequence[NodeReport]) -> Merged | None:
         """Merge the replicas of the nodes that were live at the end; return None if there are none, or on Ctrl-C."""
         alive = {node.index for node in nodes if node.is_alive}
-        newest = [node.checkpoint for node in self._nodes if node.record.index in alive]
+        newest = [node.checkpoint for node in self._nodes if node.report.index in alive]
         checkpoints = [path for path in newest if path is not None]
         if not checkpoints:
             return None

@@ -77,7 +77,7 @@ def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:
     course = f"loss {min(losses):.3f} to {max(losses):.3f}" if losses else "no loss yet"
     return (
         f"{len(running)} live, rounds {min(rounds)} to {max(rounds)} of {scenario.rounds}, {course}, "
-        f"{sum(node.record.total('exchanges_ok') for node in nodes) // 2} exchanges, "
+        f"{sum(node.report.exchanges_ok for node in nodes) // 2} exchanges, "
         f"{count(sum(status.tokens_per_second for status in statuses))} tokens/s"
     )
 
@@ -99,29 +99,29 @@ def table(nodes: Sequence[NodeProcess]) -> Table:
 
 
 def _row(node: NodeProcess) -> list[str]:
-    record, status = node.record, node.record.status
-    cells = [str(record.index), record.peer_id[-8:], _doing(node)]
+    report, status = node.report, node.record.status
+    cells = [str(report.index), report.peer_id[-8:], _doing(node)]
     if status is None:
         return cells
-    losses = [value for _, value in sorted(record.losses.items())]
+    losses = [value for _, value in report.losses]
     return [
         *cells,
-        str(record.round),
+        str(report.rounds),
         str(status.inner_steps),
         count(status.tokens_per_second) if node.is_running else "",
         loss(status.loss),
         sparkline(losses, SPARKLINE_WIDTH),
-        "/".join(str(record.total(f"exchanges_{end}")) for end in ("ok", "alone", "failed")),
-        str(len(record.all_partners)),
+        f"{report.exchanges_ok}/{report.exchanges_alone}/{report.exchanges_failed}",
+        str(len(report.partners)),
     ]
 
 
 def _doing(node: NodeProcess) -> str:
-    if node.record.wedged:
+    if node.report.wedged:
         return "[bold red]wedged[/]"
     if node.is_frozen:
         return "[blue]frozen[/]"
     if not node.is_running:
-        return "[red]died[/]" if node.record.died else "[dim]gone[/]" if node.joined.is_set() else "[dim]not yet[/]"
+        return "[red]died[/]" if node.report.died else "[dim]gone[/]" if node.joined.is_set() else "[dim]not yet[/]"
     phase = node.record.status.phase if node.record.status else "starting"
     return {"training": "[green]training[/]", "finished": "[bold green]finished[/]"}.get(phase, phase)

@@ -21,6 +21,7 @@ from farandole.node.store.folder import CheckpointFolder
 
 from ..natlab.groups import OF_ITS_OWN, Leash, freeze, kill_group, limit_files, thaw
 from .record import NodeRecord
+from .report import NodeReport
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -71,15 +72,20 @@ class NodeProcess:
     """Set when that process has ended."""
 
     @property
+    def report(self) -> NodeReport:
+        """Return the report of the node until now."""
+        return self.record.report
+
+    @property
     def name(self) -> str:
         """Return the name for messages."""
-        return f"node {self.record.index}"
+        return f"node {self.report.index}"
 
     @property
     def is_starting(self) -> bool:
         """Return whether the node runs, and has neither begun to train nor been found wedged."""
         phase = "starting" if self.record.status is None else self.record.status.phase
-        return self.is_running and not self.record.wedged and phase in ("starting", "joining", "preparing")
+        return self.is_running and not self.report.wedged and phase in ("starting", "joining", "preparing")
 
     @property
     def checkpoint(self) -> Path | None:
@@ -129,7 +135,7 @@ class NodeProcess:
         self.is_running = self.is_frozen = False
         self.record.ledger.enter("absent", trio.current_time())
         if not self.is_expected_to_end:
-            self.record.died = True
+            self.report.died = True
             self.say(f"{self.name} died (exit code {process.returncode}): see {self.home / 'output'}")
         self.is_up.set()
         self._ended.set()

@@ -10,14 +10,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from farandole.node.status.status import (
-    REFUSED_HERE,
-    REFUSED_THERE,
-    ExchangeStatus,
-    NodeStatus,
-    PipelineStatus,
-    Resources,
-)
+from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus, Resources
+
+from .report import Growth, NodeReport
 
 # Growth of a node's use of its machine: memory, descriptors and tasks over one life.
 
@@ -28,19 +23,6 @@ LEAST_SPAN: Final = 900.0
 SAMPLE_INTERVAL: Final = 20.0
 # Samples of eight hours.
 MAX_SAMPLES: Final = 1_440
-
-
-class Growth(msgspec.Struct, frozen=True):
-    """Growth from a life's first third to its last, by their medians, without the warm-up."""
-
-    hours: float
-    """Hours between the middles of the two."""
-    memory: float
-    """Share per hour: 0.01 is 1 %."""
-    trainer_memory: float | None
-    descriptors: float
-    """Increase of their number."""
-    tasks: float
 
 
 @dataclass
@@ -135,91 +117,92 @@ class Ledger:
         self._since = now
 
 
-COUNTERS: Final = ("exchanges_ok", "exchanges_alone", "exchanges_failed", "bytes_sent", "bytes_received")
-"""Counters of a `NodeStatus`, which begin at 0 in each life."""
 # The largest number of rounds of a scenario.
 MAX_EXCHANGES: Final = 256
 REFUSED: Final = (f"failed: {REFUSED_HERE}", f"failed: {REFUSED_THERE}")
 """The beginnings of the verdict on an exchange that the screening refused, here or at the partner."""
+# Fields that a status and a report have in common: those that begin at 0 in each life, and the others.
+_COUNTERS: Final = ("exchanges_ok", "exchanges_alone", "exchanges_failed", "bytes_sent", "bytes_received")
+_AS_TOLD: Final = ("inner_steps", "tokens", "utilisation", "recent_utilisation", "resources")
 
 
 @dataclass
 class NodeRecord:
-    """Collects every status of a node; times are of one monotonic clock, in seconds."""
+    """Writes every status of a node into its report; times are of one monotonic clock, in seconds."""
 
-    index: int
-    peer_id: str
+    report: NodeReport
+    """What can be told of it now; `reported` completes it."""
     status: NodeStatus | None = None
     """The newest status."""
     seen_at: float | None = None
-    died: bool = False
-    """Whether the node ended by itself."""
-    wedged: bool = False
-    is_doomed: bool = False
-    """Whether the node was ended on purpose, for good."""
-    restarts: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
-    """Round -> mean training loss."""
-    partners: Counter[str] = field(default_factory=Counter)
-    """Counts of past lives; `all_partners` adds the present one's."""
-    paths: Counter[str] = field(default_factory=Counter)
-    """Counts of past lives; `all_paths` adds the present one's."""
-    pipeline: PipelineStatus | None = None
-    """The newest reported; None while its trainer is not running."""
-    loss_first: float | None = None
-    """Training loss of its first round."""
-    num_parameters: int = 0
-    """Largest number of parameters that its trainer held."""
     ledger: Ledger = field(default_factory=Ledger)
     trained_at: float | None = None
     """When a status last had more inner steps than the status before, in one life."""
-    exchanges: dict[float, ExchangeStatus] = field(default_factory=dict)
-    """The newest committed exchanges, by the time when they ended."""
-    refused: set[float] = field(default_factory=set)
-    """When exchanges ended that the screening of either partner refused; at most `MAX_EXCHANGES`."""
-    samples: Samples = field(default_factory=Samples)
+    _samples: Samples = field(default_factory=Samples)
     """Samples of the present life."""
-    growths: list[Growth] = field(default_factory=list)
-    """Growths of past lives that were long enough."""
-    _past: Counter[str] = field(default_factory=Counter)
+    _past: NodeReport = field(default_factory=lambda: NodeReport(0, ""))
+    """The report as it was when the present life began."""
+    _exchanges: dict[float, ExchangeStatus] = field(default_factory=dict)
+    """The newest committed exchanges, by the time when they ended."""
+    _refused: set[float] = field(default_factory=set)
+    """When exchanges ended that the screening of either partner refused; at most `MAX_EXCHANGES`."""
     _advanced_at: float | None = None
-    _position: tuple[int, int] = (0, 0)
 
     def observe(self, status: NodeStatus, now: float) -> None:
         """Add a status."""
-        if self.status is not None and (status.pid, status.started_at) != (self.status.pid, self.status.started_at):
-            self._past.update(_counters(self.status))
-            self.partners.update(self.status.partners)
-            self.paths.update(self.status.paths)
-            self.restarts += 1
-            self.growths = self.all_growths
-            self.samples = Samples()
-        elif self.status is not None and status.inner_steps > self.status.inner_steps:
+        report, before = self.report, self.status
+        if before is not None and (status.pid, status.started_at) != (before.pid, before.started_at):
+            report.restarts += 1
+            self._past = self.reported()
+            self._samples = Samples()
+        elif before is not None and status.inner_steps > before.inner_steps:
             self.trained_at = now
             if self.ledger.condition in ("starting", "returning"):
                 self.ledger.enter("working", now)
         self.status, self.seen_at = status, now
         if self.is_finished and self.ledger.condition != "finished":
             self.ledger.enter("finished", now)
-        self._note_exchanges(status)
-        self.samples.note(status.resources, now)
-        self.losses.update(status.losses)
-        self.pipeline = status.pipeline or self.pipeline
-        self.num_parameters = max(self.num_parameters, status.num_parameters)
-        if self.loss_first is None:
-            self.loss_first = status.loss_first
-        position = (status.round, status.inner_steps)
-        if position != self._position:
-            self._position, self._advanced_at = position, now
-
-    def _note_exchanges(self, status: NodeStatus) -> None:
+        if (status.round, status.inner_steps) != (report.rounds, report.inner_steps):
+            self._advanced_at = now
+        self._samples.note(status.resources, now)
         for exchange in status.recent_exchanges:
             if exchange.verdict == "committed":
-                self.exchanges[exchange.ended_at] = exchange
-            elif exchange.verdict.startswith(REFUSED) and len(self.refused) < MAX_EXCHANGES:
-                self.refused.add(exchange.ended_at)
-        while len(self.exchanges) > MAX_EXCHANGES:
-            del self.exchanges[min(self.exchanges)]
+                self._exchanges[exchange.ended_at] = exchange
+            elif exchange.verdict.startswith(REFUSED) and len(self._refused) < MAX_EXCHANGES:
+                self._refused.add(exchange.ended_at)
+        while len(self._exchanges) > MAX_EXCHANGES:
+            del self._exchanges[min(self._exchanges)]
+        for name in _COUNTERS:
+            setattr(report, name, getattr(self._past, name) + getattr(status, name))
+        for name in ("partners", "paths"):
+            setattr(report, name, dict(Counter(getattr(self._past, name)) + Counter(getattr(status, name))))
+        for name in _AS_TOLD:
+            setattr(report, name, getattr(status, name))
+        report.rounds, report.exchanges_since_restart = status.round, status.exchanges_ok
+        report.losses = sorted((dict(report.losses) | dict(status.losses)).items())
+        report.loss_first = status.loss_first if report.loss_first is None else report.loss_first
+        report.loss_last = report.losses[-1][1] if report.losses else None
+        report.pipeline = status.pipeline or report.pipeline
+        report.num_parameters = max(report.num_parameters, status.num_parameters)
+        report.state_root = status.run.state_root
+        report.links = {member.peer_id: member.path for member in status.members if member.path}
+
+    def reported(self, *, is_alive: bool = False, home: str = "") -> NodeReport:
+        """Return a copy of the report, completed."""
+        exchanges, growth = [self._exchanges[at] for at in sorted(self._exchanges)], self._samples.growth()
+        return msgspec.structs.replace(
+            self.report,
+            is_alive=is_alive,
+            home=home,
+            state_root=self.report.state_root if is_alive else "",
+            condition_seconds=dict(self.ledger.seconds),
+            given_seconds=self.ledger.given,
+            exchange_seconds=[exchange.seconds for exchange in exchanges],
+            exchange_bytes=min((exchange.bytes_sent for exchange in exchanges), default=0),
+            exchanges_clipped=sum(exchange.clip < 1.0 for exchange in exchanges),
+            exchanges_refused=len(self._refused),
+            growths=[*self._past.growths, *([growth] if growth else [])],
+        )
 
     def excuse(self, now: float) -> None:
         """Excuse the time without progress until now: the node was just started, or thawed."""
@@ -227,20 +210,15 @@ class NodeRecord:
 
     def check_progress(self, now: float, limit: float) -> bool:
         """Return whether the node is found wedged by this call: its training made no progress for ``limit`` seconds."""
-        if self.wedged or self.is_finished or self._advanced_at is None or now - self._advanced_at < limit:
+        if self.report.wedged or self.is_finished or self._advanced_at is None or now - self._advanced_at < limit:
             return False
-        self.wedged = True
+        self.report.wedged = True
         return True
 
     @property
     def is_finished(self) -> bool:
         """Return whether the node has trained every round."""
         return self.status is not None and self.status.phase == "finished"
-
-    @property
-    def round(self) -> int:
-        """Return the current round, which is also the number of completed rounds."""
-        return self.status.round if self.status else 0
 
     @property
     def stage(self) -> int | None:
@@ -251,40 +229,6 @@ class NodeRecord:
     def is_in_pipeline(self) -> bool:
         """Return whether the trainer computes for a stage, or has done all its rounds."""
         return self.status is not None and (self.status.pipeline is not None or self.is_finished)
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens trained on; a restarted daemon continues from its checkpoint's count."""
-        return self.status.tokens if self.status else 0
-
-    @property
-    def loss_last(self) -> float | None:
-        """Return the training loss of the newest round."""
-        return self.losses[max(self.losses)] if self.losses else None
-
-    @property
-    def all_partners(self) -> Counter[str]:
-        """Return peer id -> committed exchanges."""
-        return self.partners + Counter(self.status.partners if self.status else {})
-
-    @property
-    def all_growths(self) -> list[Growth]:
-        """Return the growth of each life that was long enough."""
-        growth = self.samples.growth()
-        return [*self.growths, *([growth] if growth else [])]
-
-    @property
-    def all_paths(self) -> Counter[str]:
-        """Return the path of contributions ("bulk" or "stream") -> committed exchanges."""
-        return self.paths + Counter(self.status.paths if self.status else {})
-
-    def total(self, counter: str) -> int:
-        """Return one of `COUNTERS` over all lives."""
-        return self._past[counter] + (_counters(self.status)[counter] if self.status else 0)
-
-
-def _counters(status: NodeStatus) -> dict[str, int]:
-    return {name: getattr(status, name) for name in COUNTERS}
 
 
 # Live nodes, however slow, that others take for dead.
@@ -303,8 +247,8 @@ def false_deaths(records: Iterable[NodeRecord]) -> Iterator[tuple[int, int]]:
             continue
         live = {member.peer_id for member in status.members if member.is_live or member.is_heard}
         for record in records:
-            if record is not observer and _is_there(record, seen_at) and record.peer_id not in live:
-                yield record.index, observer.index
+            if record is not observer and _is_there(record, seen_at) and record.report.peer_id not in live:
+                yield record.report.index, observer.report.index
 
 
 def _is_there(record: NodeRecord, at: float) -> bool:

@@ -17,37 +17,49 @@ from farandole.node.status.status import PipelineStatus, Resources
 
 from ..report.section import Grid
 from .fault import FaultReport
-from .record import Growth
 
 
-class NodeReport(msgspec.Struct, frozen=True):
-    """One node over all its lives. Losses are in nats per token."""
+class Growth(msgspec.Struct, frozen=True):
+    """Growth from a life's first third to its last, by their medians, without the warm-up."""
+
+    hours: float
+    """Hours between the middles of the two."""
+    memory: float
+    """Share per hour: 0.01 is 1 %."""
+    trainer_memory: float | None
+    descriptors: float
+    """Increase of their number."""
+    tasks: float
+
+
+class NodeReport(msgspec.Struct):
+    """One node over all its lives, filled in by `farandole.testnet.play.record`. Losses are in nats per token."""
 
     index: int
     peer_id: str
-    rounds: int
-    exchanges_ok: int
-    exchanges_alone: int
-    exchanges_failed: int
-    partners: dict[str, int]
+    rounds: int = 0
+    exchanges_ok: int = 0
+    exchanges_alone: int = 0
+    exchanges_failed: int = 0
+    partners: dict[str, int] = {}
     """Peer id -> committed exchanges with it."""
-    bytes_sent: int
-    bytes_received: int
-    inner_steps: int
-    tokens: int
-    loss_first: float | None
-    loss_last: float | None
-    losses: list[tuple[int, float]]
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    inner_steps: int = 0
+    tokens: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    losses: list[tuple[int, float]] = []
     """(round, mean training loss) of each round that the node took part in."""
-    died: bool
+    died: bool = False
     """Whether the node ended by itself."""
-    wedged: bool
-    restarts: int
-    exchanges_since_restart: int
+    wedged: bool = False
+    restarts: int = 0
+    exchanges_since_restart: int = 0
     """Exchanges committed in its present life."""
-    is_alive: bool
+    is_alive: bool = False
     """Whether the node was alive at the end of the training."""
-    state_root: str
+    state_root: str = ""
     utilisation: float | None = None
     """Share of its trainer's time spent in inner steps, by the trainer's own clock, in its present life."""
     paths: dict[str, int] = {}

@@ -13,8 +13,7 @@ from farandole.testnet.bench.faults import run
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.play.fault import FaultReport
 from farandole.testnet.play.launch import write_report
-from farandole.testnet.play.record import Growth
-from farandole.testnet.play.report import PlayReport
+from farandole.testnet.play.report import Growth, PlayReport
 from farandole.testnet.play.scenario import ScenarioError
 
 from ..play.reports import PASSED, node

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.testnet.play.judge import node_report
-from farandole.testnet.play.record import NodeRecord
 from farandole.testnet.play.report import NodeReport, PlayReport
 
 PASSED = PlayReport(
@@ -30,5 +28,5 @@ PASSED = PlayReport(
 
 def node(index: int, tokens: int = 1_000, **fields: object) -> NodeReport:
     """Return the report of a node that ran for a hundred seconds."""
-    silent = node_report(NodeRecord(index, f"peer {index}"), is_alive=True)
-    return msgspec.structs.replace(silent, tokens=tokens, given_seconds=100.0, **fields)
+    made = NodeReport(index, f"peer {index}", tokens=tokens, given_seconds=100.0, is_alive=True)
+    return msgspec.structs.replace(made, **fields)

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from farandole.testnet.natlab.groups import Leash
-from farandole.testnet.play.judge import make_report, node_report
+from farandole.testnet.play.judge import make_report
 from farandole.testnet.play.live import open_view, summary
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.record import NodeRecord
-from farandole.testnet.play.report import Merged, plot_losses
+from farandole.testnet.play.report import Merged, NodeReport, plot_losses
 from farandole.testnet.play.scenario import parse_scenario
 
 from .test_record import status
@@ -23,7 +23,7 @@ SCENARIO = parse_scenario({"run": {"name": "demo", "model": "tiny"}, "nodes": 4,
 
 
 def node(index: int, *, is_running: bool = True, **fields: Any) -> NodeProcess:
-    record = NodeRecord(index, f"12D3KooW{index:08d}")
+    record = NodeRecord(NodeReport(index, f"12D3KooW{index:08d}"))
     if fields:
         record.observe(status(**fields), 0.0)
     process = NodeProcess(record, Path(), (), Leash(io.BytesIO()), lambda text: None)
@@ -59,7 +59,7 @@ def test_both_views_show_events(is_terminal: bool) -> None:
 
 
 def test_the_picture_of_the_losses(tmp_path: Path) -> None:
-    nodes = [node_report(each.record, is_alive=each.is_running) for each in NODES]
+    nodes = [each.record.reported(is_alive=each.is_running) for each in NODES]
     report = make_report(SCENARIO, bytes(32), nodes, Merged(5.5, 2.4, 0.02), seconds=9, events=[])
     plot_losses(report, tmp_path / "loss.png")
     plot_losses(msgspec.structs.replace(report, loss_merged=None, loss_start=None), tmp_path / "again.png")

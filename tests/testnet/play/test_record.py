@@ -14,8 +14,8 @@ from farandole.node.status.status import (
     Resources,
     RunStatus,
 )
-from farandole.testnet.play.judge import node_report
 from farandole.testnet.play.record import GRACE, WARM_UP, Ledger, NodeRecord, Samples, Vacancies, false_deaths
+from farandole.testnet.play.report import NodeReport
 
 from ...node.statuses import STATUS
 
@@ -40,7 +40,7 @@ def status(**changes: Any) -> NodeStatus:
 
 
 def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
-    record = NodeRecord(3, "alice")
+    record = NodeRecord(NodeReport(3, "alice"))
     first = status(
         exchanges_ok=2, bytes_sent=5, partners={"bob": 2}, paths={"stream": 2}, round=2, tokens=200, loss_first=5.0
     )
@@ -64,7 +64,7 @@ def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
         ),
         3.0,
     )
-    report = node_report(record, is_alive=True)
+    report = record.reported(is_alive=True)
     assert (report.exchanges_ok, report.bytes_sent) == (6, 14)
     assert report.partners == {"bob": 2, "carol": 4}
     assert report.paths == {"stream": 3, "bulk": 3}
@@ -75,16 +75,16 @@ def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
 
 
 def test_a_node_is_wedged_when_it_stands_still_too_long() -> None:
-    record = NodeRecord(0, "alice")
+    record = NodeRecord(NodeReport(0, "alice"))
     record.excuse(0.0)
     assert not record.check_progress(9.0, limit=10.0)
     record.observe(status(round=0, inner_steps=1), 9.0)
     record.observe(status(round=0, inner_steps=1), 18.0)
     assert not record.check_progress(18.5, limit=10.0)
     assert record.check_progress(19.5, limit=10.0)
-    assert record.wedged
+    assert record.report.wedged
     assert not record.check_progress(20.0, limit=10.0), "told once"
-    record = NodeRecord(0, "alice")
+    record = NodeRecord(NodeReport(0, "alice"))
     record.observe(status(round=4, phase="finished"), 0.0)
     assert not record.check_progress(1_000.0, limit=10.0)
 
@@ -92,9 +92,9 @@ def test_a_node_is_wedged_when_it_stands_still_too_long() -> None:
 def test_the_report_says_where_a_node_was_and_by_which_path_it_reached_whom() -> None:
     fields: dict[str, Any] = dict.fromkeys(MemberStatus.__struct_fields__, 0)
     bob, carol = (MemberStatus(**{**fields, "peer_id": name, "path": path}) for name, path in PATHS.items())
-    record = NodeRecord(3, "alice")
+    record = NodeRecord(NodeReport(3, "alice"))
     record.observe(status(members=[bob, carol]), 0.0)
-    report = node_report(record, is_alive=True, home="symmetric")
+    report = record.reported(is_alive=True, home="symmetric")
     assert (report.home, report.links) == ("symmetric", {"bob": "relayed"})
 
 
@@ -104,10 +104,10 @@ def test_what_the_screening_did_to_exchanges_is_counted_once() -> None:
     clipped = [
         ExchangeStatus(4 + at, "bob", "committed", 0, 0, 0.0, 4.0 + at, clip=clip) for at, clip in enumerate((0.0, 0.5))
     ]
-    record = NodeRecord(3, "alice")
+    record = NodeRecord(NodeReport(3, "alice"))
     for _ in range(2):
         record.observe(status(recent_exchanges=[*exchanges, *clipped]), 0.0)
-    report = node_report(record, is_alive=True)
+    report = record.reported(is_alive=True)
     assert (report.exchanges_clipped, report.exchanges_refused) == (2, 2)
 
 
@@ -175,7 +175,7 @@ ALICE, BOB = "12D3KooWalice", "12D3KooWbob"
 
 
 def record(index: int, peer_id: str, live: list[str], since: float) -> NodeRecord:
-    made = NodeRecord(index, peer_id)
+    made = NodeRecord(NodeReport(index, peer_id))
     made.ledger.enter("starting", since)
     made.ledger.enter("working", since + 1.0)
     members = [msgspec.structs.replace(STATUS.members[0], peer_id=peer, is_live=True) for peer in live]

@@ -12,8 +12,15 @@ from farandole.node.cli import main
 from farandole.testnet.play.fault import FaultReport
 from farandole.testnet.play.judge import CleanReportError, compare, judged, load_report, make_report
 from farandole.testnet.play.launch import Testnet, write_report
-from farandole.testnet.play.record import Growth
-from farandole.testnet.play.report import Merged, NodeReport, PlayReport, course_lines, link_table, throughput_lines
+from farandole.testnet.play.report import (
+    Growth,
+    Merged,
+    NodeReport,
+    PlayReport,
+    course_lines,
+    link_table,
+    throughput_lines,
+)
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
 from .reports import PASSED as CLEAN
