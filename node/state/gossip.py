@@ -302,7 +302,8 @@ class GossipService:
             with trio.fail_after(SESSION_TIMEOUT):
                 stream = await self._host.open_stream(peer, SYNC_PROTOCOL)
                 try:
-                    session = self._gossip.open_session(self._unix(), is_initiator=True, with_beats=with_beats)
+                    unix, began_at = self._unix(), trio.current_time()
+                    session = self._gossip.open_session(unix, is_initiator=True, with_beats=with_beats)
                     await stream.send_all(session.start())
                     await self._converse(stream, session)
                 finally:
@@ -312,6 +313,8 @@ class GossipService:
             self._gossip.unreachable(peer, trio.current_time())
             return False
         self._gossip.reached(peer)
+        if session.peer_now is not None:  # its clock when it answered, a moment later
+            self._clocks[peer] = unix - session.peer_now, unix - began_at
         return True
 
     async def _serve(self, stream: Stream) -> None:
@@ -328,7 +331,7 @@ class GossipService:
 
     async def _converse(self, stream: Stream, session: Session) -> None:
         """Carry a session through to its end."""
-        peer, is_clock_noted = stream.peer, not session.is_initiator
+        peer = stream.peer
         while not session.is_done:
             data = await stream.receive_some(READ_BYTES)
             if not data:
@@ -337,9 +340,6 @@ class GossipService:
             if not session.is_initiator:
                 self._served_inbound.count(peer, trio.current_time(), bytes=len(data))
             deltas, to_send = session.receive_data(bytes(data))
-            if session.peer_now is not None and not is_clock_noted:
-                is_clock_noted, unix = True, self._unix()
-                self._clocks[peer] = unix - session.peer_now, unix - trio.current_time()
             for delta in deltas:
                 await self._merge(delta, peer, is_asked=session.is_initiator)
             if to_send:
