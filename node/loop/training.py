@@ -50,10 +50,6 @@ from .rest_service import Rest
 # trainer decodes what the partner has sent while the rest arrives. Only the verdict and the outer step wait for all of
 # it.
 
-# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and the settlement of each
-# microbatch that a stage may have in flight (256). More means a defect.
-MAX_QUEUED_COMMANDS: Final = 288
-
 
 class TrainerSession:
     """A trainer that is ready, until it ends."""
@@ -74,7 +70,6 @@ class TrainerSession:
         self._exchanges = exchanges
         self._membership = membership
         self._journal = journal
-        self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
         self._judged = messages.Screened("")
@@ -82,15 +77,6 @@ class TrainerSession:
         self._encoded = SharedCounter(trainer.outgoing)
         self._arrived = SharedCounter(trainer.incoming)
         self._num_exchanges = 0
-
-    def send(self, command: messages.Command) -> None:
-        """Queue a command."""
-        self._commands.send_nowait(command)
-
-    async def send_commands(self) -> None:
-        """Send what is queued, until cancelled or the trainer is gone."""
-        with contextlib.suppress(TrainerError):  # the receiver of reports sees the same death
-            await self.trainer.send_queued(self._queued)
 
     def contribute(self, report: messages.Contributed) -> None:
         """Note that a contribution is being encoded."""
@@ -135,7 +121,7 @@ class TrainerSession:
         said_of = membership.is_suspected(peer), membership.is_near(peer)
         begun_at = trio.current_time()
         by = time.monotonic() + judge_by - begun_at
-        self.send(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of, by))
+        self.trainer.tell(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of, by))
         try:
             judged = await verdict.receive()
         except trio.Cancelled:  # the trainer is in the middle of other work, and will have no time to measure
@@ -303,7 +289,7 @@ class Training:
                 if isinstance(output, messages.Train):
                     journal.update(round_since=journal.clock())
                 if self._session is not None:
-                    self._session.send(output)
+                    self._session.trainer.tell(output)
             case RoundBegan() | RoundEnds() | Measure():
                 assert self._parts.pipeline is not None, "the model is cut"
                 self._parts.pipeline.handle(output)
@@ -394,10 +380,10 @@ class Training:
             self._session = session = TrainerSession(
                 trainer, self._loop.config, self._exchanges, nursery, self._parts.membership, self._journal
             )
-            nursery.start_soon(session.send_commands)
+            nursery.start_soon(trainer.write)
             try:
                 with trio.CancelScope() as self._receiving:
-                    self._begin(session)
+                    self._begin(trainer)
                     while True:
                         self._hear(session, await trainer.receive())
             except TrainerError as error:
@@ -411,18 +397,18 @@ class Training:
         if failure is not None:
             raise failure
 
-    def _begin(self, session: TrainerSession) -> None:
-        prepared, parts = session.trainer.prepared, self._parts
+    def _begin(self, trainer: Trainer) -> None:
+        prepared, parts = trainer.prepared, self._parts
         self._exchange_bytes = 2 * prepared.contribution_bytes
         if parts.door is not None:
             self._note_pid(prepared.pid)
         if prepared.resumed is not None:
             parts.provider.note_saved(prepared.resumed)
         if parts.pipeline is not None:
-            memory = session.trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-            parts.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, session.send, self.handle))
+            memory = trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
+            parts.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, trainer.tell, self.handle))
         if parts.leases is not None:
-            parts.leases.begin(prepared, session.send)
+            parts.leases.begin(prepared, trainer.tell)
         if parts.audits is not None:
             parts.audits.begin(self.handle)
         self.handle(machine.OthersMoved(parts.membership.current_round()))

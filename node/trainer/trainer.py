@@ -54,6 +54,9 @@ class TrainerError(FarandoleError):
         self.cause = cause
 
 
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and the settlement of each
+# microbatch that a stage may have in flight (256). More means a defect.
+MAX_QUEUED_COMMANDS = 288
 # The memory that is shared with a trainer, in the order of its places.
 SHARED = ("outgoing", "incoming", "activations")
 
@@ -69,6 +72,7 @@ class Trainer(abc.ABC):
         self.prepared: messages.Prepared
         self._stream = stream
         self._send_lock = trio.Lock()
+        self._queue, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._parser = FrameParser(messages.MAX_MESSAGE_BYTES)
         self._activations: int | str
         self._mapped: list[mmap.mmap] = []
@@ -126,14 +130,19 @@ class Trainer(abc.ABC):
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
 
-    async def send_queued(self, queued: trio.MemoryReceiveChannel[messages.Command]) -> None:
-        """Send what is queued, all that waits in one write, until the channel ends. Raises as `send` does."""
-        async for first in queued:
-            commands = [first]
-            with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
-                while True:
-                    commands.append(queued.receive_nowait())
-            await self.send(*commands)
+    def tell(self, command: messages.Command) -> None:
+        """Queue a command, for `write`."""
+        self._queue.send_nowait(command)
+
+    async def write(self) -> None:
+        """Send what is queued, all that waits in one write, until cancelled or the trainer is gone."""
+        with contextlib.suppress(TrainerError):  # `receive` sees the same death
+            async for first in self._queued:
+                commands = [first]
+                with contextlib.suppress(trio.WouldBlock):
+                    while True:
+                        commands.append(self._queued.receive_nowait())
+                await self.send(*commands)
 
     async def receive(self) -> messages.Report:
         """Return the next report; for one task. Raises `TrainerError` when the trainer is gone, or has failed."""

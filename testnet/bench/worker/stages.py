@@ -64,11 +64,6 @@ WARMUP_STEPS: Final = 1
 MICROBATCH_SECONDS: Final = 600.0
 
 
-# The machine gives its trainer two jobs at a time, and settles up to eight microbatches; in addition there are a step,
-# the round's begin and end.
-MAX_COMMANDS: Final = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """Inner steps of a model, each of ``num_microbatches`` of one sequence."""
@@ -195,16 +190,15 @@ class StageNode:
 
     async def learn(self, steps: int) -> dict[str, Any]:
         """Run a round of ``steps`` inner steps; return each one's time, and at stage 0 the mean loss."""
-        sender, receiver = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
-        memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
+        tell, memory = self._trainer.tell, self._trainer.map_activations(self._manifest.pipeline.in_flight)
         finish = messages.FinishRound(0)
         with trio.fail_after(ANSWER_TIMEOUT):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._trainer.send_queued, receiver)
+                nursery.start_soon(self._trainer.write)
                 size = self._trainer.prepared.activation_bytes
-                worker = Worker(self._stage, size, memory, sender.send_nowait, lambda _: sender.send_nowait(finish))
+                worker = Worker(self._stage, size, memory, tell, lambda _: tell(finish))
                 self._service.begin(worker)
-                sender.send_nowait(messages.Train(0, 0))
+                tell(messages.Train(0, 0))
                 self._service.handle(machine.RoundBegan(0, steps))
                 stepped_at: list[float] = []
                 while not isinstance(report := await self._trainer.receive(), messages.Contributed):

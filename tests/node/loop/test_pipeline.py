@@ -82,15 +82,10 @@ class Node:
     """Changes a job's output before it is sent."""
 
     async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
-        sender, receiver = trio.open_memory_channel[messages.Command](100)
-
-        async def obey() -> None:
-            async for command in receiver:
-                await self.trainer.send(command)
-
+        tell = self.trainer.tell
         async with trio.open_nursery() as nursery:
             await nursery.start(self.service.run)
-            nursery.start_soon(obey)
+            nursery.start_soon(self.trainer.write)
             memory = self.trainer.map_activations(manifest.pipeline.in_flight)
             replies: dict[machine.RoundDrained | machine.Measured, messages.Command] = {
                 machine.RoundDrained(0): messages.FinishRound(0),
@@ -102,11 +97,11 @@ class Node:
             def send(command: messages.Command) -> None:
                 if isinstance(command, messages.Work):
                     works.append(command)
-                sender.send_nowait(command)
+                tell(command)
 
-            worker = Worker(stage, size, memory, send, lambda report: sender.send_nowait(replies[report]))
+            worker = Worker(stage, size, memory, send, lambda report: tell(replies[report]))
             self.service.begin(worker)
-            sender.send_nowait(messages.Train(0, 0))
+            tell(messages.Train(0, 0))
             if stage == 0:
                 self.service.handle(machine.Measure(NUM_HELD_OUT))
             self.service.handle(machine.RoundBegan(0, steps))
@@ -125,8 +120,8 @@ class Node:
                         self.has_used_channels |= any(link.link.pipe.channel is not None for link in links)
                         self.service.handle(report)
                     case messages.Encoded():
-                        sender.send_nowait(messages.TakeOuterStep(0))
-                        sender.send_nowait(messages.Save())
+                        tell(messages.TakeOuterStep(0))
+                        tell(messages.Save())
                     case messages.Saved():
                         self.saved.set()
             self.service.end()

@@ -68,13 +68,15 @@ class FakeTrainer:
         self.num_pongs = 0
         self.reports, self._reported = trio.open_memory_channel[messages.Report | TrainerError](100)
 
-    async def send_queued(self, queued: trio.MemoryReceiveChannel[messages.Command]) -> None:
-        async for command in queued:
-            if not isinstance(command, messages.Ping):
-                self.commands.append(command)
-            elif not self.hangs:
-                self.reports.send_nowait(messages.Pong())
-                self.num_pongs += 1
+    def tell(self, command: messages.Command) -> None:
+        if not isinstance(command, messages.Ping):
+            self.commands.append(command)
+        elif not self.hangs:
+            self.reports.send_nowait(messages.Pong())
+            self.num_pongs += 1
+
+    async def write(self) -> None:
+        await trio.sleep_forever()
 
     async def condemn(self, reason: str) -> None:
         await self.report(TrainerError(reason))
