@@ -30,7 +30,7 @@ from .dialback import tell_time
 from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
-from .upnp import PortKeeper
+from .upnp import keep_ports
 
 logger = logging.getLogger(__name__)
 
@@ -242,13 +242,13 @@ async def open_connectivity(
     connectivity = Connectivity(host, reached, RelayServer(host, key, shaping, limits))
     tell_time(host)
     async with open_service_nursery() as nursery:
-        prepare = trio.lowlevel.checkpoint
-        if port_lease is not None:
-            ports = PortKeeper(host, connectivity.examiner.note_change, port_lease)
-            prepare = ports.has_tried.wait
-            nursery.start_soon(ports.run)
+        has_tried = trio.Event()
+        if port_lease is None:
+            has_tried.set()
+        else:
+            nursery.start_soon(keep_ports, host, connectivity.examiner.note_change, port_lease, has_tried)
         if reachability is None:
-            nursery.start_soon(connectivity.examiner.run, prepare)
+            nursery.start_soon(connectivity.examiner.run, has_tried.wait)
         nursery.start_soon(RelayKeeper(host, reached, relay_key(run_id), known).run)
         nursery.start_soon(connectivity.puncher.run)
         if limits is not None:

@@ -28,6 +28,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.backoff import pauses
 from ...base.system.processes import read_proc
+from ..addresses import OwnAddresses
 from ..host import Host
 
 logger = logging.getLogger(__name__)
@@ -284,71 +285,64 @@ def _local_name(element: ElementTree.Element) -> str:
     return element.tag.rpartition("}")[2]
 
 
-class PortKeeper:
-    """Keeps the ports of one host open, as ``host.own.mapped`` records, and closes them when the node leaves."""
+async def keep_ports(host: Host, on_change: Callable[[], None], lease_seconds: int, has_tried: trio.Event) -> None:
+    """Keep the ports of a host open until cancelled, as ``host.own.mapped`` records, and close them then.
 
-    def __init__(self, host: Host, on_change: Callable[[], None], lease_seconds: int) -> None:
-        """``on_change``: called when others may reach the host in another way."""
-        self.has_tried = trio.Event()
-        """Set once a router has been asked, or there was none to ask."""
-        self._own = host.own
-        self._on_change = on_change
-        self._lease_seconds = lease_seconds
-
-    async def run(self) -> None:
-        """Keep the ports open until cancelled."""
-        waits, router = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random()), None
-        try:
-            while True:
-                asked = self._ports()
-                try:
-                    if asked or router is not None:
-                        router = router or await find_router()
-                        await self._open(router, asked)
-                        waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
-                except MappingError as error:
-                    logger.debug("no port at the router: %s", error)
-                    router = None
-                    self._note({})
-                self.has_tried.set()
-                if router is None:
-                    await trio.sleep(next(waits))
-                    continue
-                for _ in range(round(min(ASK_INTERVAL, self._lease_seconds / 2) / PORTS_INTERVAL)):
-                    await trio.sleep(PORTS_INTERVAL)
-                    if asked != self._ports():
-                        break
-        finally:  # this node leaves
-            if router is not None:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
-                    await _close(router, self._own.mapped.values())
-
-    async def _open(self, router: UpnpRouter, ports: Sequence[int]) -> None:
-        """Open libp2p's port, and the others if the router allows it."""
-        before, mapped = self._own.mapped, dict[int, Address]()
-        for port in ports:
+    ``on_change``: called when others may reach the host in another way; ``has_tried``: set once a router has been
+    asked, or there was none to ask.
+    """
+    own, waits, router = host.own, pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random()), None
+    try:
+        while True:
+            listening, ports, mapped = [port for _, port in own.listening], ports_of(own), dict[int, Address]()
             try:
-                _, outer = before.get(port, ("", port))
-                mapped[port] = await router.open_port(port, outer, self._lease_seconds)
+                if ports or router is not None:
+                    router = router or await find_router()
+                    mapped = await _open(router, ports, own.mapped, lease_seconds)
+                    waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
             except MappingError as error:
-                if not mapped:
-                    raise
-                logger.debug("port %d is not sent on: %s", port, error)
-        await _close(router, [address for port, address in before.items() if port not in ports])
-        self._note(mapped)
+                logger.debug("no port at the router: %s", error)
+                router = None
+            before, own.mapped = own.mapped, mapped
+            for port, (ip, outer) in mapped.items() - before.items():
+                logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
+            if any(port in listening for port, _ in mapped.items() ^ before.items()):
+                on_change()
+            has_tried.set()
+            if router is None:
+                await trio.sleep(next(waits))
+                continue
+            for _ in range(round(min(ASK_INTERVAL, lease_seconds / 2) / PORTS_INTERVAL)):
+                await trio.sleep(PORTS_INTERVAL)
+                if ports != ports_of(own):
+                    break
+    finally:  # this node leaves
+        if router is not None:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
+                await _close(router, own.mapped.values())
 
-    def _note(self, mapped: dict[int, Address]) -> None:
-        before, self._own.mapped = self._own.mapped, mapped
-        for port, (ip, outer) in mapped.items() - before.items():
-            logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
-        listening = [port for _, port in self._own.listening]
-        if any(port in listening for port, _ in mapped.items() ^ before.items()):
-            self._on_change()
 
-    def _ports(self) -> list[int]:
-        """Return the ports that other machines can reach over IPv4."""
-        listening = [port for ip, port in self._own.listening if ":" not in ip and not ip.startswith("127.")]
-        return list(dict.fromkeys((*listening, *(sorted(self._own.bulk_ports) if listening else ()))))[:MAX_PORTS]
+def ports_of(own: OwnAddresses) -> list[int]:
+    """Return the ports that other machines can reach over IPv4."""
+    listening = [port for ip, port in own.listening if ":" not in ip and not ip.startswith("127.")]
+    return list(dict.fromkeys((*listening, *(sorted(own.bulk_ports) if listening else ()))))[:MAX_PORTS]
+
+
+async def _open(
+    router: UpnpRouter, ports: Sequence[int], before: Mapping[int, Address], lease_seconds: int
+) -> dict[int, Address]:
+    """Open libp2p's port, and the others if the router allows it; close those that were open before."""
+    mapped: dict[int, Address] = {}
+    for port in ports:
+        try:
+            _, outer = before.get(port, ("", port))
+            mapped[port] = await router.open_port(port, outer, lease_seconds)
+        except MappingError as error:
+            if not mapped:
+                raise
+            logger.debug("port %d is not sent on: %s", port, error)
+    await _close(router, [address for port, address in before.items() if port not in ports])
+    return mapped
 
 
 async def _close(router: UpnpRouter, addresses: Iterable[Address]) -> None:

@@ -1,9 +1,10 @@
-"""Releases of py-libp2p that farandole works with: the range in pyproject.toml, and the tests that each passed."""
+"""What a node loads of py-libp2p, and releases that it works with: the range, and the tests that each passed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import sysconfig
 import tomllib
 import venv
@@ -38,6 +39,14 @@ def test_the_range_has_the_releases_that_are_tried_and_the_installed_one() -> No
     assert all(release in required().specifier for release in [*RELEASES, version("libp2p")])
     assert "0.7.0" not in required().specifier
     assert "0.9.0" not in required().specifier
+
+
+def test_a_daemon_loads_no_http_or_dns_client_and_neither_tls_nor_yamux_of_libp2p() -> None:
+    code = "import sys, farandole.node.daemon; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "libp2p.security.noise.transport" in loaded
+    unwanted = {"httpx", "requests", "dns", "libp2p.host.basic_host"}
+    assert (unwanted | {"libp2p.security.tls", "libp2p.stream_muxer.yamux"}).isdisjoint(loaded)
 
 
 @pytest.mark.soak

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import upgrading
 from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
-from farandole.node.mesh.host import MAX_HANDSHAKES_PER_ADDRESS, MAX_IDENTIFY_BYTES, Host
+from farandole.node.mesh.host import MAX_IDENTIFY_BYTES, Host
 from farandole.node.mesh.libp2p_parts import receive_message
 from farandole.node.mesh.links import Socket
 from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, Negotiation
@@ -77,9 +76,9 @@ async def test_connections_come_and_go_and_leave_no_task() -> None:
                     assert await anext(at_alice) == (bob.author, False)
                     assert await anext(at_bob) == (alice.author, False)
 
-        await come_and_go(20)
+        await come_and_go(5)
         before = trio.lowlevel.current_statistics().tasks_living
-        await come_and_go(150)
+        await come_and_go(60)
         with trio.fail_after(PATIENCE):  # for streams that are still ending
             while trio.lowlevel.current_statistics().tasks_living > before:
                 await wait_all_tasks_blocked(0.05)
@@ -97,16 +96,6 @@ async def silent_sockets(port: int, number: int) -> AsyncIterator[list[trio.Sock
             sockets.append(await trio.open_tcp_stream("127.0.0.1", port))
             stack.push_async_callback(sockets[-1].aclose)
         yield sockets
-
-
-async def test_an_honest_dial_succeeds_while_a_thousand_sockets_are_silent() -> None:
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    number = min(1000, most_files // 2 - 100)  # both ends are in this process
-    async with host_at_loopback() as bob:
-        bob.set_handler(ECHO, echo)
-        async with silent_sockets(port_of(bob), number):
-            await assert_answers(bob)
-            assert len(bob.acceptor.handshakes) <= MAX_HANDSHAKES_PER_ADDRESS
 
 
 async def test_an_unfinished_handshake_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

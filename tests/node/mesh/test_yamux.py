@@ -127,6 +127,21 @@ async def test_what_no_honest_peer_sends_or_a_farewell_ends_the_connection(last:
         await conn.event_closed.wait()
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_an_end_is_announced_and_waits_for_no_peer_that_reads_nothing(
+    is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "CLOSE_TIMEOUT", PATIENCE if is_read else 0.05)
+    async with open_conn() as (conn, far):
+        if not is_read:
+            cast("Any", conn.session).stream.send_stream.send_all_hook = trio.sleep_forever
+        conn.end()
+        assert conn.is_closing
+        await conn.event_closed.wait()
+        if is_read:
+            assert await receive_frame(far) == (GO_AWAY, 0, 0, 0)
+
+
 async def test_a_writer_that_waits_for_credit_goes_on_with_it() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)

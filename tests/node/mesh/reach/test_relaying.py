@@ -129,23 +129,6 @@ async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -
         assert answer.status == Status.PERMISSION_DENIED
 
 
-async def test_circuits_end_at_their_limits() -> None:
-    limits = Limits(circuit_bytes=1_000_000, max_circuits_per_peer=1)
-    async with open_relay(limits) as relay, open_home() as alice, open_home() as bob, open_home() as carol:
-        bob.set_handler(ECHO, echo)
-        address = await reserve(bob, relay.host)
-        await alice.connect(bob.author, [address])
-        with pytest.raises(PeerUnreachableError, match="201"):
-            await carol.connect(bob.author, [address])
-        stream = await alice.open_stream(bob.author, ECHO)
-        with pytest.raises(trio.BrokenResourceError):
-            while True:
-                await stream.send_all(bytes(100_000))
-                await stream.receive_some()
-        await until(lambda: relay.server.table.num_circuits == 0)
-        await carol.connect(bob.author, [address])
-
-
 @pytest.mark.parametrize("member", ["source", "target", None])
 async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_newcomer(member: str | None) -> None:
     payload = bytes(16_384)
@@ -163,6 +146,7 @@ async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_new
                 await read_exactly(stream.receive_some, len(payload))
                 num_echoed += 1
         if member is None:
+            await until(lambda: relay.server.table.num_circuits == 0)
             assert 0 < 2 * num_echoed * len(payload) < STRANGERS_CIRCUIT_BYTES
         else:
             assert num_echoed == num_pieces

@@ -16,11 +16,11 @@ from farandole.node.mesh.reach import upnp as keeper
 from farandole.node.mesh.reach.upnp import (
     MAX_REPLY_BYTES,
     MappingError,
-    PortKeeper,
     UpnpRouter,
     _location,
     _parse,
     gateway_of,
+    keep_ports,
 )
 from farandole.protocol.mesh.dialling import Address
 
@@ -182,17 +182,17 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Home:
 
 
 @contextlib.asynccontextmanager
-async def open_kept(listen: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[tuple[Host, PortKeeper, list[int]]]:
+async def open_kept(listen: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[tuple[Host, trio.Event, list[int]]]:
     changes: list[int] = []
     async with open_host(Ed25519PrivateKey.generate(), [listen]) as host, open_service_nursery() as nursery:
-        kept = PortKeeper(host, lambda: changes.append(len(host.own.mapped)), LEASE_SECONDS)
-        nursery.start_soon(kept.run)
-        yield host, kept, changes
+        has_tried = trio.Event()
+        nursery.start_soon(keep_ports, host, lambda: changes.append(len(host.own.mapped)), LEASE_SECONDS, has_tried)
+        yield host, has_tried, changes
 
 
 async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
-    async with open_kept() as (host, kept, changes):
-        await kept.has_tried.wait()
+    async with open_kept() as (host, has_tried, changes):
+        await has_tried.wait()
         port = host.own.listening[0][1]
         assert host.own.mapped == {port: (OUTER_IP, port)}
         assert host.own.all_mapped == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
@@ -209,8 +209,8 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
 
 async def test_the_port_that_a_router_gave_instead_is_renewed_and_no_other_is_opened(home: Home) -> None:
     home.is_shared = True
-    async with open_kept() as (host, kept, changes):
-        await kept.has_tried.wait()
+    async with open_kept() as (host, has_tried, changes):
+        await has_tried.wait()
         asked = home.num_asked
         await until(lambda: home.num_asked >= asked + 3)
         assert [(OUTER_IP, outer) for outer in home.mapped] == list(host.own.mapped.values())
@@ -219,8 +219,8 @@ async def test_the_port_that_a_router_gave_instead_is_renewed_and_no_other_is_op
 
 async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
     home.refused = 6_000
-    async with open_kept() as (host, kept, _):
-        await kept.has_tried.wait()
+    async with open_kept() as (host, has_tried, _):
+        await has_tried.wait()
         host.own.bulk_ports.add(home.refused)
         asked = home.num_asked
         await until(lambda: home.num_asked >= asked + 2)
@@ -228,8 +228,8 @@ async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
 
 
 async def test_a_router_that_begins_anew_or_was_off_is_asked_anew(home: Home) -> None:
-    async with open_kept() as (host, kept, changes):
-        await kept.has_tried.wait()
+    async with open_kept() as (host, has_tried, changes):
+        await has_tried.wait()
         home.mapped.clear()
         await until(lambda: bool(home.mapped))
         assert host.own.mapped
@@ -246,6 +246,6 @@ async def test_who_listens_for_this_machine_alone_or_has_no_router_does_without(
     home: Home, listen: str, is_on: bool
 ) -> None:
     home.is_on = is_on
-    async with open_kept(listen) as (host, kept, changes):
-        await kept.has_tried.wait()
+    async with open_kept(listen) as (host, has_tried, changes):
+        await has_tried.wait()
         assert (host.own.mapped, changes, home.num_asked) == ({}, [], 0)
