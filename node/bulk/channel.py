@@ -92,6 +92,24 @@ class BulkChannel:
         self._is_broken_off = threading.Event()
         self._threads = trio.CapacityLimiter(2)
 
+    async def open(self, is_asker: bool) -> None:
+        """Let both ends prove that they have the secrets; close the channel on `ChannelError` or cancellation.
+
+        The answerer calls `announce` when it is ready for calls, and only then the asker's channel opens.
+        """
+        try:
+            self._connection.setblocking(True)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._shaping.fit_buffers(self._connection)
+            if is_asker:
+                self.announce()
+            await self.confirm()
+        except BaseException as error:  # also when cancelled: nothing else owns the channel yet
+            self.close()
+            if isinstance(error, OSError):
+                raise ChannelError(f"no channel: {error}") from error
+            raise
+
     @property
     def is_fit(self) -> bool:
         """Return whether an idle channel may be used again: it is open, and no unexpected data has come."""
@@ -222,34 +240,3 @@ class BulkChannel:
         await trio.lowlevel.checkpoint_if_cancelled()
         if failure is not None:
             raise ChannelError(str(failure) or repr(failure)) from failure
-
-
-async def open_channel(
-    peer: bytes,
-    session: bytes,
-    connection: socket.socket,
-    secrets: Secrets,
-    is_asker: bool,
-    shaping: Shaping,
-    ciphers: Ciphers = (None, None),
-) -> BulkChannel:
-    """Open a channel over a connected socket; take the socket over, and close it on `ChannelError` or cancellation.
-
-    Afterwards both ends have proved that they have the secrets. The answerer calls `BulkChannel.announce` when it is
-    ready for calls, and only then the asker's channel opens.
-    """
-    channel = BulkChannel(peer, session, connection, secrets, shaping, ciphers)
-    try:
-        connection.setblocking(True)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        shaping.fit_buffers(connection)
-        if is_asker:
-            channel.announce()
-        await channel.confirm()
-    except OSError as error:
-        channel.close()
-        raise ChannelError(f"no channel: {error}") from error
-    except BaseException:  # also when cancelled: nothing else owns the channel yet
-        channel.close()
-        raise
-    return channel

@@ -50,7 +50,7 @@ from ..base.streams import READ_BYTES, Stream, close_stream, receive_frame
 from ..base.system.sockets import prefer_congestion_control, share_port
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
-from .channel import BulkChannel, ChannelError, open_channel
+from .channel import BulkChannel, ChannelError
 
 logger = logging.getLogger(__name__)
 
@@ -366,9 +366,8 @@ class BulkService:
         if chosen is None:
             raise ChannelError("the peer gave up")
         plain, ciphers = socket.socket(fileno=chosen.connection.detach()), (chosen.hiding, chosen.revealing)
-        channel = await open_channel(
-            race.peer, race.session, plain, channel_secrets, race.is_asker, self._shaping, ciphers
-        )
+        channel = BulkChannel(race.peer, race.session, plain, channel_secrets, self._shaping, ciphers)
+        await channel.open(race.is_asker)
         self._backoff.note_success(race.peer)
         return channel
 

@@ -79,11 +79,6 @@ class BlockService:
         self._served: dict[bytes, _Turn] = {}
         """The peers that are served, in the order in which they came."""
 
-    @property
-    def num_served(self) -> int:
-        """Return the number of peers that are served now."""
-        return len(self._served)
-
     def register(self) -> None:
         """Register the protocol's handler on the host."""
         self._conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)

@@ -285,11 +285,6 @@ class Download:
         """The number of donors that give now."""
         return sum(donor.standing == "open" for donor in self._donors.values())
 
-    @property
-    def num_known(self) -> int:
-        """The number of donors that are remembered, whatever they gave."""
-        return len(self._donors)
-
     def need(self, blocks: Iterable[int], now: float) -> list[Output]:
         """Blocks are needed, in addition to the earlier ones."""
         for block in set(blocks).difference(self._have, self._asked, self._unasked):

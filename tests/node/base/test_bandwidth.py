@@ -27,7 +27,7 @@ from farandole.node.base.bandwidth import (
     Shaping,
 )
 from farandole.node.base.figures import BYTES_PER_MBIT
-from farandole.node.bulk.channel import BulkChannel, open_channel
+from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.mesh.host import open_host
 from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
@@ -208,7 +208,8 @@ async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[Bulk
 
     async def open_one(connection: socket.socket, is_asker: bool, shaping: Shaping) -> None:
         own = secrets if is_asker else Secrets(secrets.opening, secrets.sealing)
-        channel = await open_channel(b"p" * 32, b"s" * 16, connection, own, is_asker, shaping)
+        channel = BulkChannel(b"p" * 32, b"s" * 16, connection, own, shaping)
+        await channel.open(is_asker)
         channels[is_asker] = channel
         if not is_asker:
             channel.announce()

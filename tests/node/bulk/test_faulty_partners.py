@@ -38,7 +38,6 @@ NAMES = {
     MESSAGE_KIND: ("", "Offer", "Accepted", "Commit", "Committed", "Aborted"),
     CONTROL_KIND: ("", "Route", "Reroute", "Sealed", "Received"),
 }
-WRONG_HASH = "the partner broke the protocol: the hash of a transfer is not what its sender says"
 BEFORE_THE_VERDICTS = ("Offer", "Route", "Chunk", "Sealed", "Received")
 
 

@@ -242,7 +242,7 @@ def test_no_more_donors_are_remembered_than_needed() -> None:
     download = Download(0.0)
     for start in range(0, 10 * MAX_KNOWN, MAX_KNOWN):
         download.know([b"%d" % number for number in range(start, start + 2 * MAX_KNOWN)], 0.0)
-    assert download.num_known <= MAX_KNOWN + MAX_DONORS
+    assert len(download._donors) <= MAX_KNOWN + MAX_DONORS
 
 
 @settings(max_examples=60)

@@ -118,13 +118,6 @@ def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
     incoming.write(memoryview(sender.contribution)[incoming.position : end])
 
 
-def take_whole(receiver: Side, sender: Side) -> list[Heard]:
-    if sender.exchange.pipe.outgoing.awaits_hash:
-        tell(sender, receiver, sender.sealed)
-    receiver.exchange.pipe.check_whole()
-    return tell(receiver, sender, Received())
-
-
 def assert_can_commit(alice: Side, bob: Side) -> None:
     assert tell(bob, alice, Accepted()) == [Accepted()]
     assert bob.exchange.is_in_doubt

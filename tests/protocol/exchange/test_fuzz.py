@@ -7,18 +7,8 @@ import contextlib
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from farandole.protocol.exchange.exchange import (
-    Accepted,
-    Commit,
-)
-from farandole.protocol.exchange.pipe import (
-    BULK_FROM,
-    MAX_ROUTES,
-    Received,
-    Reroute,
-    Route,
-    RouteStep,
-)
+from farandole.protocol.exchange.exchange import Accepted, Commit
+from farandole.protocol.exchange.pipe import BULK_FROM, MAX_ROUTES, Received, Reroute, Route, RouteStep
 from farandole.protocol.wire.errors import LocalProtocolError
 
 from .sides import CHANNEL, Side, move_over, share_offers, tell
@@ -52,8 +42,6 @@ MOVES = [
     "reroute",
     "chunks",
 ]
-
-
 # The second way breaks as well, after some bytes have moved, and is declined.
 BREAKING_ONCE_MORE = [
     *(("route", 0), ("answer", 0), ("bob moves", 1), ("route", 0)),
@@ -68,9 +56,7 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
     """Both take their steps in any order; a step that is not allowed is refused at the sender."""
     alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
     share_offers(alice, bob)
-    is_asked = (
-        False  # by a Route without an answer yet: it reports its sender's bytes, so no more may move to that side
-    )
+    is_asked = False  # by a Route without an answer: it reports its sender's bytes, so no more may move to that side
     for move, number in moves:
         asker, answerer = alice.exchange.pipe, bob.exchange.pipe
         with contextlib.suppress(LocalProtocolError):
@@ -78,33 +64,22 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                 case "alice moves" | "bob moves":
                     sender, receiver = (alice, bob) if move == "alice moves" else (bob, alice)
                     exchange = receiver.exchange
-                    is_open = (
-                        exchange.pipe.step in (RouteStep.CHANNEL, RouteStep.LOST, RouteStep.REPLACING)
-                        and not exchange.is_whole
-                    )
-                    if is_open and not (is_asked and receiver is alice):
+                    is_on = exchange.pipe.step in (RouteStep.CHANNEL, RouteStep.LOST, RouteStep.REPLACING)
+                    if is_on and not exchange.is_whole and not (is_asked and receiver is alice):
                         # No honest side sends the last byte before the hash.
-                        move_over(
-                            sender,
-                            receiver,
-                            number if not sender.exchange.pipe.outgoing.awaits_hash else min(number, BULK_FROM - 1),
-                        )
+                        most = BULK_FROM - 1 if sender.exchange.pipe.outgoing.awaits_hash else BULK_FROM
+                        move_over(sender, receiver, min(number, most))
                         exchange.pipe.check_whole()
                         tell(receiver, sender, Received())
                 case "alice seals" | "bob seals":
                     sender, receiver = (alice, bob) if move == "alice seals" else (bob, alice)
                     tell(sender, receiver, sender.sealed)
-                case "route":
-                    tell(alice, bob, Route(CHANNEL, asker.num_received))
+                case "route" | "route to the stream":
+                    tell(alice, bob, Route(CHANNEL if move == "route" else None, asker.num_received))
                     is_asked = True
-                case "route to the stream":
-                    tell(alice, bob, Route(None, asker.num_received))
-                    is_asked = True
-                case "answer":
-                    tell(bob, alice, Route(answerer.proposed, answerer.num_received))
-                    is_asked = False
-                case "decline":
-                    tell(bob, alice, Route(None, answerer.num_received))
+                case "answer" | "decline":
+                    channel = answerer.proposed if move == "answer" else None
+                    tell(bob, alice, Route(channel, answerer.num_received))
                     is_asked = False
                 case "reroute":
                     tell(bob, alice, Reroute())

@@ -14,7 +14,7 @@ import trio.testing
 from blake3 import blake3
 
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
+from farandole.node.bulk.channel import BulkChannel, ChannelError
 from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.wire.record_layer import HEADER_BYTES, RECORD_BYTES, Opener, Sealer
@@ -125,7 +125,7 @@ async def test_whose_first_record_says_something_else_is_refused() -> None:
     with accepted, trio.fail_after(PATIENCE):
         accepted.sendall(Sealer(SECRETS.opening, 0.0).seal(memoryview(b"hello"), 0.0))
         with pytest.raises(ChannelError, match="ready"):
-            await open_channel(b"p" * 32, b"s" * 16, dialled, SECRETS, True, Shaping())
+            await BulkChannel(b"p" * 32, b"s" * 16, dialled, SECRETS, Shaping()).open(True)
     assert dialled.fileno() == -1
 
 
