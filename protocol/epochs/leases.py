@@ -224,11 +224,6 @@ class Leases:
         del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
         return [*parts_done, (0, self._entry())]
 
-    def tick(self, standing: Standing, now: float) -> list[Output]:
-        """Decide what to lease, about once a second. ``standing``: of others; ``own_speed`` is set here."""
-        self._standing = replace(standing, own_speed=self._pace.slices_per_second)
-        return [] if self._has_left else list(self._tick(now))
-
     # For people
 
     @property
@@ -278,11 +273,14 @@ class Leases:
 
     # Time
 
-    def _tick(self, now: float) -> Iterator[Output]:
+    def tick(self, standing: Standing, now: float) -> list[Output]:
+        """Decide what to lease, about once a second. ``standing``: of others; ``own_speed`` is set here."""
+        self._standing = replace(standing, own_speed=self._pace.slices_per_second)
+        if self._has_left:
+            return []
         seconds = 0.0 if self._ticked_at is None else now - self._ticked_at
-        was_asleep = seconds > ASLEEP_SECONDS
         self._ticked_at = now
-        if was_asleep:
+        if seconds > ASLEEP_SECONDS:
             self._current.own.clear()
             self._announced.is_outdated = True
         self._current.claims.believe(self._standing, seconds)
@@ -295,8 +293,15 @@ class Leases:
             self._give_way(now)
             self._trim()
             self._claim(now)
-        yield from self._assign(now)
-        yield from self._announce(now)
+        bounds = tuple((lease.first, lease.end) for lease in self._current.own if now >= lease.settled_at)
+        if (self.epoch, bounds) == self._assigned:
+            return list(self._announce(now))
+        self._assigned = (self.epoch, bounds)
+        if bounds:
+            self._pace.go_on(now)
+        else:
+            self._pace.pause()
+        return [self.assignment(), *self._announce(now)]
 
     def _follow_epoch(self, now: float) -> None:
         """Begin the next epoch when all is done and the others have heard of it, or else the others' epoch."""
@@ -446,16 +451,6 @@ class Leases:
         elif now - self._current.idle_since > self.patience:
             self._current.overdue |= self._current.waited_for
             self._current.idle_since, self._current.is_patient = None, False
-
-    def _assign(self, now: float) -> Iterator[Output]:
-        bounds = tuple((lease.first, lease.end) for lease in self._current.own if now >= lease.settled_at)
-        if (self.epoch, bounds) != self._assigned:
-            self._assigned = (self.epoch, bounds)
-            if bounds:
-                self._pace.go_on(now)
-            else:
-                self._pace.pause()
-            yield self.assignment()
 
     def assignment(self) -> DrawSlices:
         """Return what is left of the last assignment. A new trainer begins with it."""
