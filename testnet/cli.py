@@ -98,7 +98,6 @@ def run_testnet(
 
     from .play.judge import check_clean, judged, load_report
     from .play.launch import Testnet, write_report
-    from .play.live import open_view
     from .play.report import plot_losses
     from .play.scenario import load_scenario
 
@@ -114,9 +113,8 @@ def run_testnet(
     if clean_report is not None:
         check_clean(clean_report, str(played.run.get("name", "")), played.nodes)
     folder = out or Path("out") / Path(scenario).stem
-    with open_view(console) as view:
-        testnet = Testnet(played, folder.absolute(), view)
-        report = trio.run(testnet.play)
+    testnet = Testnet(played, folder.absolute(), say)
+    report = trio.run(testnet.play)
     write_report(report, folder)  # whatever comes of the comparison
     if clean_report is not None:
         report = judged(report, clean_report, played)
@@ -141,14 +139,13 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
         raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
     import msgspec
 
-    from .play.live import open_view
     from .zoo.play import play_grid, play_hostile, said_lines
 
-    with open_view(console) as view:
-        made = play_hostile(played, folder.absolute(), view)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    made = play_hostile(played, folder.absolute(), say)
     console.print(play_grid(made).rich())
     for line in said_lines(made):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(line)
     console.print("[bold red]FAIL" if made.reasons else "[bold green]PASS")
     if as_json:
         print_json(msgspec.to_builtins(made))

@@ -12,7 +12,6 @@ import typer
 
 from ..play.judge import conditions_beside, conditions_of_play, judged, load_report
 from ..play.launch import REPORT_NAME, Testnet, play_and_report
-from ..play.live import open_view
 from ..play.report import PlayReport
 from ..play.scenario import ScenarioError, load_scenario
 from .report import Bench, Claim, Out, Write, open_bench
@@ -70,5 +69,4 @@ def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
     if (folder / REPORT_NAME).exists():
         bench.tell(f"{name}: {folder / REPORT_NAME} is there already")
         return load_report(folder)
-    with open_view(bench.console) as view:
-        return play_and_report(Testnet(load_scenario(name, clean=clean), folder.absolute(), view))
+    return play_and_report(Testnet(load_scenario(name, clean=clean), folder.absolute(), bench.tell))

@@ -39,7 +39,6 @@ from farandole.training.engine.learner import build_learner
 from ..natlab.groups import open_leash
 from ..natlab.namespace import Location
 from ..play.launch import Testnet, play_and_report
-from ..play.live import open_view
 from ..play.merge import VALIDATION_BATCHES
 from ..play.places import LINK_DEVICE, open_links
 from ..play.process import NodeProcess
@@ -139,11 +138,10 @@ def run(
     with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
         python = obtain_python("hivemind", cache, bench.say) if peers else None
         folder = (out / "race").absolute()
-        with open_view(bench.console) as view:
-            samples = folder.with_name("race-samples")
-            samples.mkdir(parents=True, exist_ok=True)
-            sampler = _Sampler(samples)
-            play = play_and_report(Testnet(scenario, folder, view, watch=sampler.watch))
+        samples = folder.with_name("race-samples")
+        samples.mkdir(parents=True, exist_ok=True)
+        sampler = _Sampler(samples)
+        play = play_and_report(Testnet(scenario, folder, bench.tell, watch=sampler.watch))
         if not sampler.samples:
             raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
         seconds = sampler.samples[-1].seconds

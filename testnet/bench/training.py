@@ -21,7 +21,6 @@ from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import choose_device
 
 from ..play.launch import Testnet
-from ..play.live import open_view
 from ..play.process import NodeProcess
 from ..play.report import Merged
 from ..play.scenario import Scenario
@@ -106,10 +105,9 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
             if not own or own[-1][1] != tokens:
                 own.append((seconds, tokens))
 
-    with open_view(bench.console) as view:
-        # The losses are not needed here.
-        testnet = Testnet(scenario, folder.absolute(), view, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
-        report = trio.run(testnet.play)
+    # The losses are not needed here.
+    testnet = Testnet(scenario, folder.absolute(), bench.tell, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
+    report = trio.run(testnet.play)
     exchanges = sum(node.exchanges_ok for node in report.nodes)
     if not exchanges:
         raise BenchError(f"the nodes never exchanged: see {folder / 'nodes'}")

@@ -12,7 +12,6 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from ..play.live import LineView
 from ..play.scenario import load_scenario, scenario_names
 from ..zoo.member_attacks import ATTACKS
 from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
@@ -45,12 +44,11 @@ def run(
         run = {**frame.run, "name": f"hostile-{attack}"}
         scenarios.append(msgspec.structs.replace(frame, hostile=hostile, run=run))
     with open_bench("zoo", out, write, scenarios=len(scenarios)) as bench:
-        view = LineView(bench.console)
-        clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", view)
+        clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", bench.tell)
         made: list[HostileReport] = []
         for scenario in scenarios:
             name = str(scenario.run["name"])
-            made.append(play_hostile(scenario, out / "zoo" / name, view, clean))
+            made.append(play_hostile(scenario, out / "zoo" / name, bench.tell, clean))
             bench.tell(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
         data = {report.name: msgspec.to_builtins(report) for report in made}
         bench.publish(claims_of(made), data, grids=[zoo_grid(made)])

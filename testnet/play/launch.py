@@ -18,12 +18,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.base.figures import count, duration
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.mesh.addresses import rank
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -43,6 +44,7 @@ from .report import Merged, NodeReport, PlayReport
 from .scenario import Scenario
 
 WATCH_INTERVAL: Final = 0.5
+SUMMARY_INTERVAL: Final = 10.0
 # Nodes that start at a time: imports take seconds of a core in each, and nodes that all wait for a core find each other
 # late.
 MAX_STARTING: Final = 2 * (os.cpu_count() or 1)
@@ -67,16 +69,6 @@ class TestnetError(FarandoleError):
     """The testnet cannot be played here."""
 
     __test__ = False  # not a test, whatever pytest makes of the name
-
-
-class PlayView(Protocol):
-    """The display of a play."""
-
-    def say(self, text: str) -> None:
-        """Show an event."""
-
-    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        """Show the state of all nodes; called about twice a second."""
 
 
 def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
@@ -104,7 +96,8 @@ class Testnet:
 
     scenario: Scenario
     out: Path
-    view: PlayView
+    say: Callable[[str], None]
+    """Called with each event, and every ten seconds with a summary."""
     command: Sequence[str] = NODE_COMMAND
     measure: Measure = measure_with_torch
     watch: Callable[[Sequence[NodeProcess], float], None] = lambda nodes, seconds: None
@@ -120,6 +113,7 @@ class Testnet:
     _nodes: list[NodeProcess] = field(default_factory=list)
     _intruding: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
+    _summed_up_at: float = 0.0
     _exchanges_before: dict[int, int] = field(default_factory=dict)
     """Node -> its exchanges before the last fault was over."""
     _fault_reports: list[FaultReport] = field(default_factory=list)
@@ -172,7 +166,7 @@ class Testnet:
 
     def _say(self, text: str) -> None:
         self._events.append(f"{trio.current_time() - self._started_at:.1f} s: {text}")
-        self.view.say(text)
+        self.say(text)
 
     async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
         async for _ in signals:
@@ -240,7 +234,7 @@ class Testnet:
 
     async def _run_nodes(self, signed: SignedManifest) -> tuple[list[NodeReport], float]:
         """Train, let the run state settle, record the results, and end the nodes."""
-        self._started_at = trio.current_time()
+        self._started_at = self._summed_up_at = trio.current_time()
         async with trio.open_nursery() as life:
             with trio.CancelScope() as self._stage:
                 with trio.move_on_after(self.scenario.timeout) as limit:
@@ -349,7 +343,9 @@ class Testnet:
         for round_index, event in self._rounds_waited_for.items():
             if farthest >= round_index:
                 event.set()
-        self.view.show(self._nodes, now - self._started_at, self.scenario)
+        if now - self._summed_up_at >= SUMMARY_INTERVAL:
+            self._summed_up_at = now
+            self.say(f"{duration(now - self._started_at)}: {summary(self._nodes, self.scenario)}")
         self.watch(self._nodes, now - self._started_at)
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
@@ -430,6 +426,22 @@ class Testnet:
             except (OSError, ValueError, RuntimeError) as error:
                 self._problems.append(f"the replicas could not be merged: {error}")
         return None
+
+
+def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:
+    """Return a one-line summary of all nodes."""
+    running = [node for node in nodes if node.is_running]
+    statuses = [node.record.status for node in running if node.record.status]
+    if not statuses:
+        return f"{len(running)} nodes start"
+    rounds = [status.round for status in statuses]
+    losses = [status.loss for status in statuses if status.loss is not None]
+    course = f"loss {min(losses):.3f} to {max(losses):.3f}" if losses else "no loss yet"
+    return (
+        f"{len(running)} live, rounds {min(rounds)} to {max(rounds)} of {scenario.rounds}, {course}, "
+        f"{sum(node.report.exchanges_ok for node in nodes) // 2} exchanges, "
+        f"{count(sum(status.tokens_per_second for status in statuses))} tokens/s"
+    )
 
 
 def prepare_folder(out: Path) -> None:

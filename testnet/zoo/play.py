@@ -8,14 +8,14 @@ plays longer and neither worse.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from ..play.launch import Intruder, PlayView, Testnet, play_and_report
+from ..play.launch import Intruder, Testnet, play_and_report
 from ..play.report import PlayReport
 from ..play.scenario import HostileSettings, Scenario, ScenarioError
 from ..report.section import Grid, cell
@@ -72,25 +72,27 @@ class Played:
     conduct: Conduct
 
 
-def play_hostile(scenario: Scenario, out: Path, view: PlayView, clean: Played | None = None) -> HostileReport:
+def play_hostile(
+    scenario: Scenario, out: Path, say: Callable[[str], None], clean: Played | None = None
+) -> HostileReport:
     """Play the honest alone, unless ``clean`` is given, and with the hostile, in folders of ``out``; judge.
 
     Raises as `Testnet.play` does, and `ScenarioError`; `KeyboardInterrupt` if a person ends it.
     """
     assert scenario.hostile is not None, "there are hostile members"
     intruders = intruders_of(scenario.hostile)
-    clean = clean or play_clean(scenario, out / CLEAN, view)
-    view.say(f"attacked: {scenario.nodes} honest nodes and {len(intruders)} hostile processes")
-    attacked = _play(Testnet(scenario, out / HOSTILE, view, intruders=intruders, like=clean.folder))
+    clean = clean or play_clean(scenario, out / CLEAN, say)
+    say(f"attacked: {scenario.nodes} honest nodes and {len(intruders)} hostile processes")
+    attacked = _play(Testnet(scenario, out / HOSTILE, say, intruders=intruders, like=clean.folder))
     made = judge(scenario, clean, attacked)
     (out / OUTCOME_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
     return made
 
 
-def play_clean(scenario: Scenario, folder: Path, view: PlayView) -> Played:
+def play_clean(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Played:
     """Play the honest alone; raises as `play_hostile` does."""
-    view.say(f"alone: {scenario.nodes} honest nodes")
-    return _play(Testnet(msgspec.structs.replace(scenario, hostile=None), folder, view))
+    say(f"alone: {scenario.nodes} honest nodes")
+    return _play(Testnet(msgspec.structs.replace(scenario, hostile=None), folder, say))
 
 
 def _play(testnet: Testnet) -> Played:

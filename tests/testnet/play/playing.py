@@ -10,22 +10,14 @@ import trio
 
 from farandole.protocol.run.manifest import Manifest
 from farandole.testnet.play.launch import Testnet, write_report
-from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.report import Merged
 from farandole.testnet.play.scenario import Scenario, load_scenario
 
 FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
 
 
-class SilentView:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
-        pass
+def silent(text: str) -> None:
+    """Say nothing."""
 
 
 def measure(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
@@ -33,7 +25,7 @@ def measure(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out:
 
 
 def testnet(scenario: Scenario, out: Path, *faults: str) -> Testnet:
-    return Testnet(scenario, out, SilentView(), command=[*FAKE_NODE, *faults], measure=measure)
+    return Testnet(scenario, out, silent, command=[*FAKE_NODE, *faults], measure=measure)
 
 
 testnet.__test__ = False  # type: ignore[attr-defined]

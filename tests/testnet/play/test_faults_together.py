@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import trio
 
-from farandole.node.base.control import call
-from farandole.node.status.status import NodeStatus
 from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import open_lab
@@ -22,7 +17,7 @@ from farandole.testnet.play.faults import heal, part
 from farandole.testnet.play.launch import Testnet
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
-from .playing import SilentView
+from .playing import silent
 
 HOUR, MONTH = 3_600.0, 30 * 86_400.0
 RUN: dict[str, Any] = {
@@ -61,60 +56,10 @@ async def test_whatever_befalls_four_nodes_they_train_on_and_agree(tmp_path: Pat
         chaos={"seconds": 40.0, "faults": len(DURATIONS)},
         home=[{"kind": "open"}],
     )
-    report = await Testnet(chaos, tmp_path / "out", SilentView()).play()
+    report = await Testnet(chaos, tmp_path / "out", silent).play()
     assert report.reasons == [], "\n".join(report.events)
     assert sorted(fault.kind for fault in report.faults) == sorted(DURATIONS)
     assert all(seconds is not None for fault in report.faults for seconds in fault.standstill.values())
-
-
-class ClockView(SilentView):
-    """Sets an event once ``number`` clocks are wrong."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.are_wrong = trio.Event()
-        self._number = number
-
-    def say(self, text: str) -> None:
-        super().say(text)
-        if sum("set_clock by" in each for each in self.said) == self._number:
-            self.are_wrong.set()
-
-
-async def status_of(home: Path) -> NodeStatus:
-    return msgspec.convert(await trio.to_thread.run_sync(partial(call, home, "status")), NodeStatus)
-
-
-@pytest.mark.soak  # the nodes above have wrong clocks too, and tests/testnet/simulate/test_state.py has all of them
-@pytest.mark.usefixtures("faketime")
-async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_right(tmp_path: Path) -> None:
-    """Two clocks of four: an hour fast and 1 % too fast, and a month slow."""
-    wrong = [(2, HOUR, 0.01), (3, -MONTH, 0.0)]
-    faults = [
-        {"kind": "set_clock", "nodes": [node], "after_start": 3.0, "duration": 20.0, "offset": offset, "drift": drift}
-        for node, offset, drift in wrong
-    ]
-    view = ClockView(len(wrong))
-    testnet = Testnet(scenario("clocks", nodes=4, min_partners=2, fault=faults), tmp_path / "out", view)
-    right = [tmp_path / "out" / "nodes" / f"{index:02d}" for index in range(2)]
-    async with trio.open_nursery() as nursery:
-
-        async def agree() -> None:
-            """Wait until the nodes with right clocks agree with each other, while the others' clocks are wrong."""
-            await view.are_wrong.wait()
-            with trio.fail_after(60):
-                while True:
-                    statuses = [await status_of(home) for home in right]
-                    lives = {status.run.members_live for status in statuses}
-                    if lives == {len(right)} and len({status.run.state_root for status in statuses}) == 1:
-                        return
-                    await trio.sleep(0.2)
-
-        nursery.start_soon(agree)
-        report = await testnet.play()
-    assert report.reasons == [], "\n".join(report.events)
-    assert report.state_equal
-    assert all(node.restarts == 0 for node in report.nodes)
 
 
 LISTEN = "import socket; s = socket.create_server(('0.0.0.0', 7000)); print(flush=True)\nwhile True: s.accept()"

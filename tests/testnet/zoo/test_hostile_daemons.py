@@ -14,7 +14,7 @@ from farandole.testnet.zoo.conduct import conduct_of
 from farandole.testnet.zoo.play import intruders_of
 
 from ...patience import PATIENCE
-from ..play.playing import SilentView
+from ..play.playing import silent
 
 RUN = {
     "name": "hostile",
@@ -32,7 +32,7 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
             **{"start_interval": 0.0, "step_seconds": 0.1, "timeout": PATIENCE},
         }
     )
-    play = Testnet(scenario, tmp_path, SilentView(), intruders=intruders_of(settings))
+    play = Testnet(scenario, tmp_path, silent, intruders=intruders_of(settings))
     report = await play.play()
     assert report.reasons == []
     conduct = conduct_of(tmp_path, report)
@@ -53,7 +53,7 @@ async def test_a_member_that_agrees_and_never_comes_leaves_few_alone_where_round
         }
     )
     settings = HostileSettings(members=1, trains=False, pairing="absent")
-    report = await Testnet(scenario, tmp_path, SilentView(), intruders=intruders_of(settings)).play()
+    report = await Testnet(scenario, tmp_path, silent, intruders=intruders_of(settings)).play()
     assert report.reasons == []
     homes = (tmp_path / "nodes" / f"{node.index:02d}" for node in report.nodes)
     late = [record for home in homes for record in read_rounds(NodeSettings(home=home).rounds) if record.round >= 20]

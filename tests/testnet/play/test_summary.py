@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import io
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
-from rich.console import Console
 
 from farandole.testnet.natlab.groups import Leash
 from farandole.testnet.play.judge import make_report
-from farandole.testnet.play.live import open_view, summary
+from farandole.testnet.play.launch import summary
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.record import NodeRecord
 from farandole.testnet.play.report import Merged, NodeReport, plot_losses
@@ -43,19 +40,6 @@ def test_the_summary_counts_live_nodes_and_each_exchange_once() -> None:
     expected = "3 live, rounds 2 to 3 of 9, loss 2.500 to 2.750, 2 exchanges, 1.50 k tokens/s"
     assert summary(NODES, SCENARIO) == expected
     assert summary([node(0)], SCENARIO) == "1 nodes start"
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_both_views_show_events(is_terminal: bool) -> None:
-    file = io.StringIO()
-    with ExitStack() as stack:
-        view = stack.enter_context(open_view(Console(file=file, width=120, force_terminal=is_terminal)))
-        view.say("kill -9 node [2]")
-        view.show(NODES, 65, SCENARIO)
-    assert "kill -9 node [2]" in file.getvalue()
-    assert ("ok/alone/failed" in file.getvalue()) == is_terminal
-    assert ("3/0/0" in file.getvalue()) == is_terminal
-    assert ("1 min 05 s: 3 live" in file.getvalue()) == is_terminal
 
 
 def test_the_picture_of_the_losses(tmp_path: Path) -> None:
