@@ -202,11 +202,20 @@ class Story:
 
     async def meet(self, peer: bytes) -> None:
         """Begin the exchange with this peer when round 0's contribution is ready; the peer answers nothing more."""
-        self.peers_that_answer = {peer}
-        self.training.set_peers(frozenset({peer}))
+        self.know(peer)
         await self.trainers[-1].report(contributed(0))
         self.peers_that_answer = set()
         assert len(self.exchanges) == 1
+
+    async def set_rest(self, words: str, reason: str = BY_HAND) -> None:
+        """Begin to rest, or rest no more (empty ``words``), and let the loop go on."""
+        self.rest.set(reason, words)
+        await trio.testing.wait_all_tasks_blocked()
+
+    def know(self, *peers: bytes) -> None:
+        """Know these peers, all of which answer."""
+        self.peers_that_answer = set(peers)
+        self.training.set_peers(frozenset(peers))
 
     async def leave(self) -> None:
         await self.training.leave()
@@ -255,8 +264,7 @@ def saved(problem: str = "") -> messages.Saved:
 async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
-    story.peers_that_answer = {b"b" * 32}
-    story.training.set_peers(frozenset(story.peers_that_answer))
+    story.know(b"b" * 32)
     story.traffic = 2 * SIZE - 1
     await trio.sleep(2 * TRAFFIC_INTERVAL)
     await story.play_round()
@@ -342,8 +350,7 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     (trainer,) = story.trainers
     await story.play_round()
     await trainer.report(saved())
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner plays")
     assert trainer.commands[-1] == messages.Save(is_last=True)
     await trainer.report(saved())
     assert (story.journal.state.phase, story.journal.state.phase_detail, story.journal.state.trainer_pid) == (
@@ -354,13 +361,11 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     assert story.pairing.state is State.AWAY
 
     story.rest.set("quiet hours", "until 07:00")
-    story.rest.set(BY_HAND, "")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("")
     assert (story.journal.state.phase_detail, len(story.trainers)) == ("until 07:00", 1)
 
     story.others_round = 9
-    story.rest.set("quiet hours", "")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("", "quiet hours")
     assert len(story.trainers) == 2
     assert story.journal.state.round == 9
     assert story.journal.state.phase == "training"
@@ -372,8 +377,7 @@ async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
     story.rest.set(BY_HAND, "the owner plays")
     await trio.sleep(REST_TIMEOUT + 1)
     assert story.journal.state.phase == "paused"
-    story.rest.set(BY_HAND, "")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("")
     assert len(story.trainers) == 2
 
 
@@ -381,8 +385,7 @@ async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
     story: Story, nursery: trio.Nursery
 ) -> None:
     (trainer,) = story.trainers
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner plays")
     nursery.start_soon(story.leave)
     await trio.testing.wait_all_tasks_blocked()
     assert not story.has_left
@@ -395,13 +398,11 @@ async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_lose
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.peers_that_answer = {BOB}
-    story.training.set_peers(frozenset({BOB}))
+    story.know(BOB)
     story.exchange_seconds = 10 * REST_TIMEOUT
     await trainer.report(contributed(0))
     began_at = trio.current_time()
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner plays")
     assert story.given_up.is_set()
     assert messages.Save(is_last=True) in trainer.commands
     await trainer.report(saved())
@@ -410,10 +411,8 @@ async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_lose
 
 async def test_who_resumes_while_the_trainer_still_saves_trains_again(story: Story) -> None:
     (trainer,) = story.trainers
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
-    story.rest.set(BY_HAND, "")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner plays")
+    await story.set_rest("")
     await trainer.report(saved())
     assert len(story.trainers) == 2
     assert story.phase == "training"
@@ -429,19 +428,16 @@ async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story,
         story.rest.set("quiet hours", "until 07:00")
 
     for _ in range(40):
-        story.rest.set(BY_HAND, "the owner plays")
-        await trio.testing.wait_all_tasks_blocked()
+        await story.set_rest("the owner plays")
         if story.phase != "paused":
             await story.trainers[-1].report(saved())
         nursery.start_soon(replace_reason)
         await trio.testing.wait_all_tasks_blocked()
-        story.rest.set(BY_HAND, "")
-        await trio.testing.wait_all_tasks_blocked()
+        await story.set_rest("")
         if story.phase != "paused":
             await story.trainers[-1].report(saved())
         assert story.phase == "paused"
-        story.rest.set("quiet hours", "")
-        await trio.testing.wait_all_tasks_blocked()
+        await story.set_rest("", "quiet hours")
         assert story.phase == "training"
 
 
@@ -458,12 +454,10 @@ async def test_a_trainer_that_dies_again_and_again_leaves_the_node_at_rest_until
     for _ in range(MAX_CRASHES):
         await story.trainers[-1].report(TrainerError("no driver"))
         await trio.sleep(RESTART_DELAYS[-1] + 1)
-    story.rest.set(BY_HAND, "the owner mends the driver")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner mends the driver")
     assert story.phase == "paused"
     resumed_at = trio.current_time()
-    story.rest.set(BY_HAND, "")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("")
     assert (len(story.trainers), trio.current_time()) == (2 * MAX_CRASHES + 1, resumed_at)
 
 
@@ -482,8 +476,7 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
     story.training.restart_trainer()
     await trio.testing.wait_all_tasks_blocked()
     assert [story.journal.state.trainer_pid] == [42]  # its use of the machine does not count as another program's
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner plays")
     assert (story.phase, story.journal.state.trainer_pid) == ("paused", None)
 
 
@@ -627,8 +620,7 @@ async def test_a_trainer_that_was_replaced_is_dead_no_more(
     await trio.sleep(RESTART_DELAYS[0] + 1)
     assert (story.journal.state.trainer_restarts, story.journal.state.is_trainer_dead) == (1, False)
     await die()
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.testing.wait_all_tasks_blocked()
+    await story.set_rest("the owner plays")
     assert not story.journal.state.is_trainer_dead
 
 
@@ -639,8 +631,7 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.peers_that_answer = {BOB, CAROL}
-    story.training.set_peers(frozenset(story.peers_that_answer))
+    story.know(BOB, CAROL)
     await trainer.report(contributed(0))
     await trio.sleep(EXCHANGE_SECONDS / 2)
     story.peers_that_answer -= {story.exchanges[0].peer}
@@ -667,8 +658,7 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
     story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.peers_that_answer = {BOB, CAROL}
-    story.training.set_peers(frozenset(story.peers_that_answer))
+    story.know(BOB, CAROL)
     await trainer.report(contributed(0))
     await trio.sleep(EXCHANGE_SECONDS / 2)
     verdicts: list[str | None] = []
@@ -734,8 +724,7 @@ async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of
     story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock, seconds: float
 ) -> None:
     (trainer,) = story.trainers
-    story.peers_that_answer = {BOB}
-    story.training.set_peers(frozenset({BOB}))
+    story.know(BOB)
     story.exchange_seconds = seconds
     await trainer.report(contributed(0))
     story.is_committed = seconds < EXCHANGE_GRACE
