@@ -9,7 +9,6 @@ for the next one.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
@@ -21,48 +20,18 @@ from farandole.protocol.trainer import trainer_messages as messages
 from ..base.nurseries import open_service_nursery
 from ..base.system.memory import open_shared_memory, place_for_others
 from ..base.system.sockets import bound_socket, serve_door
-from .trainer import SHARED, STOP_TIMEOUT, Trainer, TrainerError
-
-logger = logging.getLogger(__name__)
+from .trainer import SHARED, STOP, Trainer, TrainerError
 
 # Loops that have connected and are not yet accepted: a person starts one, and perhaps another by mistake.
 MAX_WAITING: Final = 8
-_STOP: Final = messages.Stop()
 ANOTHER: Final = "another loop is attached to this node: one trains at a time"
-
-
-class ScriptTrainer(Trainer):
-    """A loop that has attached."""
-
-    async def _epitaph(self) -> TrainerError:
-        """Return an error without details: the node did not start the loop, and does not learn more."""
-        return TrainerError("the loop is gone", "detached")
-
-    async def condemn(self, reason: str) -> None:
-        """Close the connection: the process is its owner's."""
-        logger.warning("%s", reason)
-        await self._stream.aclose()
-
-    async def receive(self) -> messages.Report:
-        """See `Trainer.receive`; a loop that has failed is gone, and its owner sees why."""
-        try:
-            return await super().receive()
-        except TrainerError as error:
-            raise error if error.cause == "weights" else TrainerError(str(error), "detached") from error
-
-    async def stop(self, command: messages.Stop | messages.Dismiss = _STOP) -> None:
-        """Ask it to stop; it sees that after its present step, and no later than when the connection is closed."""
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_TIMEOUT):
-            with contextlib.suppress(TrainerError):
-                await self.send(command)
-            await self._stream.aclose()
 
 
 class ScriptDoor:
     """The loop that is attached, or waits to be; made by `open_script_door`."""
 
     def __init__(self) -> None:
-        self._waiting: ScriptTrainer | None = None
+        self._waiting: Trainer | None = None
         self._came = trio.Event()
         self._is_attached = False
         self.dismissal = ""
@@ -100,12 +69,12 @@ class ScriptDoor:
                 yield trainer
             finally:
                 self._is_attached = False
-                await trainer.stop(messages.Dismiss(self.dismissal, is_over=True) if self.dismissal else _STOP)
+                await trainer.stop(messages.Dismiss(self.dismissal, is_over=True) if self.dismissal else STOP)
                 trainer.close()
 
     async def let_in(self, connection: trio.SocketStream) -> None:
         """Take in a loop that has connected, or dismiss it."""
-        trainer = ScriptTrainer(connection)
+        trainer = Trainer(connection)
         if self.dismissal:
             await trainer.stop(messages.Dismiss(self.dismissal, is_over=True))
         elif self.has_loop:
@@ -119,7 +88,7 @@ class ScriptDoor:
         if (waiting := self._take()) is not None:
             await waiting.stop()
 
-    def _take(self) -> ScriptTrainer | None:
+    def _take(self) -> Trainer | None:
         trainer, self._waiting, self._came = self._waiting, None, trio.Event()
         return trainer
 

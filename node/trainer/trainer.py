@@ -6,7 +6,6 @@ itself, is `farandole.node.trainer.script`.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import logging
 import math
@@ -32,6 +31,7 @@ PREPARE_TIMEOUT = 600.0
 # A trainer sees `Stop` between two inner steps; one that does not within this time is killed (nothing is lost: it saves
 # by rename).
 STOP_TIMEOUT = 5.0
+STOP = messages.Stop()
 # These also start a thread per core: OpenMP (torch), MKL, OpenBLAS and Accelerate (numpy), Rayon (tokenizers).
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -61,8 +61,11 @@ MAX_QUEUED_COMMANDS = 288
 SHARED = ("outgoing", "incoming", "activations")
 
 
-class Trainer(abc.ABC):
-    """A trainer at the other end of ``stream``; `prepare` makes it ready."""
+class Trainer:
+    """A trainer at the other end of ``stream``; `prepare` makes it ready.
+
+    The node has started a `ChildTrainer`; another one is a loop of its owner's, which has attached by itself.
+    """
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self.outgoing: mmap.mmap
@@ -77,17 +80,25 @@ class Trainer(abc.ABC):
         self._activations: int | str
         self._mapped: list[mmap.mmap] = []
 
-    @abc.abstractmethod
     async def _epitaph(self) -> TrainerError:
-        """Return an error that says how it ended."""
+        """Return an error that says how it ended; of a loop the node learns no more."""
+        return TrainerError("the loop is gone", "detached")
 
-    @abc.abstractmethod
+    def _failure(self, words: str, cause: messages.Cause = "fault") -> TrainerError:
+        """Return the error of a trainer that cannot go on. A loop that has failed is gone, and its owner sees why."""
+        return TrainerError(words, cause if cause == "weights" else "detached")
+
     async def condemn(self, reason: str) -> None:
-        """End a trainer that hangs: `receive` raises `TrainerError` for this reason."""
+        """End a trainer that hangs: `receive` raises `TrainerError`. A loop's process is its owner's."""
+        logger.warning("%s", reason)
+        await self._stream.aclose()
 
-    @abc.abstractmethod
-    async def stop(self) -> None:
-        """Ask it to stop, with a short wait."""
+    async def stop(self, command: messages.Stop | messages.Dismiss = STOP) -> None:
+        """Ask it to stop; a loop sees that after its present step, and no later than when the connection is closed."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_TIMEOUT):
+            with contextlib.suppress(TrainerError):
+                await self.send(command)
+            await self._stream.aclose()
 
     async def prepare(
         self,
@@ -153,12 +164,12 @@ class Trainer(abc.ABC):
                     raise await self._epitaph()
                 self._parser.receive_data(part)
         except RemoteProtocolError as error:
-            raise TrainerError("the trainer sent a message that is too long") from error
+            raise self._failure("the trainer sent a message that is too long") from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
         report = messages.decode_report(payload)
         if isinstance(report, messages.Failed):
-            raise TrainerError(report.message, report.cause)
+            raise self._failure(report.message, report.cause)
         return report
 
     def close(self) -> None:
@@ -178,6 +189,9 @@ class ChildTrainer(Trainer):
         self._tracebacks = tracebacks
         self._condemned_for = ""
         self._oom_kills_before = count_oom_kills()
+
+    def _failure(self, words: str, cause: messages.Cause = "fault") -> TrainerError:
+        return TrainerError(words, cause)
 
     async def _epitaph(self) -> TrainerError:
         """Return an error that says how the process ended."""
@@ -205,12 +219,12 @@ class ChildTrainer(Trainer):
         await trio.sleep(TRACEBACK_SECONDS)
         self._process.kill()
 
-    async def stop(self) -> None:
+    async def stop(self, command: messages.Stop | messages.Dismiss = STOP) -> None:
         """Ask it to stop, and kill it when it does not, or at once where this is cancelled."""
         grace = 0.0 if trio.current_effective_deadline() == -math.inf else STOP_TIMEOUT
         with trio.CancelScope(shield=True, deadline=trio.current_time() + grace):
             with contextlib.suppress(TrainerError):
-                await self.send(messages.Stop())
+                await self.send(command)
             await self._stream.aclose()
             await self._process.wait()
         with trio.CancelScope(shield=True):
