@@ -130,7 +130,6 @@ class TrafficService:
         self._budget = Budget(limit, Used(now.year, now.month, 0)) if limit else None
         self._counted = 0  # of what the shapers have seen
         self._stored: Used | None = None
-        self._looked = trio.Event()
 
     @property
     def is_spent(self) -> bool:
@@ -181,12 +180,12 @@ class TrafficService:
     async def wait_online(self) -> None:
         """Wait until traffic is allowed."""
         while self.is_spent:
-            await self._looked.wait()
+            await self._rest.changed()  # by `look`
 
     async def wait_offline(self) -> None:
         """Wait until no traffic is allowed."""
         while not self.is_spent:
-            await self._looked.wait()
+            await self._rest.changed()  # by `look`
 
     def _count(self) -> None:
         assert self._budget is not None
@@ -208,8 +207,6 @@ class TrafficService:
                 self._rest.set(SAVING, "")
             elif not budget.may_spend(0, now):
                 self._rest.set(SAVING, f"saving this month's {gigabytes} of traffic until {resumes_at:{DAY}}")
-        looked, self._looked = self._looked, trio.Event()
-        looked.set()
         stored, used = self._stored, budget.used
         is_new_month = stored is None or (stored.year, stored.month) != (used.year, used.month)
         if stored is None or is_new_month or used.num_bytes > stored.num_bytes - self._ahead // 2:

@@ -115,19 +115,21 @@ async def test_a_stage_rests_meanwhile_and_says_until_when(tmp_path: Path) -> No
 async def test_at_its_end_the_node_is_offline_until_the_month_is_over(tmp_path: Path) -> None:
     story = Story(tmp_path)
     async with story.life():
-        story.shaping.up.charge(LIMIT)
-        await story.keeper.look()
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(story.keeper.wait_offline)
+                await trio.testing.wait_all_tasks_blocked()
+                story.shaping.up.charge(LIMIT)
         assert story.keeper.is_spent
         assert "100 GB of traffic are used up until Tue 01 Dec" in story.rest.words
-        with trio.fail_after(PATIENCE):
-            await story.keeper.wait_offline()
     async with story.life():
         assert story.keeper.is_spent  # before anything was sent
-        story.now = datetime(2026, 12, 1)
-        await story.keeper.look()
-        assert not story.rest.is_on
         with trio.fail_after(PATIENCE):
-            await story.keeper.wait_online()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(story.keeper.wait_online)
+                await trio.testing.wait_all_tasks_blocked()
+                story.now = datetime(2026, 12, 1)
+        assert not story.rest.is_on
 
 
 _KILLED = """
