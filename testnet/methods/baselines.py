@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -66,6 +66,11 @@ class Method:
     """Outer steps at the end of a round, one right after another, each with another partner; 1 where ``late``."""
 
     @property
+    def is_synchronous(self) -> bool:
+        """Whether a single replica stands for all of them."""
+        return self.group == "gradients"
+
+    @property
     def traffic(self) -> float:
         """Bytes that a replica sends for each parameter and inner step.
 
@@ -73,11 +78,22 @@ class Method:
         """
         if self.group == "none":
             return 0.0
-        if self.group == "gradients":
+        if self.is_synchronous:
             return float(FP32_BYTES)
         outer = self.outer
         per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
         return per_element * self.exchanges / (self.interval * outer.fragments)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One training with a method."""
+
+    seed: int
+    rate: float
+    """Factor of the learning rate."""
+    samplers: Sequence[Sampler]
+    """One for each replica; of a synchronous method's single replica, for each part of its batch."""
 
 
 def methods(interval: int = 10) -> tuple[Method, ...]:
@@ -212,13 +228,14 @@ class OuterReplica:
 
 
 class Ensemble:
-    """``num_replicas`` replicas of one model with equal initial weights and one outer rule; (N, P) fp32, on the CPU."""
+    """The replicas of one model in a trial, with equal initial weights and one outer rule; (N, P) fp32, on the CPU."""
 
-    def __init__(
-        self, model: ModelConfig, inner: InnerConfig, num_replicas: int, seed: int, outer: OuterConfig = _NOLOCO
-    ) -> None:
+    def __init__(self, method: Method, model: ModelConfig, inner: InnerConfig, trial: Trial) -> None:
         self.steps = 0
-        self.modules = [build_model(model, seed) for _ in range(num_replicas)]
+        outer, num_replicas = method.outer, 1 if method.is_synchronous else len(trial.samplers)
+        rate = trial.rate * inner.learning_rate
+        inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=rate)
+        self.modules = [build_model(model, trial.seed) for _ in range(num_replicas)]
         start = torch.cat([parameter.detach().flatten() for parameter in self.modules[0].parameters()])
         self.theta = start.repeat(num_replicas, 1)
         self.gradient = torch.zeros_like(self.theta)
@@ -274,25 +291,24 @@ class Ensemble:
                 replica.step(received, shares, self._rates_sent, is_late=is_late)
 
     @torch.no_grad()
-    def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> Tensor:
-        """Return the mean loss of every replica, (N), over the same batches, each (B, T + 1)."""
-        return torch.stack(
-            [torch.stack([language_loss(m, torch.from_numpy(b)) for b in batches]).mean() for m in self.modules]
-        )
+    def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> list[float]:
+        """Return the trial's loss; see `Trainee`."""
+        every = [language_loss(module, torch.from_numpy(each)) for module in self.modules for each in batches]
+        return [float(torch.stack(every).mean())]
 
     @torch.no_grad()
     def merge(self) -> None:
         """Set every replica to the mean of all replicas."""
         self.theta.copy_(self.theta.mean(0, keepdim=True).expand_as(self.theta))
 
-    def spread(self) -> float:
-        """Return the weights' mean standard deviation across replicas, divided by the weights' root mean square."""
+    def spreads(self) -> list[float]:
+        """Return the trial's spread: the weights' mean standard deviation across replicas, over their mean size."""
         deviation = self.theta.std(0, correction=0).mean()
-        return float(deviation / self.theta.mean(0).square().mean().sqrt())
+        return [float(deviation / self.theta.mean(0).square().mean().sqrt())]
 
 
 class Trainee(Protocol):
-    """What `play` trains: an `Ensemble`, or several as one (`farandole.testnet.methods.stacked`)."""
+    """What `train` trains: an `Ensemble`, or several as one (`farandole.testnet.methods.stacked`)."""
 
     def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
@@ -303,52 +319,42 @@ class Trainee(Protocol):
     def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
         """Take the outer step of every replica with its group."""
 
+    def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> list[float]:
+        """Return each trial's loss, the mean over its replicas and the batches, each (B, T + 1)."""
 
-Trained = TypeVar("Trained", bound=Trainee)
+    def merge(self) -> None:
+        """Set every replica to the mean of its trial's replicas."""
+
+    def spreads(self) -> list[float]:
+        """Return each trial's standard deviation of weights across replicas, over the weights' root mean square."""
 
 
 def train(
     method: Method,
-    model: ModelConfig,
-    inner: InnerConfig,
-    samplers: Sequence[Sampler],
+    trainee: Trainee,
+    trials: Sequence[Trial],
     steps: int,
-    seed: int,
-    progress: Callable[[int, Ensemble], None] = lambda step, ensemble: None,
-) -> Ensemble:
-    """Train one replica per sampler (a single replica for ``gradients``) for ``steps`` inner steps each.
+    progress: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Take ``steps`` inner steps and a method's outer steps; ``progress`` gets the number of steps after each.
 
-    ``progress`` gets the number of steps and the replicas after each.
+    All trials have equally many samplers. A synchronous method's single replica trains on the batches of all of them.
+    The last inner step ends a round, however short: otherwise the methods would be compared at different distances
+    from an outer step.
     """
-    is_synchronous = method.group == "gradients"
-    inner = msgspec.structs.replace(inner, optimizer=method.optimizer, learning_rate=method.rate * inner.learning_rate)
-    ensemble = Ensemble(model, inner, 1 if is_synchronous else len(samplers), seed, method.outer)
+    num_samplers = len(trials[0].samplers)
 
     def batches(step: int) -> npt.NDArray[np.int64]:
-        tokens = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
-        return tokens.reshape(1, -1, tokens.shape[-1]) if is_synchronous else tokens
+        tokens = np.stack([sampler.batch(step) for trial in trials for sampler in trial.samplers])  # (N, B, T + 1)
+        return tokens.reshape(len(trials), -1, tokens.shape[-1]) if method.is_synchronous else tokens
 
     def groups(step: int, exchange: int) -> list[list[int]]:
-        return groups_of(method.group, len(samplers), seed, step, exchange)
+        return [
+            [number * num_samplers + row for row in group]
+            for number, trial in enumerate(trials)
+            for group in groups_of(method.group, num_samplers, trial.seed, step, exchange)
+        ]
 
-    play(method, ensemble, batches, groups, steps, progress)
-    return ensemble
-
-
-def play(
-    method: Method,
-    trainee: Trained,
-    batches: Callable[[int], npt.NDArray[np.int64]],
-    groups: Callable[[int, int], list[list[int]]],
-    steps: int,
-    progress: Callable[[int, Trained], None],
-) -> None:
-    """Take ``steps`` inner steps and a method's outer steps.
-
-    ``batches`` returns what an inner step's number determines, ``groups`` what that and an exchange's number do. The
-    last inner step ends a round, however short: otherwise the methods would be compared at different distances from an
-    outer step.
-    """
     awaited: list[list[int]] | None = None  # the groups of an exchange that goes on while the replicas train
     takes_at = 0  # the inner step after which its outer step is taken
     for step in range(steps):
@@ -364,7 +370,7 @@ def play(
                     awaited, takes_at = groups(step, exchange), step + method.late
                 else:
                     trainee.outer_step(groups(step, exchange))
-        progress(step + 1, trainee)
+        progress(step + 1)
 
 
 def groups_of(group: Group, num_replicas: int, seed: int, step: int, exchange: int = 0) -> list[list[int]]:

@@ -29,8 +29,6 @@ from rich.console import Console
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.models import num_parameters, preset
-from farandole.testnet.methods.baselines import Ensemble, Method, methods, train
-from farandole.testnet.methods.stacked import Stack, Trial, train_stacked
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
@@ -40,12 +38,16 @@ from farandole.training.data.sources import Reader, sources_of, stdlib_sources
 
 from ..report.section import Grid, setting
 from ..simulate.plays import play_all
+from .baselines import Ensemble, Method, Trainee, Trial, methods, train
+from .stacked import Stack
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32, vocabulary=256)
 LEARNING_RATE = 3e-3
 BATCH_SIZE = 16
 HELD_OUT_SHARE = 0.1
+# Of a record that `write_kinds` writes: a few windows of text.
+RECORD_CHARACTERS = 1_024
 # For each kind of text; with 8 kinds these are 32,768 tokens, which measure a loss to about 0.01.
 VALIDATION_BATCHES = 8
 # Points of a loss curve: evaluating them takes a few percent of the time.
@@ -84,7 +86,7 @@ class Result:
     merged_loss: float
     """Loss of the mean of all replicas' weights."""
     spread: float
-    """See `Ensemble.spread`."""
+    """See `Ensemble.spreads`."""
     seconds: float
     curve: tuple[tuple[int, float], ...] = ()
     """Loss by inner step, on one batch of each kind of held-out text: coarser than ``loss``."""
@@ -198,8 +200,8 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     measured = {**setting(), **comparison.setting, "kinds": [*(["mixed"] if comparison.is_mixed else []), *texts]}
     results = _earlier_results(out, measured) if out is not None else {}
 
-    def keep(key: Play, result: Result) -> None:
-        results[key] = result
+    def keep(_: object, made: Sequence[Result]) -> None:
+        results.update({Play(result.method, result.seed, result.rate): result for result in made})
         if out is not None:
             document = {"settings": measured, "results": [asdict(each) for each in results.values()]}
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -213,13 +215,10 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
         asked = {Play(method.name, seed, method.rate): (method, seed) for method, seed in plays}
         missing = {key: each for key, each in asked.items() if key not in results}
         if comparison.chosen_device.torch_device.type == "cpu":
-            one_by_one = [(key, partial(measure, comparison, *each, texts=texts)) for key, each in missing.items()]
-            play_all(say, one_by_one, keep)
+            play_all(say, [(key, partial(measure, comparison, [each], texts)) for key, each in missing.items()], keep)
         else:
-            for _, group in groupby(missing, attrgetter("method")):
-                keys = list(group)
-                for result in measure_at_once(comparison, [missing[key] for key in keys], texts, say):
-                    keep(Play(result.method, result.seed, result.rate), result)
+            for name, group in groupby(missing, attrgetter("method")):
+                keep(name, measure(comparison, [missing[key] for key in group], texts, say))
         return [results[key] for key in asked]
 
     tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
@@ -255,8 +254,8 @@ def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:
     return list(best.values())
 
 
-def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]:
-    """Return the largest subfolders of a folder, by default of the standard library: nine tenths, and the rest.
+def documents_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, list[bytes]]:
+    """Return the documents in the largest subfolders of a folder, by default of the standard library.
 
     Raises `DataError` if there are too few.
     """
@@ -269,13 +268,32 @@ def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]
         where = "the standard library" if folder is None else folder
         raise DataError(f"{where} has {len(packages)} kinds of text, too few for {num_kinds} nodes")
     largest = sorted(packages, key=lambda name: (-sum(map(len, packages[name])), name))[:num_kinds]
+    return {name: packages[name] for name in largest}
+
+
+def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]:
+    """Return these kinds of text: nine tenths to train on, and the rest; raises as `documents_by_kind` does."""
     texts = {}
-    for name in largest:
-        documents = packages[name]
+    for name, documents in documents_by_kind(num_kinds, folder).items():
         tokens = np.frombuffer(b"\0".join(documents), dtype=np.uint8)
         cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
         texts[name] = Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
     return texts
+
+
+def write_kinds(folder: Path, num_kinds: int) -> list[Path]:
+    """Write kinds of text into a folder, each a file of records, for members that bring text; return the files.
+
+    Records are short, so that every kind has some that are held out.
+    """
+    paths = []
+    for name, documents in documents_by_kind(num_kinds).items():
+        text = b"\n".join(documents).decode(errors="replace")
+        pieces = (text[start : start + RECORD_CHARACTERS] for start in range(0, len(text), RECORD_CHARACTERS))
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+        paths.append(path)
+    return paths
 
 
 def mixed(texts: Mapping[str, Text]) -> dict[str, Text]:
@@ -284,62 +302,47 @@ def mixed(texts: Mapping[str, Text]) -> dict[str, Text]:
     return {name: Text(training, text.held_out, text.found) for name, text in texts.items()}
 
 
-def measure(comparison: MethodComparison, method: Method, seed: int, texts: Mapping[str, Text]) -> Result:
-    """Train with one method and seed, on one thread."""
-    torch.set_num_threads(1)
-    samplers = comparison.samplers(texts, seed)
-    started = time.perf_counter()
-    curve: list[tuple[int, float]] = []
-    few = [sampler.held_out_batch(0) for sampler in samplers]
-
-    def watch(step: int, ensemble: Ensemble) -> None:
-        if comparison.is_curve_point(step):
-            curve.append((step, float(ensemble.losses(few).mean())))
-
-    ensemble = train(method, comparison.sizes, comparison.inner(), samplers, comparison.steps, seed, watch)
-    seconds = time.perf_counter() - started
-    batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
-    loss, spread = float(ensemble.losses(batches).mean()), ensemble.spread()
-    ensemble.merge()
-    merged_loss = float(ensemble.losses(batches)[0])
-    return Result(method.name, seed, method.rate, loss, merged_loss, spread, seconds, tuple(curve))
-
-
-def measure_at_once(
+def measure(
     comparison: MethodComparison,
     plays: Sequence[tuple[Method, int]],
     texts: Mapping[str, Text],
-    say: Callable[[str], None],
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Train with one method, all seeds and rates at once; each result's seconds are its share of the time.
 
-    ``say`` gets the progress at each point of the loss curves.
+    A single training on a CPU takes one thread. ``say`` gets the progress at each point of the loss curves.
     """
+    device = comparison.chosen_device.torch_device
     trials = [Trial(seed, method.rate, comparison.samplers(texts, seed)) for method, seed in plays]
     method, samplers = plays[0][0], trials[0].samplers  # the held-out text is the same for all
     few = [sampler.held_out_batch(0) for sampler in samplers]
     curves: list[list[tuple[int, float]]] = [[] for _ in trials]
     started = time.perf_counter()
+    trainee: Trainee
+    if device.type == "cpu" and len(trials) == 1:
+        torch.set_num_threads(1)
+        trainee = Ensemble(method, comparison.sizes, comparison.inner(), trials[0])
+    else:
+        torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
+        trainee = Stack(method, comparison.sizes, comparison.inner(), trials, device)
 
-    def watch(step: int, stack: Stack) -> None:
+    def watch(step: int) -> None:
         if comparison.is_curve_point(step):
-            losses = stack.losses(few)
+            losses = trainee.losses(few)
             for curve, loss in zip(curves, losses, strict=True):
                 curve.append((step, loss))
             spent = f"step {step} of {comparison.steps}, {time.perf_counter() - started:.0f} s"
             say(f"{method.name}, {len(trials)} trials: {spent}, loss {min(losses):.3f} to {max(losses):.3f}")
 
-    torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
-    device = comparison.chosen_device.torch_device
-    stack = train_stacked(method, comparison.sizes, comparison.inner(), trials, comparison.steps, device, watch)
+    train(method, trainee, trials, comparison.steps, watch)
     batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
-    losses, spreads = stack.losses(batches), stack.spreads()
+    losses, spreads = trainee.losses(batches), trainee.spreads()
     seconds = (time.perf_counter() - started) / len(trials)
-    stack.merge()
+    trainee.merge()
     return [
         Result(method.name, trial.seed, trial.rate, loss, merged_loss, spread, seconds, tuple(curve))
         for trial, loss, merged_loss, spread, curve in zip(
-            trials, losses, stack.losses(batches), spreads, curves, strict=True
+            trials, losses, trainee.losses(batches), spreads, curves, strict=True
         )
     ]
 

@@ -12,8 +12,7 @@ longer than running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -28,7 +27,6 @@ from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.rules import Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
-from farandole.training.data.dataset import Sampler
 from farandole.training.inner.optimizer import (
     CLIP_EPSILON,
     adamw_,
@@ -42,7 +40,7 @@ from farandole.training.outer.codec import BLOCK, form_of
 from farandole.training.outer.outer_state import RateSums, correct_
 from farandole.training.outer.rule import Meeting, OwnVectors
 
-from .baselines import Method, groups_of, play, rule_for
+from .baselines import Method, Trial, rule_for
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
 _WARMUP_STEPS: Final = 3
@@ -50,30 +48,21 @@ _WARMUP_STEPS: Final = 3
 Tokens = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One ensemble of a stack."""
-
-    seed: int
-    rate: float
-    """Factor of the learning rate."""
-    samplers: Sequence[Sampler]
-    """One for each replica; of a synchronous method's single replica, for each part of its batch."""
-
-
 class Stack:
-    """The replicas of several trials, ``per_trial`` of each, trial by trial: N rows."""
+    """The replicas of several trials of one method, trial by trial: N rows; each has equally many samplers."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        inner: InnerConfig,
-        outer: OuterConfig,
-        trials: Sequence[Trial],
-        per_trial: int,
-        device: torch.device,
+        self, method: Method, model: ModelConfig, inner: InnerConfig, trials: Sequence[Trial], device: torch.device
     ) -> None:
-        """Raises `TrainingError` for rules of which rows send a part of their weights."""
+        """Raises `TrainingError` for rules of which rows send a part of their weights, and for pairs of an odd number.
+
+        All trials have equally many samplers.
+        """
+        outer, num_samplers = method.outer, len(trials[0].samplers)
+        per_trial = 1 if method.is_synchronous else num_samplers
+        if method.group == "pairs" and num_samplers % 2:
+            raise TrainingError("an odd number of replicas is compared on a CPU only: leave --device out")
+        inner = msgspec.structs.replace(inner, optimizer=method.optimizer)
         if outer.codec == "topk" or outer.fragments > 1:
             raise TrainingError("topk and fragments are compared on a CPU only: leave such methods, or --device, out")
         self.steps = 0
@@ -331,37 +320,3 @@ class _Outer:
             theta += self._slow - self._fast
         else:
             theta.copy_(self._slow)
-
-
-def train_stacked(
-    method: Method,
-    model: ModelConfig,
-    inner: InnerConfig,
-    trials: Sequence[Trial],
-    steps: int,
-    device: torch.device,
-    progress: Callable[[int, Stack], None] = lambda step, stack: None,
-) -> Stack:
-    """Train all trials of one method for ``steps`` inner steps (`farandole.testnet.methods.baselines.train` of each).
-
-    All must have equally many samplers, an even number where pairs are met. Raises `TrainingError` as `Stack` does.
-    """
-    is_synchronous, num_samplers = method.group == "gradients", len(trials[0].samplers)
-    if method.group == "pairs" and num_samplers % 2:
-        raise TrainingError("an odd number of replicas is compared on a CPU only: leave --device out")
-    inner = msgspec.structs.replace(inner, optimizer=method.optimizer)
-    stack = Stack(model, inner, method.outer, trials, 1 if is_synchronous else num_samplers, device)
-
-    def batches(step: int) -> Tokens:
-        tokens = np.stack([sampler.batch(step) for trial in trials for sampler in trial.samplers])
-        return tokens.reshape(len(trials), -1, tokens.shape[-1]) if is_synchronous else tokens
-
-    def groups(step: int, exchange: int) -> list[list[int]]:
-        return [
-            [number * num_samplers + row for row in group]
-            for number, trial in enumerate(trials)
-            for group in groups_of(method.group, num_samplers, trial.seed, step, exchange)
-        ]
-
-    play(method, stack, batches, groups, steps, progress)
-    return stack

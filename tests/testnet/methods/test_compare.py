@@ -7,9 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from farandole.node.base.exits import Exit
+from farandole.protocol.run.manifest import DataConfig
 from farandole.testnet import cli
 from farandole.testnet.methods.baselines import Method, methods
 from farandole.testnet.methods.compare import (
+    HELD_OUT_SHARE,
     TUNING_SEED,
     MethodComparison,
     Result,
@@ -17,13 +19,15 @@ from farandole.testnet.methods.compare import (
     choose_methods,
     interval_of,
     measure,
-    measure_at_once,
     mixed,
     result_grid,
     run_compare,
     texts_by_kind,
+    write_kinds,
 )
 from farandole.training.base.errors import DataError
+from farandole.training.data.dataset import Bring, load_text
+from farandole.training.data.tokenizer import ByteTokenizer
 
 from ...token_arrays import array_of
 
@@ -64,10 +68,10 @@ def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
     texts, said = texts_by_kind(2), list[str]()
     plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate in (1.0, 2.0) for seed in (0, 1)]
 
-    together = measure_at_once(comparison, plays, texts, said.append)
+    together = measure(comparison, plays, texts, said.append)
 
     for (method, seed), result in zip(plays, together, strict=True):
-        alone = measure(comparison, method, seed, texts)
+        (alone,) = measure(comparison, [(method, seed)], texts)
         assert (result.method, result.seed, result.rate) == (alone.method, alone.seed, alone.rate)
         for name in ("loss", "merged_loss", "spread"):
             assert getattr(result, name) == pytest.approx(getattr(alone, name), rel=1e-3)
@@ -151,6 +155,15 @@ def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:
         assert len(text.held_out) == pytest.approx(len(text.training) / 9, rel=0.01)
         assert array_of(text.training).dtype == np.uint8
     assert len({bytes(array_of(text.training)[:200]) for text in texts.values()}) == 3
+
+
+def test_kinds_are_written_as_records_of_which_each_has_some_held_out(tmp_path: Path) -> None:
+    paths = write_kinds(tmp_path, 3)
+    data = DataConfig(source="text", held_out=HELD_OUT_SHARE)
+    texts = [load_text(data, ByteTokenizer(), Bring((path,))) for path in paths]
+    assert [path.stem for path in paths] == list(texts_by_kind(3))
+    assert all(0.05 < len(text.held_out) / len(text.training) < 0.2 for text in texts)
+    assert len({text.found.corpus for text in texts}) == 3
 
 
 def test_mixed_text_is_all_kinds_for_training_and_each_kind_for_measuring() -> None:

@@ -7,11 +7,11 @@ import torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.rules import Codec, NoLoCoConfig, PlainConfig
-from farandole.testnet.methods.baselines import Method, train
+from farandole.testnet.methods.baselines import Ensemble, Method, Trial, train
 from farandole.testnet.methods.co2 import CO2Config
 from farandole.testnet.methods.diloco import DiLoCoConfig
 from farandole.testnet.methods.gasloc import GASLoCConfig
-from farandole.testnet.methods.stacked import Trial, train_stacked
+from farandole.testnet.methods.stacked import Stack
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text
 
@@ -43,23 +43,35 @@ def trials(text: Text) -> list[Trial]:
     return [Trial(1, 1.0, samplers(text, 1)), Trial(2, 2.0, samplers(text, 2))]
 
 
+def stacked(method: Method, model: ModelConfig, trials: list[Trial], steps: int) -> Stack:
+    stack = Stack(method, model, INNER, trials, torch.device("cpu"))
+    train(method, stack, trials, steps)
+    return stack
+
+
+def ensemble_of(method: Method, model: ModelConfig, trial: Trial, steps: int) -> Ensemble:
+    ensemble = Ensemble(method, model, INNER, trial)
+    train(method, ensemble, [trial], steps)
+    return ensemble
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_stack_does_what_its_ensembles_do(model: ModelConfig, text: Text, method: Method) -> None:
-    stack = train_stacked(method, model, INNER, trials(text), 7, torch.device("cpu"))
+    stack = stacked(method, model, trials(text), 7)
     batches = [samplers(text, 1)[0].held_out_batch(index) for index in range(2)]
     losses, spreads = stack.losses(batches), stack.spreads()
     rows = stack.theta.view(2, -1, stack.theta.size(1)).clone()
     stack.merge()
 
     for index, trial in enumerate(trials(text)):
-        ensemble = train(replace(method, rate=trial.rate), model, INNER, trial.samplers, 7, trial.seed)
+        ensemble = ensemble_of(method, model, trial, 7)
         size = ensemble.theta.size(1)
         torch.testing.assert_close(rows[index, :, :size], ensemble.theta, rtol=1e-4, atol=2e-5)
         assert not bool(rows[index, :, size:].any()), "what pads a row stays zero"
-        assert losses[index] == pytest.approx(float(ensemble.losses(batches).mean()), abs=1e-4)
-        assert spreads[index] == pytest.approx(ensemble.spread(), rel=1e-2, abs=1e-6)
+        assert losses[index] == pytest.approx(ensemble.losses(batches)[0], abs=1e-4)
+        assert spreads[index] == pytest.approx(ensemble.spreads()[0], rel=1e-2, abs=1e-6)
         ensemble.merge()
-        assert stack.losses(batches)[index] == pytest.approx(float(ensemble.losses(batches).mean()), abs=1e-4)
+        assert stack.losses(batches)[index] == pytest.approx(ensemble.losses(batches)[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
@@ -67,8 +79,8 @@ def test_rounding_is_that_of_the_codec(model: ModelConfig, text: Text, codec: Co
     """Weights that differ by fp32's rounding may be sent as neighbouring numbers, but only few are."""
     method = Method("lossy", "pairs", 3, NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec))
     exact = replace(method, outer=PLAIN)
-    stack, other = (train_stacked(each, model, INNER, trials(text), 3, torch.device("cpu")) for each in (method, exact))
-    ensemble = train(method, model, INNER, samplers(text, 1), 3, 1)
+    stack, other = (stacked(each, model, trials(text), 3) for each in (method, exact))
+    ensemble = ensemble_of(method, model, trials(text)[0], 3)
 
     row = stack.theta[:4, : ensemble.theta.size(1)]
 
@@ -89,11 +101,11 @@ def test_what_cannot_be_stacked_is_refused(
 ) -> None:
     odd = [Trial(1, 1.0, samplers(text, 1, number))]
     with pytest.raises(TrainingError, match=says):
-        train_stacked(Method("x", "pairs", 2, outer), model, INNER, odd, 2, torch.device("cpu"))
+        stacked(Method("x", "pairs", 2, outer), model, odd, 2)
 
 
 def test_a_gradient_that_is_not_finite_is_no_result(model: ModelConfig, text: Text) -> None:
-    stack = train_stacked(METHODS[3], model, INNER, trials(text), 1, torch.device("cpu"))
+    stack = stacked(METHODS[3], model, trials(text), 1)
     stack.theta[1, 5] = torch.inf
     stack.inner_step(torch.stack([torch.from_numpy(samplers(text, 1)[0].batch(0))] * 8).numpy())
 
@@ -105,7 +117,7 @@ def test_a_stack_is_freed_without_the_garbage_collector(model: ModelConfig, text
     """Otherwise the next method finds the GPU's memory taken."""
     gc.disable()
     try:
-        stack = train_stacked(METHODS[4], model, INNER, trials(text), 3, torch.device("cpu"))
+        stack = stacked(METHODS[4], model, trials(text), 3)
         stack.losses([samplers(text, 1)[0].held_out_batch(0)])
         rows = weakref.ref(stack.theta)
         del stack

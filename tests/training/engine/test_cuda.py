@@ -11,8 +11,8 @@ import torch
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.testnet.methods.baselines import Method
-from farandole.testnet.methods.stacked import Trial, train_stacked
+from farandole.testnet.methods.baselines import Method, Trial, train
+from farandole.testnet.methods.stacked import Stack
 from farandole.training.base.device import CONTEXT_BYTES, choose_device, is_out_of_memory, limit_memory
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
@@ -173,9 +173,10 @@ def test_a_stack_is_trained_by_a_graph_of_kernels(
 ) -> None:
     author = [Sampler(text, run_id=RUN_ID, author=a, batch_size=2, context=model.context) for a in (ALICE, BOB)]
     method = Method("pairs", "pairs", 2, NoLoCoConfig(momentum="nesterov", codec="int8"), optimizer=optimizer)
-    gpu, cpu = (
-        train_stacked(method, model, inner, [Trial(1, 1.0, author)], 8, torch.device(name)) for name in ("cuda", "cpu")
-    )
+    trials = [Trial(1, 1.0, author)]
+    gpu, cpu = (Stack(method, model, inner, trials, torch.device(name)) for name in ("cuda", "cpu"))
+    for stack in (gpu, cpu):
+        train(method, stack, trials, 8)
     batches = [author[0].held_out_batch(0)]
     assert gpu.losses(batches) == pytest.approx(cpu.losses(batches), rel=5e-3)
 
