@@ -48,6 +48,9 @@ def run(
         int, typer.Option(min=1, max=MAX_PARTNERS, help="Partners that a member meets in each round.")
     ] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Screen as strictly as a run file may ask for.")] = False,
+    texts_differ: Annotated[
+        bool, typer.Option("--texts-differ", help="Give each member a kind of text of its own.")
+    ] = False,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
@@ -70,12 +73,16 @@ def run(
     name, title = "members", BENCHES["members"].title
     if (honest, hostile) != (6, 2):
         name, title = f"{name}-{hostile}-of-{total}", f"{title}, {hostile} of {total}"
+    if texts_differ:
+        name, title, choices["texts"] = f"{name}-texts", f"{title}, each with text of its own", "one kind a member"
     with open_bench(name, out, write, title=title, **choices) as bench:
         screening = STRICT if strict else GuardConfig()
         manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
         runs: list[tuple[str, HostileRun]] = []
         for seed, manifest in enumerate(manifests):
-            alone = HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
+            alone = HostileRun(
+                manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed, texts_differ=texts_differ
+            )
             everybody = replace(alone, honest=total)
             runs += [(ALONE, alone), (CLEAN, everybody), (UNEQUAL, replace(everybody, slowest=STEPS // 5))]
             runs.append((AWAY, replace(everybody, are_away=True)))
@@ -105,7 +112,8 @@ def publish(bench: Bench, tried: Sequence[tuple[str, str]], outcomes: dict[str, 
     Losses are on held-out text in nats a byte, the mean over honest members and seeds; *worst* is the worst member's.
     *Hostile averaged*: of the exchanges with hostile members, those that counted in full; *clipped*: in part, or for
     nothing; the others were refused. *Triggered*: held-out sequences that, if they end in a backdoor's trigger, make
-    honest members' models say what it wants.
+    honest members' models say what it wants. Where texts differ, losses are on the honest members' kinds of text: more
+    honest members have more kinds.
     """
     alone = fmean(outcome.loss for outcome in outcomes[ALONE])
     rows = []

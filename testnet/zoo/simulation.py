@@ -19,23 +19,27 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farandole.protocol.rounds.pairing_order import PartnerBackoff
-from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.manifest import DataConfig, Manifest
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.protocol.state.believing import OwnSuspects, is_suspected
 from farandole.protocol.state.entries import PARTNER_BYTES, Suspects
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.training.data.batches import Batches
+from farandole.training.data.dataset import NOTHING, Bring
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import language_loss
 from farandole.training.outer.codec import Form, form_of
 from farandole.training.outer.partner import Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
+from ..methods.compare import HELD_OUT_SHARE, write_kinds
 from .gradient_attacks import Insight
 from .member_attacks import ATTACKS, POISONS, AttackView, forge, trigger_success
 
@@ -68,6 +72,8 @@ class HostileRun:
     """Number of honest members that join, one in each round up to that of the last."""
     lag: int = 0
     """Age of the weights that a newcomer gets from another member, in rounds."""
+    texts_differ: bool = False
+    """Whether each member has a kind of text of its own (`write_kinds`), instead of the manifest's."""
     claimed_tokens: int = 10**12
     """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
@@ -105,7 +111,7 @@ class HostileOutcome:
 
 
 class _Member:
-    def __init__(self, run: HostileRun, index: int) -> None:
+    def __init__(self, run: HostileRun, index: int, bring: Bring = NOTHING) -> None:
         self.key = bytes((index + 1,)) * 32
         self.is_hostile = index >= run.honest
         share = index / max(run.honest + run.hostile - 1, 1)
@@ -113,7 +119,7 @@ class _Member:
         self.late_steps = round(LATE_SHARE * self.steps) if run.manifest.rounds.overlap else 0
         run_id = run.seed.to_bytes(32, "little")
         self.learner: Learner = build_learner(
-            run.manifest, run_id=run_id, author=self.key, settings=TrainerSettings(device="cpu")
+            run.manifest, run_id=run_id, author=self.key, settings=TrainerSettings(device="cpu"), bring=bring
         )
         # On a busy machine, too, there is always enough time to judge.
         self.learner.round_end.partner.exam = Exam(
@@ -159,7 +165,12 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
 def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> HostileOutcome:
     rng = random.Random(f"hostile {run.seed}")
     generator = torch.Generator().manual_seed(run.seed)
-    members = [_Member(run, index) for index in range(run.honest + run.hostile)]
+    brings = [NOTHING] * (run.honest + run.hostile)
+    if run.texts_differ:
+        data = DataConfig(source="text", held_out=HELD_OUT_SHARE)
+        run = replace(run, manifest=msgspec.structs.replace(run.manifest, data=data))
+        brings = [Bring((path,)) for path in write_kinds(folder, len(brings))]
+    members = [_Member(run, index, bring) for index, bring in enumerate(brings)]
     outcome = HostileOutcome()
     meet_ended: Callable[[], None] = _meet_nobody
     for round_index in range(run.rounds):
@@ -185,7 +196,8 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
         progress(round_index)
     meet_ended()
     learners = [member.learner for member in members if not member.is_hostile]
-    outcome.losses = [unseen_loss(learner) for learner in learners]
+    texts = [learner.sampler for learner in learners]
+    outcome.losses = [unseen_loss(learner, texts) for learner in learners]
     slow = [learner.round_end.slow_weights() for learner in learners]
     pairs = itertools.combinations(slow, 2)
     apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
@@ -195,14 +207,18 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
         for learner in learners
     )
     learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
-    outcome.merged = unseen_loss(learners[0])
+    outcome.merged = unseen_loss(learners[0], texts)
     return outcome
 
 
 @torch.no_grad()
-def unseen_loss(learner: Learner) -> float:
-    """Return the loss of a learner's weights on text that no member judges on, in nats per token."""
-    tokens = torch.cat([torch.as_tensor(learner.sampler.held_out_batch(index)) for index in VALIDATION])
+def unseen_loss(learner: Learner, texts: Sequence[Batches]) -> float:
+    """Return the loss of a learner's weights on text that no member judges on, in nats per token.
+
+    The batches are of all ``texts`` in turn: where members' texts differ, each must know the others' too.
+    """
+    drawn = zip(itertools.cycle(texts), VALIDATION)
+    tokens = torch.cat([torch.as_tensor(text.held_out_batch(index)) for text, index in drawn])
     return float(language_loss(learner.replica.module, tokens))
 
 

@@ -84,6 +84,15 @@ def test_newcomers_with_older_weights_are_neither_clipped_nor_do_they_clip_other
     assert (outcome.honest_clipped, outcome.honest_refused) == (0, 0)
 
 
+def test_members_whose_texts_differ_bear_a_liar() -> None:
+    run = HostileRun(manifest_of(10, 0, GuardConfig()), honest=3, rounds=10, steps=5, texts_differ=True)
+    alone, attacked = play(run), play(replace(run, attack="reversed-10", hostile=1))
+    assert alone.honest_refused == 0
+    assert alone.loss < play(replace(run, rounds=1)).loss
+    assert attacked.hostile_exchanges > 0
+    assert attacked.loss < 1.2 * alone.loss
+
+
 def test_equal_runs_have_equal_outcomes(clean: HostileOutcome) -> None:
     assert outcome_of("", STRICT, hostile=0) == clean
 
