@@ -7,18 +7,26 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
+import trio
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from farandole.node.base.control import call
 from farandole.node.base.exits import Exit
+from farandole.node.base.settings import NodeSettings
+from farandole.node.daemon import run_node
+from farandole.node.status.status import NodeStatus
 from farandole.node.store.folder import index_of, saved_round
-from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
+from farandole.node.ui.headline import FAILURES_IN_A_ROW, Headline, headline
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest
 from farandole.testnet.play.wrong_clock import NoFaketimeError, environment, set_clock
 
+from ...patience import PATIENCE
 from ..daemons import Daemon, joined
+from ..hosts import LOOPBACK
 from ..small_runs import small_manifest, write_run, write_text
 from ..statuses import ALICE
 
@@ -91,19 +99,30 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
         )
 
 
-async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: SignedManifest) -> None:
+async def test_a_node_without_a_bootstrap_peer_says_so(
+    tmp_path: Path,
+    run: SignedManifest,
+    nursery: trio.Nursery,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, seconds in (("USUAL_SECONDS", 1.0), ("REMIND_AFTER", 1.0), ("STATUS_INTERVAL", 0.1)):
+        monkeypatch.setattr(f"farandole.node.ui.headline.{name}", seconds)
     nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
-    async with joined(tmp_path / "bob", nobody, "--no-mdns") as bob:
-        await bob.says("no known address answers: 1 address of 1 peer tried once")
-        status = await bob.status()
-        soon, later = headline(status, status.started_at + 1), headline(status, status.started_at + USUAL_SECONDS)
-        assert soon.level == "busy"
-        assert later.level == "trouble"
-        assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address")
-        assert "`farandole doctor INVITE` finds out why" in later.remedy
-        told = await bob.says("warning: not in the run yet", "no known address answers: 1 address of 1 peer")
-        assert told.endswith(later.remedy[1:])
-        assert "Ask any member for a new invite" in told
+    home = tmp_path / "bob"
+    nursery.start_soon(run_node, NodeSettings(home=home, invite=nobody, listen=LOOPBACK, mdns=False, upnp=False))
+    said = ""
+    with trio.fail_after(PATIENCE):
+        while "warning: not in the run yet" not in said:
+            await trio.sleep(0.05)
+            said += capsys.readouterr().out
+    status = msgspec.convert(await trio.to_thread.run_sync(call, home, "status"), NodeStatus)
+    nursery.cancel_scope.cancel()
+    soon, later = headline(status, status.started_at + 0.5), headline(status, status.started_at + 30)
+    assert (soon.level, later.level) == ("busy", "trouble")
+    assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address of 1 peer")
+    assert "`farandole doctor INVITE` finds out why" in later.remedy
+    assert f". {later.remedy[0].upper()}{later.remedy[1:]}\n" in said
 
 
 async def test_a_node_and_its_only_partner_say_that_their_clocks_differ(

@@ -134,7 +134,7 @@ async def test_a_node_that_joins_shows_its_steps_and_then_charts_to_read() -> No
             assert page.locator("#steps .done").count() == 2
             shown.status = STATUS
             expect(page.locator("#steps")).to_be_hidden()
-            for number in range(8, 14):
+            for number in range(8, 11):
                 members = [msgspec.structs.replace(each, round=number, loss=20.0 / number) for each in STATUS.members]
                 shown.status = msgspec.structs.replace(STATUS, round=number, members=members)
                 expect(page.locator("#headline")).to_contain_text(f"round {number}")
