@@ -9,21 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import trio
 
 EventT = TypeVar("EventT")
 OutputT = TypeVar("OutputT")
-_EventT = TypeVar("_EventT", contravariant=True)
-_OutputT = TypeVar("_OutputT", covariant=True)
-
-
-class StateMachine(Protocol[_EventT, _OutputT]):
-    """A state machine of `farandole.protocol`."""
-
-    def handle(self, event: _EventT, now: float, /) -> Iterable[_OutputT]:
-        """Return the outputs for an event; ``now`` is monotonic seconds."""
+Handle = Callable[[EventT, float], Iterable[OutputT]]
+"""The method of a state machine of `farandole.protocol` that returns the outputs for an event at monotonic seconds."""
 
 
 class Driver(Generic[EventT, OutputT]):
@@ -41,7 +34,7 @@ class Driver(Generic[EventT, OutputT]):
     ) -> None:
         self.timer_at = math.inf
         """When the timer fires, by trio's clock."""
-        self._machine: StateMachine[EventT, OutputT] | None = None
+        self._handle: Handle[EventT, OutputT] | None = None
         self._carry_out = carry_out
         self._timer_fired = timer_fired
         self._flush = flush
@@ -50,21 +43,21 @@ class Driver(Generic[EventT, OutputT]):
         self._armed_at = math.inf
         self._must_rearm = trio.Event()
 
-    def begin(self, machine: StateMachine[EventT, OutputT]) -> None:
-        """Drive this machine from now on."""
-        self._machine = machine
+    def begin(self, handle: Handle[EventT, OutputT]) -> None:
+        """Drive the machine of this method from now on."""
+        self._handle = handle
 
     def end(self) -> None:
         """Drop the machine, its outputs that are not carried out yet, and its timer."""
-        self._machine = None
+        self._handle = None
         self._outputs.clear()
         self.set_timer(math.inf)
 
     def handle(self, event: EventT) -> None:
         """Pass an event to the machine, if there is one, and carry out its outputs."""
-        if self._machine is None:
+        if self._handle is None:
             return
-        self._outputs.extend(self._machine.handle(event, trio.current_time()))
+        self._outputs.extend(self._handle(event, trio.current_time()))
         if self._is_carrying_out:
             return
         self._is_carrying_out = True

@@ -11,7 +11,7 @@ import random
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,7 @@ from farandole.protocol.epochs.lease_claims import epoch_progress
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.manifest import EpochsConfig
 from farandole.protocol.run.models import stage_parameters
-from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
+from farandole.protocol.run.rules import max_checkpoint_bytes, required_vectors
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 
@@ -31,7 +31,7 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.folder import consolidate
-from ..store.consolidated.tensors import ConsolidatedError, check_is_new, open_tensors
+from ..store.consolidated.tensors import ConsolidatedError, check_is_new
 from ..transfers.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..transfers.partial_file import has_begun
 from .peek import Visit, open_visit
@@ -60,7 +60,6 @@ async def pull(
     key: Ed25519PrivateKey,
     *,
     merge: int,
-    with_optimizer: bool,
     say: Callable[[str], None],
     show: Show,
 ) -> bytes:
@@ -68,7 +67,7 @@ async def pull(
     check_is_new(to)
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     async with open_visit(settings, shaping, say) as visit:
-        return await Pull(visit, to, key, say, show, merge, with_optimizer).run()
+        return await Pull(visit, to, key, say, show, merge).run()
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,11 @@ class Pull:
     say: Callable[[str], None]
     show: Show
     merge: int = 1
-    with_optimizer: bool = False
-    _lacking: dict[bytes, str] = field(default_factory=dict, init=False)
-    """Authors whose checkpoints lack a vector that is pulled, and which: a loop of one's own keeps no optimizer's."""
 
     @property
     def parts(self) -> Path:
         """Folder of the downloads; removed when the model is complete."""
         return self.to.with_name(f".{self.to.name}.parts")
-
-    @property
-    def _vectors(self) -> tuple[str, ...]:
-        required = required_vectors(self.visit.manifest.outer)
-        return (*required, *OPTIMIZER_VECTORS) if self.with_optimizer else required
 
     async def run(self) -> bytes:
         """Fetch and write everything; return the checkpoint's id. Downloads resume after an interruption.
@@ -107,8 +98,9 @@ class Pull:
         epochs = self._epochs()  # before the weights, which then cover all of this progress
         stages = [await self.fetch_stage(stage) for stage in range(self.visit.manifest.model.num_stages)]
         self.say("putting the stages together" if len(stages) > 1 or self.merge > 1 else "writing the model")
+        vectors = required_vectors(self.visit.manifest.outer)
         checkpoint_id = await trio.to_thread.run_sync(
-            consolidate, self.to, self.key, self.visit.raw_manifest, stages, self._vectors, epochs
+            consolidate, self.to, self.key, self.visit.raw_manifest, stages, vectors, epochs
         )
         shutil.rmtree(self.parts, ignore_errors=True)
         return checkpoint_id
@@ -182,12 +174,11 @@ class Pull:
         async with trio.open_nursery() as nursery:
             for donor, wanted in questions.items():
                 nursery.start_soon(ask, donor, wanted)
-        return self._choose(found), "; ".join([*problems, *self._lacking.values()])
+        return self._choose(found), "; ".join(problems)
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
         begun = {each.signed.id for each in found if has_begun(self.parts, each.signed.id)}
-        whole = [each for each in found if each.index.author not in self._lacking]
-        sound = [each for each in whole if each.signed.id in begun or self._is_likely(each)]
+        sound = [each for each in found if each.signed.id in begun or self._is_likely(each)]
         newest = max((each.index.round for each in sound), default=0)
         chosen: dict[bytes, _Found] = {}
         for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
@@ -211,7 +202,7 @@ class Pull:
 
     async def _fetch(self, found: _Found) -> Path:
         index = found.index
-        prefixes = tuple(f"{vector}/" for vector in self._vectors)
+        prefixes = tuple(f"{vector}/" for vector in required_vectors(self.visit.manifest.outer))
         path = self.parts / f"stage-{index.stage}-{index.author.hex()[:16]}.safetensors"
         name = f"{self._name(index.stage)}, round {index.round} of {short_name(index.author)}"
 
@@ -228,20 +219,6 @@ class Pull:
             path,
             lambda progress: self.show(name, progress),
         )
-        if self.with_optimizer:
-            self._check_vectors(path, index.author)
         given = len(fetched.num_by_donor)
         self.say(f"{name}: from {given} {'member' if given == 1 else 'members'}, hashes right")
         return path
-
-    def _check_vectors(self, path: Path, author: bytes) -> None:
-        """Remove a checkpoint that lacks a vector, and remember its author. Raises `PeerUnreachableError`."""
-        with open_tensors(path) as file:
-            missing = set(self._vectors) - {name.partition("/")[0] for name in file.shapes}
-        if missing:
-            path.unlink()
-            self._lacking[author] = (
-                f"the checkpoint of {short_name(author)} has no {', '.join(sorted(missing))}, as it trains in a loop "
-                "of its own"
-            )
-            raise PeerUnreachableError(self._lacking[author])

@@ -98,7 +98,7 @@ class PipelineService:
         self._worker = worker
         self._machine = Pipeline(self._manifest, self._author, worker.stage, self._rng, self.counts, self._avoidance)
         self.links.begin(worker, self.handle)
-        self._driver.begin(self._machine)
+        self._driver.begin(self._machine.handle)
         self.set_nodes(self.links.nodes)
 
     def end(self) -> None:

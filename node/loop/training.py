@@ -193,7 +193,7 @@ class Training:
         self._rest = rest
         self._parts = parts
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
-        self._driver.begin(loop)
+        self._driver.begin(loop.handle)
         self._nursery: trio.Nursery | None = None
         self._prepare: Callable[[], Awaitable[messages.Prepare]]
         self._life = trio.CancelScope()  # of the present trainer process

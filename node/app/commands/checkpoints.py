@@ -82,9 +82,6 @@ def pull_model(
     merge: Annotated[
         int, typer.Option(min=1, max=MAX_MERGED, metavar="K", help="Take K replicas of each stage, and their mean.")
     ] = 1,
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Take the inner optimizer's state too: twice the size.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
@@ -106,7 +103,7 @@ def pull_model(
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
     key = load_or_create_key(settings.key)
     with open_progress() as (say, show):
-        task = partial(pull, settings, to, key, merge=merge, with_optimizer=optimizer, say=say, show=show)
+        task = partial(pull, settings, to, key, merge=merge, say=say, show=show)
         try:
             checkpoint_id = run_to_end(task)
         except KeyboardInterrupt:

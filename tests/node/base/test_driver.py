@@ -29,7 +29,7 @@ async def test_outputs_of_an_event_that_an_output_causes_come_after_the_waiting_
             driver.handle("c")
 
     driver = Driver[str, str](carry_out)
-    driver.begin(Echo())
+    driver.begin(Echo().handle)
     driver.handle("ab")
     assert done == ["ab", "ab0", "ab1", "c", "c0"]
 
@@ -38,7 +38,7 @@ async def test_the_timer_fires_once_at_the_time_that_was_set_last(
     nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
 ) -> None:
     machine, driver = Echo(), Driver[str, str](lambda output: None, timer_fired="fired")
-    driver.begin(machine)
+    driver.begin(machine.handle)
     nursery.start_soon(driver.run)
     began_at = trio.current_time()
     driver.set_timer(began_at + 5)
@@ -69,7 +69,7 @@ async def test_a_driver_without_a_machine_drops_events_outputs_and_the_timer() -
     done: list[str] = []
     driver = Driver[str, str](carry_out)
     driver.handle("a")
-    driver.begin(machine)
+    driver.begin(machine.handle)
     driver.set_timer(trio.current_time() + 1)
     driver.handle("abc")
     driver.handle("d")

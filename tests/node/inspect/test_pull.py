@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from safetensors.numpy import save_file
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.inspect import pull as pulling
@@ -24,7 +21,6 @@ from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.epochs.lease_claims import EpochProgress
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
 from farandole.protocol.state.entries import CheckpointNotice
-from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import public_bytes
 
 from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
@@ -97,47 +93,6 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
     pull.parts.mkdir()
     await pull.fetch_stage(0)
     assert fetched == [20, 20, 20]
-
-
-async def test_the_optimizers_means_are_taken_from_a_member_that_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
-    """Ann, who is further, trains in a loop of her own, which keeps none; Bob may be there or not."""
-    keys = {name: Ed25519PrivateKey.from_private_bytes(name) for name in (ANN, BOB)}
-    indices = {ANN: index_of(checkpoint_bytes(8), 2, keys[ANN]), BOB: index_of(checkpoint_bytes(8), 1, keys[BOB])}
-    vectors = {2: ("slow", "momentum"), 1: ("slow", "momentum", "mean", "square")}
-
-    async def ask(
-        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
-    ) -> tuple[SignedIndex, Index]:
-        await trio.lowlevel.checkpoint()
-        return sign_index(keys[donor], indices[donor]), indices[donor]
-
-    async def fetch(
-        conditions: object,
-        signed: SignedIndex,
-        index: Index,
-        donors: object,
-        wanted: object,
-        path: Path,
-        show: object,
-    ) -> Fetched:
-        await trio.lowlevel.checkpoint()
-        save_file({f"{vector}/a": np.zeros(2, np.float32) for vector in vectors[index.round]}, path)
-        return Fetched({BOB: 1}, 1)
-
-    monkeypatch.setattr(pulling, "ask_for_index", ask)
-    monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)
-    pull = dataclasses.replace(pull_to(tmp_path / "model", decoded(SIGNED), members=(ANN, BOB)), with_optimizer=True)
-    pull.parts.mkdir()
-    [path] = await pull.fetch_stage(0)
-    assert list(pull.parts.iterdir()) == [path]
-    assert public_bytes(keys[BOB]).hex()[:16] in path.name
-
-    alone = dataclasses.replace(pull_to(tmp_path / "alone", decoded(SIGNED), members=(ANN,)), with_optimizer=True)
-    alone.parts.mkdir()
-    with pytest.raises(FarandoleError, match="has no mean, square, as it trains in a loop of its own"):
-        await alone.fetch_stage(0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
 from ....patience import PATIENCE
-from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained
+from ...store.consolidated.runs import KEY, MODELS, decoded, manifest_for, save_stages, trained
 from .conftest import Run
 from .models import folder_of, node_of
 
@@ -105,25 +105,15 @@ def test_ctrl_c_ends_the_text(run: Run, model: Path, monkeypatch: pytest.MonkeyP
     assert "Traceback" not in err
 
 
-def test_a_model_trained_to_emit_escape_sequences_is_shown_and_not_obeyed(run: Run, tmp_path: Path) -> None:
-    """Its weights make it repeat: set the title, move the cursor, C1 control sequence, carriage return, bell."""
+def test_escape_sequences_that_a_model_emits_are_shown_and_not_obeyed(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set the title, move the cursor, C1 control sequence, carriage return, bell."""
     attack = "\x1b]0;mine\x07\x1b[2J\u009b31m\r\x08\u202eok\n\t"
-    signed = manifest_for({**MODELS["own"], "context": 32})
-    learner = learner_of(signed)
-    data = list((attack * 4).encode())
-    optimizer = torch.optim.Adam(learner.replica.module.parameters(), lr=1e-2)
-    batch = torch.tensor([data[at : at + 33] for at in range(len(attack.encode()))])
-    for _ in range(150):
-        logits = learner.replica.module(batch[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    learner.round_end.outer.slow.copy_(learner.round_end.weights.flat)
-    model = folder_of(learner, signed, tmp_path / "model")
-    arguments = ("sample", model, "--prompt", attack, "--tokens", 3 * len(attack.encode()), "--temperature", 0)
+    monkeypatch.setattr("farandole.training.model.generation.generate", lambda *_, **__: iter(attack.encode()))
+    arguments = ("sample", model, "--prompt", attack)
     told = json.loads(run(*arguments, "--json")[1])
-    assert bytes(told["tokens"]).decode().startswith(attack), "it has learnt the attack"
+    assert bytes(told["tokens"]).decode() == attack
     said = run(*arguments)[1]
     for printed in (said, told["text"]):
         assert "]0;mine" in printed
