@@ -79,8 +79,6 @@ class PairResult:
     way: str = ""
     """Path of the exchange: "bulk", "stream", "relayed stream"."""
     exchange_s: float | None = None
-    kinds: tuple[str, str] = ("", "")
-    """The reachability that each member detected for itself."""
     failure: str = ""
     """Why there was no exchange, or why its two ends disagree."""
 
@@ -241,7 +239,6 @@ async def _play(row: PairResult, pair: tuple[BenchWorker, BenchWorker], run: str
 
     direct = WAYLESS_PATIENCE if row.theory == RELAYED else DIRECT_PATIENCE
     met = await ask_both("meet", connect_seconds=CONNECT_PATIENCE, direct_seconds=direct)
-    row.kinds = met[0]["kind"], met[1]["kind"]
     row.connected_s, row.direct_s = (
         None if None in (values := [answer[what] for answer in met]) else max(values)
         for what in ("connected_s", "direct_s")

@@ -18,8 +18,8 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -79,29 +79,6 @@ class Replacement:
     come: int
 
 
-class _Sampler:
-    """Saves the mean of the newest checkpoints now and then."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._began_at: float | None = None
-        self.samples: list[Sample] = []
-
-    def watch(self, nodes: Sequence[NodeProcess], seconds: float) -> None:
-        """Sample, from the first inner step of the first node on."""
-        live = [node for node in nodes if node.is_running]
-        if self._began_at is None and any(node.report.tokens for node in live):
-            self._began_at = seconds
-        if self._began_at is None or seconds - self._began_at < SAMPLE_SECONDS * (len(self.samples) + 1):
-            return
-        paths = [path for node in live if (path := node.checkpoint) is not None]
-        if not paths:
-            return
-        file = self._folder / f"{len(self.samples):03d}.safetensors"
-        save_file(mean_weights(paths), file)
-        self.samples.append(Sample(seconds - self._began_at, file))
-
-
 def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
     """Return the mean of the slow weights of some replicas, by parameter."""
     sums: dict[str, Tensor] = {}
@@ -140,15 +117,15 @@ def run(
         folder = (out / "race").absolute()
         samples = folder.with_name("race-samples")
         samples.mkdir(parents=True, exist_ok=True)
-        sampler = _Sampler(samples)
-        play = play_and_report(Testnet(scenario, folder, bench.tell, watch=sampler.watch))
-        if not sampler.samples:
+        taken: list[Sample] = []
+        play = play_and_report(Testnet(scenario, folder, bench.tell, watch=sampling(samples, taken)))
+        if not taken:
             raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
-        seconds = sampler.samples[-1].seconds
+        seconds = taken[-1].seconds
         # A node's steps are counted by tokens: a newcomer's count of steps goes on from its donor's.
         num_steps = sum(node.tokens for node in play.nodes) / (manifest.inner.batch_size * manifest.model.context)
         num_early = scenario.nodes - len(scenario.late_joiners)
-        played = {NODES: (sampler.samples, seconds * num_early / num_steps)}
+        played = {NODES: (taken, seconds * num_early / num_steps)}
         bench.say("DiLoCo")
         played[DILOCO] = play_diloco(bench, scenario, interval, rate, seconds, samples)
         if python is not None:
@@ -156,6 +133,27 @@ def run(
         bench.say("losses")
         curves = {way: measured(manifest, each) for way, (each, _) in played.items()}
         publish(bench, play, curves, {way: pace for way, (_, pace) in played.items()})
+
+
+def sampling(folder: Path, taken: list[Sample]) -> Callable[[Sequence[NodeProcess], float], None]:
+    """Return a watch over a play that saves the mean of the newest checkpoints now and then, and notes it in ``taken``.
+
+    The time counts from the first inner step of the first node on.
+    """
+    began_at: float | None = None
+
+    def watch(nodes: Sequence[NodeProcess], seconds: float) -> None:
+        nonlocal began_at
+        live = [node for node in nodes if node.is_running]
+        if began_at is None and any(node.report.tokens for node in live):
+            began_at = seconds
+        if began_at is None or seconds - began_at < SAMPLE_SECONDS * (len(taken) + 1):
+            return
+        if paths := [path for node in live if (path := node.checkpoint) is not None]:
+            taken.append(Sample(seconds - began_at, folder / f"{len(taken):03d}.safetensors"))
+            save_file(mean_weights(paths), taken[-1].weights)
+
+    return watch
 
 
 # The others
@@ -172,64 +170,53 @@ def replacements(scenario: Scenario) -> list[Replacement]:
     return [Replacement(at * seconds, each["kill"], each["join"]) for at, each in sorted(by_round.items())]
 
 
-class Members:
-    """The members of another method, each in a home of its own, of whom some are replaced; made by `open_members`."""
-
-    def __init__(self, scenario: Scenario, begin: Callable[[int], BenchWorker]) -> None:
-        self._begin = begin
-        self._due = replacements(scenario)
-        self._coming: dict[int, BenchWorker] = {}
-        early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
-        self.by_index = {early[0]: begin(early[0])}
-        self.first = self.by_index[early[0]].get()
-        """The first member's answer, which it gives before the others begin."""
-        self._early = early[1:]
-
-    def begin_others(self) -> None:
-        """Begin all early members but the first, and wait until they are ready."""
-        self.by_index |= {index: self._begin(index) for index in self._early}
-        for index in self._early:
-            self.by_index[index].get()
-
-    @property
-    def live(self) -> list[BenchWorker]:
-        """Return the present members' processes."""
-        return list(self.by_index.values())
-
-    def prepare(self, now: float) -> None:
-        """Begin the members that replace others soon."""
-        for change in self._due:
-            if change.seconds - _PREPARE_SECONDS <= now and change.come not in self._coming:
-                self._coming[change.come] = self._begin(change.come)
-
-    def replace(self, now: float) -> list[Replacement]:
-        """Replace the members that are due by those that `prepare` began, and return who was."""
-        changes = [change for change in self._due if change.seconds <= now]
-        for change in changes:
-            self._due.remove(change)
-            self.by_index.pop(change.gone).kill()
-            self.by_index[change.come] = self._coming[change.come]
-            self.by_index[change.come].get()
-        return changes
+Turn = Callable[[dict[int, BenchWorker], Sequence[Replacement], Callable[[], float]], None]
+"""Called again and again while members play: with the present ones by index, those that were just replaced, and a
+clock."""
 
 
-@contextmanager
-def open_members(
-    scenario: Scenario, command: Sequence[str], log: Path, request: Callable[[int, Location], Mapping[str, Any]]
-) -> Iterator[Members]:
-    """Open a race's members, with the first of them ready; ``request`` returns what a member begins with."""
+def play_members(
+    scenario: Scenario,
+    command: Sequence[str],
+    log: Path,
+    request: Callable[[int, Location, Mapping[str, Any]], Mapping[str, Any]],
+    turn: Turn,
+    seconds: float,
+) -> None:
+    """Play another method's members for this time, each in a home of its own; some are replaced.
+
+    ``request`` returns what a member begins with: it gets the first member's answer, which is empty for the first.
+    """
     assert scenario.link is not None
+    due, coming = replacements(scenario), dict[int, BenchWorker]()
     with ExitStack() as stack:
         places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
 
-        def begin(index: int) -> BenchWorker:
+        def begin(index: int, answer: Mapping[str, Any]) -> BenchWorker:
             worker = stack.enter_context(open_worker(f"member {index}", [*places[index].enter, *command], log))
             stack.callback(worker.kill)  # its children would outlive it
-            step_seconds = scenario.seconds_of_step(index)
-            worker.put("begin", author=index, step_seconds=step_seconds, **request(index, places[index]))
+            own = request(index, places[index], answer)
+            worker.put("begin", author=index, step_seconds=scenario.seconds_of_step(index), **own)
             return worker
 
-        yield Members(scenario, begin)
+        first, *others = (index for index in range(scenario.nodes) if index not in scenario.late_joiners)
+        members = {first: begin(first, {})}
+        answer = members[first].get()
+        members |= {index: begin(index, answer) for index in others}
+        for index in others:
+            members[index].get()
+        began_at = time.monotonic()
+        while (now := time.monotonic() - began_at) < seconds:
+            for change in due:
+                if change.seconds - _PREPARE_SECONDS <= now and change.come not in coming:
+                    coming[change.come] = begin(change.come, answer)
+            changes = [change for change in due if change.seconds <= now]
+            for change in changes:
+                due.remove(change)
+                members.pop(change.gone).kill()
+                members[change.come] = coming[change.come]
+                members[change.come].get()
+            turn(members, changes, lambda: time.monotonic() - began_at)
 
 
 def play_diloco(
@@ -243,23 +230,23 @@ def play_diloco(
     inner = msgspec.structs.replace(nodes.inner, learning_rate=rate * nodes.inner.learning_rate)
     settings = {"manifest": msgspec.to_builtins(msgspec.structs.replace(nodes, inner=inner))}
     samples: list[Sample] = []
-    generation = 0
-    with open_members(scenario, worker_command("DiLoCo member"), bench.log, lambda *_: settings) as members:
-        members.begin_others()
-        began_at = time.monotonic()
-        while (now := time.monotonic() - began_at) < seconds:
-            members.prepare(now)
-            ask_all(members.live, "learn", steps=interval)
-            for change in members.replace(now):
-                members.by_index[change.come].ask("load", path=str(samples[-1].weights))
-                generation += 1
-            group = str(folder / f"group-{generation}-{began_at}")
-            ranks = [{"rank": rank} for rank in range(len(members.live))]
-            ask_all(members.live, "average", ranks, world=len(ranks), group=group, device=LINK_DEVICE)
-            file = folder / f"diloco-{len(samples):03d}.safetensors"
-            samples.append(Sample(time.monotonic() - began_at, file))
-            members.live[0].ask("save", path=str(file))
-            bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
+    group = str(folder / f"group-{time.monotonic_ns()}")
+
+    def take_round(members: dict[int, BenchWorker], changes: Sequence[Replacement], clock: Callable[[], float]) -> None:
+        nonlocal group
+        for change in changes:
+            members[change.come].ask("load", path=str(samples[-1].weights))
+            group += f"-{change.come}"
+        live = list(members.values())
+        ask_all(live, "learn", steps=interval)
+        ranks = [{"rank": rank} for rank in range(len(live))]
+        ask_all(live, "average", ranks, world=len(ranks), group=group, device=LINK_DEVICE)
+        file = folder / f"diloco-{len(samples):03d}.safetensors"
+        samples.append(Sample(clock(), file))
+        live[0].ask("save", path=str(file))
+        bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
+
+    play_members(scenario, worker_command("DiLoCo member"), bench.log, lambda *_: settings, take_round, seconds)
     return samples, samples[-1].seconds / (len(samples) * interval)
 
 
@@ -279,35 +266,33 @@ def play_hivemind(
         "codec": "8-bit",
         "target": round(interval * speed * manifest.inner.batch_size),
     }
-    addresses: list[str] = []
     steps_of = dict.fromkeys(range(scenario.nodes), 0)
     donors = {change.come: change.gone for change in replacements(scenario)}
-
-    def request(index: int, place: Location) -> dict[str, Any]:
-        return {**settings, "ip": place.ip, "peers": addresses, "steps": steps_of[donors.get(index, index)]}
-
     samples: list[Sample] = []
     num_steps = 0
-    with open_members(scenario, peer_command(python, "hivemind_member"), bench.log, request) as members:
-        addresses += members.first["addresses"]
-        members.begin_others()
-        began_at = time.monotonic()
-        while (now := time.monotonic() - began_at) < seconds:
-            members.prepare(now)
-            for change in members.replace(now):
-                steps_of[change.come] = steps_of[change.gone]
-            if now < SAMPLE_SECONDS * (len(samples) + 1):
-                time.sleep(_LOOK_SECONDS)
-                continue
-            files = [folder / f"hivemind-{index}.safetensors" for index in members.by_index]
-            saved = ask_all(members.live, "save", [{"path": str(file)} for file in files])
-            for index, answer in zip(members.by_index, saved, strict=True):
-                num_steps += answer["steps"] - steps_of[index]
-                steps_of[index] = answer["steps"]
-            samples.append(Sample(time.monotonic() - began_at, folder / f"hivemind-{len(samples):03d}.safetensors"))
-            save_file(mean_weights(files), samples[-1].weights)
-            epochs = max(answer["epochs"] for answer in saved)
-            bench.say(f"hivemind: {epochs} averages, {samples[-1].seconds:.0f} of {seconds:.0f} s")
+
+    def request(index: int, place: Location, first: Mapping[str, Any]) -> dict[str, Any]:
+        peers, steps = first.get("addresses", []), steps_of[donors.get(index, index)]
+        return {**settings, "ip": place.ip, "peers": peers, "steps": steps}
+
+    def look(members: dict[int, BenchWorker], changes: Sequence[Replacement], clock: Callable[[], float]) -> None:
+        nonlocal num_steps
+        for change in changes:
+            steps_of[change.come] = steps_of[change.gone]
+        if clock() < SAMPLE_SECONDS * (len(samples) + 1):
+            time.sleep(_LOOK_SECONDS)
+            return
+        files = [folder / f"hivemind-{index}.safetensors" for index in members]
+        saved = ask_all([*members.values()], "save", [{"path": str(file)} for file in files])
+        for index, answer in zip(members, saved, strict=True):
+            num_steps += answer["steps"] - steps_of[index]
+            steps_of[index] = answer["steps"]
+        samples.append(Sample(clock(), folder / f"hivemind-{len(samples):03d}.safetensors"))
+        save_file(mean_weights(files), samples[-1].weights)
+        epochs = max(answer["epochs"] for answer in saved)
+        bench.say(f"hivemind: {epochs} averages, {samples[-1].seconds:.0f} of {seconds:.0f} s")
+
+    play_members(scenario, peer_command(python, "hivemind_member"), bench.log, request, look, seconds)
     return samples, samples[-1].seconds * len(early) / num_steps
 
 

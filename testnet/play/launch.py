@@ -45,6 +45,9 @@ from .scenario import Scenario
 
 WATCH_INTERVAL: Final = 0.5
 SUMMARY_INTERVAL: Final = 10.0
+HEARTBEAT_SECONDS: Final = 2.0
+# The longest time that a stage may have no provider, once it has had one.
+MAX_EMPTY_SECONDS: Final = 30.0
 # Nodes that start at a time: imports take seconds of a core in each, and nodes that all wait for a core find each other
 # late.
 MAX_STARTING: Final = 2 * (os.cpu_count() or 1)
@@ -214,19 +217,16 @@ class Testnet:
 
     def _options(self, index: int, ip: str, port: int) -> list[str]:
         scenario = self.scenario
-        upload_mbit, download_mbit = scenario.caps(index)
         settings = {
             "--listen": f"/ip4/{ip}/tcp/{port}",
             "--device": scenario.device,
             **({"--max-rounds": scenario.rounds} if index < scenario.nodes else {}),
             "--slow": scenario.slowness(index),
             "--step-seconds": scenario.seconds_of_step(index),
-            "--heartbeat-seconds": scenario.heartbeat_seconds,
+            "--heartbeat-seconds": HEARTBEAT_SECONDS,
             "--checkpoint-seconds": scenario.checkpoint_seconds,
             "--validate-every": scenario.validate_every,
             "--threads": 1,
-            "--upload-mbit": upload_mbit,
-            "--download-mbit": download_mbit,
         }
         if index < len(scenario.stage):
             settings["--stage"] = scenario.stage[index]
@@ -299,7 +299,7 @@ class Testnet:
                 for node in self._nodes:
                     nursery.start_soon(node.have, "pause")
         self._watch()
-        self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
+        self._problems += self._vacancies.problems(MAX_EMPTY_SECONDS, trio.current_time())
         if self.scenario.no_false_death:
             self._problems += [
                 f"node {there} was there, and node {observer} took it for dead"

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from farandole.node.base.config.toml_file import TomlFile, check, did_you_mean, read_toml
-from farandole.node.base.settings import MIN_CAP_MBIT
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
@@ -27,8 +26,6 @@ DEFAULT_MIN_PARTNERS: Final = 3
 ROUNDS_A_PARTNER: Final = 3
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-_Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
-
 
 _StepSeconds = Annotated[float, msgspec.Meta(ge=0, le=600)]
 _Settings = dict[str, Any]
@@ -119,9 +116,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of their own."""
     stage: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=511)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """The stage that each node holds for good, from node 0 on; the others choose, and move where they are needed."""
-    upload_mbit: _Caps = ()
-    """Bandwidth caps of the nodes, from node 0 on, in Mbit/s; 0: no cap, as for the other nodes."""
-    download_mbit: _Caps = ()
     start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
     """Seconds between the starts of two nodes: nodes that start together compete for the cores."""
     start_together: bool = False
@@ -130,7 +124,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of the model's stages; replaces ``run.model.num_stages``; 0: keep that."""
     device: str = "cpu"
     """Device of the trainers."""
-    heartbeat_seconds: _Positive = 2.0
     checkpoint_seconds: _Positive = 5.0
     validate_every: Annotated[int, msgspec.Meta(ge=0)] = 0
     timeout: _Positive = 280.0
@@ -144,8 +137,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a node that joins when fewer rounds are left."""
     max_loss_merged: _Positive | None = None
     """Validation loss of the mean of all replicas, in nats per token."""
-    max_empty_seconds: _Positive = 30.0
-    """Longest time that a stage may have no provider, once all stages have had one."""
     every_round: bool = False
     """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
     link: LinkSettings | None = None
@@ -203,13 +194,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield f"chaos.nodes names node {max(self.chaos.nodes)}, but the last is {self.nodes - 1}"
 
     def _problems_of_sizes(self) -> Iterator[str]:
-        for name in ("slow", "stage", "upload_mbit", "download_mbit", "step_seconds"):
+        for name in ("slow", "stage", "step_seconds"):
             entries = getattr(self, name)
             if isinstance(entries, tuple) and len(entries) > self.nodes:
                 yield f"{name} has {len(entries)} entries for {self.nodes} nodes"
-        for name in ("upload_mbit", "download_mbit"):
-            if any(0 < cap < MIN_CAP_MBIT for cap in getattr(self, name)):
-                yield f"{name}: a cap is at least {MIN_CAP_MBIT:g} Mbit/s; 0 is none"
         if self.link and self.home:
             yield "link: say link, or home, which has a link of its own"
         if self.max_exchange_over_ideal is not None and not self.home:
@@ -239,11 +227,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not isinstance(self.step_seconds, tuple):
             return self.step_seconds
         return self.step_seconds[index] if index < len(self.step_seconds) else 0.0
-
-    def caps(self, index: int) -> tuple[float, float]:
-        """Return the upload and download caps of node ``index`` in Mbit/s; 0: no cap."""
-        up, down = (caps[index] if index < len(caps) else 0.0 for caps in (self.upload_mbit, self.download_mbit))
-        return up, down
 
     def manifest(self, now: float) -> Manifest:
         """Return the run's manifest; raises `ManifestError` if its settings are not valid."""

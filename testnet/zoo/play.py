@@ -58,8 +58,8 @@ def intruders_of(settings: HostileSettings) -> list[Intruder]:
     """Return the hostile processes; `ScenarioError` if there is no such attack."""
     if settings.attack not in ATTACKS:
         raise ScenarioError(f"hostile.attack: no attack is called {settings.attack!r}; there are {', '.join(ATTACKS)}")
-    command = [sys.executable, "-m", f"{__package__}.{settings.program}"]
     is_daemon = settings.program == "daemon"
+    command = [sys.executable, "-m", f"{__package__}.{'daemon' if is_daemon else 'programs'}"]
     return [Intruder(command, environment_of(settings), is_daemon)] * settings.members
 
 

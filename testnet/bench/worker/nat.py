@@ -144,8 +144,7 @@ class HomeNode:
             with trio.move_on_after(direct_seconds):
                 await host.connections.wait_direct(other)
                 direct_s = trio.current_time() - self._began_at
-        kind = self._member.connectivity.reachability.kind
-        return {"connected_s": connected_s, "direct_s": direct_s, "kind": kind}
+        return {"connected_s": connected_s, "direct_s": direct_s}
 
     async def exchange(self, peer: str, size: int) -> dict[str, Any]:
         """Exchange random fp32 of ``size`` bytes for the peer's, and take the mean: both means must hash alike."""

@@ -85,9 +85,6 @@ def test_a_scenario_need_not_say_how_many_partners_there_are(settings: dict[str,
         ({"run": RUN, "nodes": 2, "min_partners": 2}, "min_partners is 2"),
         ({"run": RUN, "slow": [0.5]}, "slow"),
         ({"run": RUN, "slow": [1.0] * 9}, "slow has 9 entries for 8 nodes"),
-        ({"run": RUN, "upload_mbit": [-1.0]}, "upload_mbit"),
-        ({"run": RUN, "upload_mbit": [0.0, 0.1]}, r"a cap is at least 0\.5 Mbit/s"),
-        ({"run": RUN, "download_mbit": [1.0] * 9}, "download_mbit has 9 entries for 8 nodes"),
         ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "say one of at_round"),
         (
@@ -150,8 +147,6 @@ def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
     scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
     assert scenario.late_joiners == {3}
     assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
-    scenario = parse_scenario({"run": RUN, "upload_mbit": [2.0, 0.0], "download_mbit": [8.0]})
-    assert [scenario.caps(index) for index in range(3)] == [(2.0, 8.0), (0.0, 0.0), (0.0, 0.0)]
 
 
 def test_any_scenario_is_played_in_homes(tmp_path: Path) -> None:
