@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -15,18 +15,11 @@ from farandole.protocol.wire.errors import ManifestError
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import (
-    home_option,
-    options_of_nodes,
-    other_run,
     print_answer,
     print_json,
     say_chosen,
-    say_warnings,
     write_manifest,
 )
-
-if TYPE_CHECKING:
-    from farandole.protocol.run.manifest import SignedManifest
 
 # More replicas hardly improve the mean, and each is a download of the whole model.
 MAX_MERGED: Final = 16
@@ -135,7 +128,7 @@ def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, a
     with file.naming_lines():
         manifest = resumed_manifest(before, file.values, run_file.parent, time.time())
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
-    _write_manifest(path, signed, folder, home, as_json)
+    write_manifest(path, signed, home, as_json, start=folder)
     if manifest.data.epochs and not as_json:
         assert manifest.start is not None, "it is resumed"
         epochs, why = manifest.start.epochs, other_slices(before.manifest, manifest)
@@ -170,7 +163,7 @@ def import_model(
     key, file = load_or_create_key(home / "key"), read_toml(run_file)
     with file.naming_lines():
         _, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time(), say_chosen)
-    _write_manifest(path, signed, to, home, as_json)
+    write_manifest(path, signed, home, as_json, start=to)
 
 
 @checkpoint_app.command("export")
@@ -199,17 +192,3 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
     if path.exists():
         raise ManifestError(f"{path} is there already: remove it, or name another with --out")
     return path
-
-
-def _write_manifest(path: Path, signed: SignedManifest, folder: Path, home: Path, as_json: bool) -> None:
-    from farandole.protocol.run.manifest import decode_body
-
-    from ...base.requirements import doubtful_settings, unusual_needs
-
-    write_manifest(path, signed)
-    manifest = decode_body(signed.body)
-    say_warnings([*unusual_needs(manifest), *doubtful_settings(manifest), *other_run(NodeSettings(home=home))])
-    run_id, start = signed.run_id.hex(), f"start its first node with: farandole join {path} --start {folder}"
-    start += options_of_nodes(manifest) + home_option(home)
-    made = {"run_id": run_id, "manifest": str(path), "start": str(folder)}
-    print_answer(as_json, made, f"run {run_id}\nmanifest in {path}; {start}")

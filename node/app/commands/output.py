@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from farandole.protocol.run.manifest import Manifest, SignedManifest
 
-    from ...base.settings import NodeSettings
     from ...status.status import NodeStatus
     from ...transfers.fetch import FetchProgress
 
@@ -28,8 +27,8 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def say_chosen(written: Manifest, completed: Manifest, given: Collection[str], warnings: Iterable[str] = ()) -> None:
-    """Print, on standard error, what was chosen for settings that the run file leaves open and why, and warnings."""
+def say_chosen(written: Manifest, completed: Manifest, given: Collection[str]) -> None:
+    """Print, on standard error, what was chosen for settings that the run file leaves open, and why."""
     from farandole.protocol.planning.planning import choices
 
     from ...base.requirements import settings_with_reasons
@@ -38,7 +37,6 @@ def say_chosen(written: Manifest, completed: Manifest, given: Collection[str], w
         typer.echo("note: the run file leaves these open; chosen by measurements, for lines of 20 Mbit/s:", err=True)
         for line in settings_with_reasons(chosen):
             typer.echo(f"  {line}", err=True)
-    say_warnings(warnings)
 
 
 def say_warnings(warnings: Iterable[str]) -> None:
@@ -75,12 +73,51 @@ def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
     return decode_manifest(raw)
 
 
-def write_manifest(path: Path, signed: SignedManifest) -> None:
-    """Write a manifest file; raise `ManifestError` on failure."""
+def write_manifest(
+    path: Path,
+    signed: SignedManifest,
+    home: Path,
+    as_json: bool,
+    *,
+    given: Collection[str] = (),
+    start: Path | None = None,
+) -> None:
+    """Write a manifest file; print it, how the run's first node starts, and warnings.
+
+    ``home``: whose key has signed it; ``given``: the settings in the run file; ``start``: the folder of the weights
+    that the run starts from. Raises `ManifestError`.
+    """
+    from farandole.protocol.run.manifest import decode_body, decode_manifest
+
+    from ...base.requirements import doubtful_settings, unusual_needs
+    from ...base.settings import NodeSettings, default_home
+    from ...state.store import MANIFEST_FACT, read_fact
+
+    manifest = decode_body(signed.body)
+    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
+    if known := read_fact(NodeSettings(home=home).store, MANIFEST_FACT):
+        warnings.append(
+            f"{home} belongs to run {decode_manifest(known)[1].run_id.hex()[:16]}, so its node cannot join "
+            "this one: sign it with a new data directory, --home NEW, and join with the same"
+        )
+    say_warnings(warnings)
     try:
         path.write_bytes(signed.encode())
     except OSError as error:
         raise ManifestError(f"cannot write {path}: {error.strerror}") from error
+    options = "" if start is None else f" --start {start}"
+    if manifest.model.external:
+        options += " --trainer external"
+    else:
+        options += f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
+        options += " --data PATH" if manifest.data.source == "text" else ""
+        options += " --tokenizer FILE" if manifest.tokenizer.sha256 else ""
+    options += "" if home == default_home() else f" --home {home}"
+    run_id = signed.run_id.hex()
+    made: dict[str, object] = {"run_id": run_id, "manifest": str(path), "warnings": warnings}
+    made |= {} if start is None else {"start": str(start)}
+    text = f"run {run_id}\nmanifest in {path}; start its first node with: farandole join {path}{options}"
+    print_answer(as_json, made, text)
 
 
 def unquoted(text: str) -> str:
@@ -100,36 +137,6 @@ def split_source(source: str | None) -> tuple[str | None, Path | None]:
     path = Path(source)
     read_manifest(path)
     return None, path
-
-
-def other_run(settings: NodeSettings) -> list[str]:
-    """Return a warning if the data directory, with whose key a new run is signed, belongs to another run."""
-    from farandole.protocol.run.manifest import decode_manifest
-
-    from ...state.store import MANIFEST_FACT, read_fact
-
-    if not (known := read_fact(settings.store, MANIFEST_FACT)):
-        return []
-    return [
-        f"{settings.home} belongs to run {decode_manifest(known)[1].run_id.hex()[:16]}, so its node cannot join "
-        "this one: sign it with a new data directory, --home NEW, and join with the same"
-    ]
-
-
-def home_option(home: Path) -> str:
-    """Return the option that names a data directory, if it is not the usual one."""
-    from ...base.settings import default_home
-
-    return "" if home == default_home() else f" --home {home}"
-
-
-def options_of_nodes(manifest: Manifest) -> str:
-    """Return the options that each node's command line needs in addition to the run."""
-    model = f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
-    if manifest.model.external:
-        return " --trainer external"
-    data = " --data PATH" if manifest.data.source == "text" else ""
-    return model + data + (" --tokenizer FILE" if manifest.tokenizer.sha256 else "")
 
 
 @contextmanager

@@ -17,11 +17,7 @@ from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import (
-    home_option,
-    options_of_nodes,
-    other_run,
     print_answer,
-    print_json,
     read_manifest,
     say_chosen,
     say_warnings,
@@ -66,7 +62,6 @@ def create_run(
 
     from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
-    from ...base.requirements import doubtful_settings, unusual_needs
     from ...store.run_file import manifest_of_file
 
     file = read_toml(run_file)
@@ -77,15 +72,8 @@ def create_run(
     if path.exists() and not force:
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
-    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given), *other_run(settings)]
-    say_chosen(written, manifest, given, warnings)
-    write_manifest(path, signed)
-    if as_json:
-        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "warnings": warnings})
-        return
-    typer.echo(f"run {signed.run_id.hex()}")
-    options = options_of_nodes(manifest) + home_option(settings.home)
-    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{options}")
+    say_chosen(written, manifest, given)
+    write_manifest(path, signed, settings.home, as_json, given=given)
 
 
 @run_app.command("show")
