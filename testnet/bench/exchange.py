@@ -207,10 +207,12 @@ def measure_pairs(
 ) -> tuple[dict[str, Figures], dict[str, str]]:
     """Measure all pairs in turns, and return what could not be measured; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
-    others: dict[str, Callable[[], AbstractContextManager[dict[str, Turn]]]] = {}
-    if cache is not None:
-        others["hivemind"] = partial(open_hivemind, cache, num_elements, log, say)
-        others[LATTICA] = partial(open_lattica, cache, num_elements, log, say)
+    openers = {"hivemind": open_hivemind, LATTICA: open_lattica}
+    others = (
+        {}
+        if cache is None
+        else {name: partial(open_peer, cache, num_elements, log, say) for name, open_peer in openers.items()}
+    )
     with open_nodes(encoded_size("fp32", num_elements), log) as nodes:
         ask_all(nodes, "hold", vectors(num_elements))
         rounds = itertools.count(1)

@@ -170,9 +170,9 @@ def replacements(scenario: Scenario) -> list[Replacement]:
     return [Replacement(at * seconds, each["kill"], each["join"]) for at, each in sorted(by_round.items())]
 
 
-Turn = Callable[[dict[int, BenchWorker], Sequence[Replacement], Callable[[], float]], None]
-"""Called again and again while members play: with the present ones by index, those that were just replaced, and a
-clock."""
+Turn = Callable[[dict[int, BenchWorker], Sequence[Replacement], float], None]
+"""Called again and again while members play: with the present ones by index, those that were just replaced, and when
+the play began."""
 
 
 def play_members(
@@ -216,7 +216,7 @@ def play_members(
                 members.pop(change.gone).kill()
                 members[change.come] = coming[change.come]
                 members[change.come].get()
-            turn(members, changes, lambda: time.monotonic() - began_at)
+            turn(members, changes, began_at)
 
 
 def play_diloco(
@@ -232,7 +232,7 @@ def play_diloco(
     samples: list[Sample] = []
     group = str(folder / f"group-{time.monotonic_ns()}")
 
-    def take_round(members: dict[int, BenchWorker], changes: Sequence[Replacement], clock: Callable[[], float]) -> None:
+    def take_round(members: dict[int, BenchWorker], changes: Sequence[Replacement], began_at: float) -> None:
         nonlocal group
         for change in changes:
             members[change.come].ask("load", path=str(samples[-1].weights))
@@ -242,7 +242,7 @@ def play_diloco(
         ranks = [{"rank": rank} for rank in range(len(live))]
         ask_all(live, "average", ranks, world=len(ranks), group=group, device=LINK_DEVICE)
         file = folder / f"diloco-{len(samples):03d}.safetensors"
-        samples.append(Sample(clock(), file))
+        samples.append(Sample(time.monotonic() - began_at, file))
         live[0].ask("save", path=str(file))
         bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
 
@@ -275,11 +275,11 @@ def play_hivemind(
         peers, steps = first.get("addresses", []), steps_of[donors.get(index, index)]
         return {**settings, "ip": place.ip, "peers": peers, "steps": steps}
 
-    def look(members: dict[int, BenchWorker], changes: Sequence[Replacement], clock: Callable[[], float]) -> None:
+    def look(members: dict[int, BenchWorker], changes: Sequence[Replacement], began_at: float) -> None:
         nonlocal num_steps
         for change in changes:
             steps_of[change.come] = steps_of[change.gone]
-        if clock() < SAMPLE_SECONDS * (len(samples) + 1):
+        if time.monotonic() - began_at < SAMPLE_SECONDS * (len(samples) + 1):
             time.sleep(_LOOK_SECONDS)
             return
         files = [folder / f"hivemind-{index}.safetensors" for index in members]
@@ -287,7 +287,7 @@ def play_hivemind(
         for index, answer in zip(members, saved, strict=True):
             num_steps += answer["steps"] - steps_of[index]
             steps_of[index] = answer["steps"]
-        samples.append(Sample(clock(), folder / f"hivemind-{len(samples):03d}.safetensors"))
+        samples.append(Sample(time.monotonic() - began_at, folder / f"hivemind-{len(samples):03d}.safetensors"))
         save_file(mean_weights(files), samples[-1].weights)
         epochs = max(answer["epochs"] for answer in saved)
         bench.say(f"hivemind: {epochs} averages, {samples[-1].seconds:.0f} of {seconds:.0f} s")

@@ -41,11 +41,10 @@ class JoiningNode:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
-        self._shaping = Shaping()
 
-    async def open(self, ip: str) -> dict[str, Any]:
-        """Listen on an address."""
-        key = Ed25519PrivateKey.generate()
+    async def open(self, ip: str, up_mbit: float = 0.0, down_mbit: float = 0.0) -> dict[str, Any]:
+        """Listen on an address; 0: no cap."""
+        key, self._shaping = Ed25519PrivateKey.generate(), Shaping.of_mbit(up_mbit, down_mbit)
         host = open_host(key, [f"/ip4/{ip}/tcp/0"], shaping=self._shaping)
         self._host = await self._stack.enter_async_context(host)
         self._channels = await self._stack.enter_async_context(open_bulk(self._host, RUN_ID, self._shaping))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from farandole.testnet.bench.join import make_checkpoint
+from farandole.testnet.bench.process import open_worker, worker_command
 from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.namespace import Location, NamespaceError
 from farandole.testnet.play.places import open_links
@@ -18,8 +18,7 @@ from farandole.testnet.play.scenario import LinkSettings
 
 LINK = LinkSettings(up_mbit=100, down_mbit=100, delay_ms=5)
 MBIT = 12.0
-SETTLE_SECONDS = 1.0
-ROOT = Path(__file__).parents[3]
+SIZE_MB = 48  # half a minute at 12 Mbit/s
 _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
 
 
@@ -33,18 +32,6 @@ def places() -> Iterator[list[Location]]:
             pytest.skip(str(error))
 
 
-@contextmanager
-def node(place: Location, *arguments: str) -> Iterator[str]:
-    """Run a node in a place until the block ends; yield its first line of output."""
-    command = [*place.enter, sys.executable, "-m", "tests.testnet.play.capped_node", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.kill()
-
-
 def count(place: Location, column: int) -> int:
     """Return the bytes of all packets at the place's device until now, with all headers."""
     table = subprocess.run([*place.enter, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
@@ -56,15 +43,23 @@ def count(place: Location, column: int) -> int:
 def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: Path, caps_upload: bool) -> None:
     """A busy machine may make the transfer slower; nothing may make it faster."""
     near, far = places
-    up, down = (MBIT, 0.0) if caps_upload else (0.0, MBIT)
     capped, column = (near, _SENT) if caps_upload else (far, _RECEIVED)
+    command, log, source = worker_command("joining node"), tmp_path / "log", tmp_path / "theirs"
+    make_checkpoint(source, SIZE_MB)
     with (
-        node(near, "give", near.ip, str(up), str(tmp_path)) as address,
-        node(far, "take", address, far.ip, str(down), str(tmp_path)) as said,
+        open_worker("donor", [*near.enter, *command], log) as donor,
+        open_worker("newcomer", [*far.enter, *command], log) as newcomer,
     ):
-        assert said == "taking"
-        time.sleep(SETTLE_SECONDS)
+        address = donor.ask("open", ip=near.ip, up_mbit=MBIT if caps_upload else 0.0)["address"]
+        newcomer.ask("open", ip=far.ip, down_mbit=0.0 if caps_upload else MBIT)
+        donor.ask("hold", path=str(source))
+        newcomer.ask("meet", addresses=[address])
+        newcomer.put("fetch", path=str(source), target=str(tmp_path / "ours"), donors=[address])
+        while count(capped, column) < 1_000_000:  # the first bytes may exceed the cap, and a start takes a while
+            time.sleep(0.1)
         began_at, before = time.monotonic(), count(capped, column)
         time.sleep(3.0)
         mbit = (count(capped, column) - before) * 8 / 1e6
         assert 0 < mbit / (time.monotonic() - began_at) <= 1.1 * MBIT
+        for node in (newcomer, donor):
+            node.kill()

@@ -17,7 +17,6 @@ from farandole.protocol.run.manifest import EpochsConfig, Manifest, SignedManife
 from farandole.protocol.run.models import stage_of
 from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import Learner, build_learner
 
 TOLERANCE = 1e-5
@@ -108,15 +107,6 @@ def pulled(
     stages = save_stages(learner, signed, to.parent, "replica")
     consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], VECTORS, epochs)
     return read_folder(to)
-
-
-def learner_from(folder: Consolidated, *texts: Path) -> Learner:
-    """Return a learner of the whole model, with a consolidated checkpoint's weights."""
-    learner = build_learner(
-        folder.manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"), bring=Bring(texts)
-    )
-    learner.checkpoint.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
-    return learner
 
 
 @torch.no_grad()
