@@ -18,9 +18,9 @@ from farandole.node.mesh.reach.upnp import (
     MappingError,
     UpnpRouter,
     _location,
-    _parse,
     gateway_of,
     keep_ports,
+    text_of,
 )
 from farandole.protocol.mesh.dialling import Address
 
@@ -80,13 +80,13 @@ async def test_where_a_port_is_taken_another_is_opened_and_without_a_lease_if_th
 ) -> None:
     opened: list[tuple[str, str]] = []
 
-    async def ask(self: UpnpRouter, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
+    async def ask(self: UpnpRouter, action: str, arguments: Mapping[str, str]) -> bytes:
         if action == "AddPortMapping":
             outer, lease = arguments["NewExternalPort"], arguments["NewLeaseDuration"]
             if outer == "4001" or lease != "0":
                 raise MappingError("no", 718 if outer == "4001" else 725)
             opened.append((outer, arguments["NewInternalPort"]))
-        return {"NewExternalIPAddress": OUTER_IP}
+        return f"<NewExternalIPAddress>{OUTER_IP}</NewExternalIPAddress>".encode()
 
     monkeypatch.setattr(UpnpRouter, "_ask", ask)
     ip, outer = await UpnpRouter("http://127.0.0.1/control", SERVICE, "127.0.0.1").open_port(4001, 4001, LEASE_SECONDS)
@@ -94,10 +94,21 @@ async def test_where_a_port_is_taken_another_is_opened_and_without_a_lease_if_th
     assert (ip, outer != 4001) == (OUTER_IP, True)
 
 
-def test_declarations_are_not_read_in_any_encoding() -> None:
-    with pytest.raises(MappingError):
-        _parse('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'.encode("utf-16"))
-    assert _parse(b"<?xml version='1.0'?><!-- fine --><a/>").tag == "a"
+@pytest.mark.parametrize(
+    ("xml", "text"),
+    [
+        (b"<?xml version='1.0'?><x><url> /a?b&amp;c\n</url><url>/d</url></x>", "/a?b&c"),
+        (b'<s:url xmlns:s="urn:x">/a</s:url>', "/a"),
+        (b'<!DOCTYPE a [<!ENTITY b "c">]><a><url>&b;</url></a>', "&b;"),
+        (b"<urls>/a</urls><url/>", ""),
+        ("<url>/a</url>".encode("utf-16"), ""),
+        (b"<url>" * 13_000, ""),
+        (b"<" + b"a" * 65_000, ""),
+        (b"<url" + b" " * 65_000, ""),
+    ],
+)
+def test_of_xml_the_text_of_an_element_is_read_and_no_declaration(xml: bytes, text: str) -> None:
+    assert text_of("url", xml) == text
 
 
 @pytest.mark.parametrize(
