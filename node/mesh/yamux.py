@@ -184,14 +184,13 @@ class MuxedConn:
         self._scope.cancel()
         self.event_closed.set()
 
-    async def ping(self) -> float:
-        """Ping the peer, or wait for its answer to a ping under way; return the round trip in seconds."""
+    async def ping(self) -> None:
+        """Ping the peer, or wait for its answer to a ping under way."""
         if not self.state.awaits_pong:
             self._pong = trio.Event()
             self.state.ping(trio.current_time(), secrets.randbits(32))
             self.note_change()
         await self._pong.wait()
-        return self.state.round_trip or 0.0
 
     async def open_stream(self) -> Libp2pStream:
         """Open a stream; raise `trio.BrokenResourceError` if the connection is over."""
