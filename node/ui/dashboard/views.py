@@ -8,12 +8,13 @@ then takes every other new one.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+
+from farandole.protocol.wire.latest import Latest
 
 from ...base.figures import loss
 from ...status.status import MemberStatus, NodeStatus, RunStatus
@@ -65,29 +66,22 @@ class NodeMeeting(msgspec.Struct, frozen=True, array_like=True):
     """Peer ids."""
     other: str
 
-    @property
-    def key(self) -> tuple[int, frozenset[str]]:
-        """The meeting's key, which is the same when either node reports it."""
-        return self.round, frozenset((self.one, self.other))
-
 
 @dataclass(slots=True)
 class RunHistory:
     """The run as this node has seen it since it began."""
 
-    losses: dict[str, Curve] = field(default_factory=dict)
-    """Peer id -> (round, training loss) of every node that was live, until the run has forgotten it."""
+    losses: Latest[str, Curve] = field(default_factory=lambda: Latest(MAX_CURVES))
+    """Peer id -> (round, training loss) of the nodes that were live last."""
     mean_loss: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(Unix seconds, mean of the live nodes' losses)."""
     validation: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(round, this node's loss on held-out text)."""
     throughput: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(Unix seconds, tokens a second of the whole run)."""
-    meetings: deque[NodeMeeting] = field(default_factory=deque)
-    """The last `MAX_EXCHANGES`."""
-    _known: set[tuple[int, frozenset[str]]] = field(default_factory=set)
-    """Round and peer ids of these."""
-    _last_rounds: dict[str, int] = field(default_factory=dict)
+    meetings: Latest[tuple[int, frozenset[str]], NodeMeeting] = field(default_factory=lambda: Latest(MAX_EXCHANGES))
+    """The newest, by round and peer ids: either node may report it."""
+    _last_rounds: Latest[str, int] = field(default_factory=lambda: Latest(MAX_CURVES))
 
     def observe(self, run: RunStatus, members: Sequence[MemberStatus], validation: Sequence[Point], now: float) -> None:
         """Take in the present moment; ``now`` is Unix seconds."""
@@ -96,28 +90,17 @@ class RunHistory:
             self.mean_loss.add(now, run.loss_mean)
         for round_index, held_out in validation[-1:]:
             self.validation.add(round_index, held_out)
-        if len(self._last_rounds) >= MAX_CURVES:  # nodes that the run has forgotten make room
-            here = {member.peer_id for member in members}
-            self._last_rounds = {peer: index for peer, index in self._last_rounds.items() if peer in here}
-            self.losses = {peer: curve for peer, curve in self.losses.items() if peer in here}
         for member in members:
             if not member.is_live:
                 continue
-            peer = member.peer_id
-            if member.loss is not None and (peer in self.losses or len(self.losses) < MAX_CURVES):
-                self.losses.setdefault(peer, Curve(MAX_POINTS_A_NODE)).add(member.round, member.loss)
-            before = self._last_rounds.get(peer)
-            if before is None and len(self._last_rounds) >= MAX_CURVES:
-                continue
+            peer, before = member.peer_id, self._last_rounds.get(member.peer_id)
             self._last_rounds[peer] = member.round
-            if before is None or before == member.round or not member.last_partner:
-                continue
-            meeting = NodeMeeting(now, member.round, peer, member.last_partner)
-            if meeting.key not in self._known:  # else its partner has reported it first
-                self._known.add(meeting.key)
-                self.meetings.append(meeting)
-                if len(self.meetings) > MAX_EXCHANGES:
-                    self._known.discard(self.meetings.popleft().key)
+            if member.loss is not None:
+                curve = self.losses[peer] = self.losses.get(peer) or Curve(MAX_POINTS_A_NODE)
+                curve.add(member.round, member.loss)
+            met = member.round, frozenset((peer, member.last_partner))
+            if before not in (None, member.round) and member.last_partner and met not in self.meetings:
+                self.meetings[met] = NodeMeeting(now, member.round, peer, member.last_partner)
 
 
 # More curves in one picture are a blur; the page draws these, and the mean of all.
@@ -232,5 +215,5 @@ def members_view(
             for member in members
         ],
         curves={peer: history.losses[peer].points for peer in live[:MAX_CURVES_SHOWN]},
-        meetings=list(history.meetings),
+        meetings=list(history.meetings.values()),
     )
