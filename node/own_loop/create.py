@@ -25,7 +25,7 @@ from ..base.identity import load_or_create_key
 from ..base.requirements import settings_with_reasons
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact
-from ..store.consolidated.folder import MANIFEST_NAME, NO_RUN, WeightCounters, write_folder
+from ..store.consolidated.folder import MANIFEST_NAME, NO_RUN, write_folder
 from ..store.consolidated.tensors import Floats
 from ..store.run_file import manifest_of
 
@@ -110,7 +110,7 @@ def _write_run(
     def signed(checkpoint: bytes) -> bytes:
         return sign_manifest(_starting_from(settings, checkpoint), key).encode()
 
-    write_folder(start, key, NO_RUN, shapes, (SLOW,), WeightCounters(0, 0, 0), weights, signed)
+    write_folder(start, key, NO_RUN, shapes, (SLOW,), weights, signed)
 
 
 @torch.no_grad()

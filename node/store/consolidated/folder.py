@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -51,16 +51,6 @@ EPOCHS_NAME: Final = "epochs.json"
 
 # The run id of a model that comes from no run, because it was imported.
 NO_RUN: Final = bytes(32)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightCounters:
-    """The training progress of the weights: how many rounds, steps and tokens they have had."""
-
-    round: int
-    inner_steps: int
-    """The inner steps of one replica: where the learning rate's schedule goes on."""
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,31 +146,33 @@ def write_folder(
     run_id: bytes,
     parameters: Mapping[str, Shape],
     vectors: Sequence[str],
-    counters: WeightCounters,
     tensor_of: Callable[[str], Floats],
     manifest_of: Callable[[bytes], bytes],
     epochs: EpochsConfig | None = None,
     present: Collection[str] | None = None,
+    *,
+    round_index: int = 0,
+    inner_steps: int = 0,
+    tokens: int = 0,
 ) -> bytes:
     """Write a consolidated checkpoint, all of it or nothing; return its id.
 
     ``present`` as in `tensor_shapes`. ``tensor_of`` is called with "slow/NAME" and so on in the file's order.
     ``manifest_of`` is called for the manifest's signed bytes, once the checkpoint's id is known. Raises
-    `ConsolidatedError`.
+    `ConsolidatedError`. The last three say how much training the weights have had; ``inner_steps`` of one replica:
+    where the learning rate's schedule goes on.
     """
     shapes = tensor_shapes(vectors, parameters, present)
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
-    metadata = {"format": FORMAT, "run_id": run_id.hex()}
-    metadata |= {name: str(value) for name, value in asdict(counters).items()}
+    counters = {"round": round_index, "inner_steps": inner_steps, "tokens": tokens}
+    metadata = {"format": FORMAT, "run_id": run_id.hex(), **{name: str(value) for name, value in counters.items()}}
     with new_folder(path, num_bytes) as folder:
         write_tensors(folder / CHECKPOINT_NAME, metadata, shapes, tensor_of)
         content = content_of(folder / CHECKPOINT_NAME)  # the file's content on the disk
         index = Index(
             run_id=run_id,
             author=public_bytes(key),
-            round=counters.round,
-            inner_steps=counters.inner_steps,
-            tokens=counters.tokens,
+            **counters,
             size=content.size,
             layout=layout_hash(parameters),
             hashes=content.hashes,
@@ -238,6 +230,24 @@ def consolidate(
     manifest, signed = decode_manifest(raw_manifest)
     model = manifest.model
     shapes = shapes_of(model)
+
+    def check(file: TensorFile, expected: Mapping[str, Shape]) -> None:
+        if file.metadata.get("run_id") != signed.run_id.hex():
+            raise ConsolidatedError(f"{file.path} is a checkpoint of another run")
+        if missing := set(vectors) - {name.partition("/")[0] for name in file.shapes}:
+            raise ConsolidatedError(f"{file.path} has no {', '.join(sorted(missing))}")
+        for name, shape in expected.items():
+            if name not in file.shapes:
+                raise ConsolidatedError(f"{file.path} has no {name}")
+            if file.shapes[name] != shape:
+                raise ConsolidatedError(f"{file.path}: {name} has the shape {file.shapes[name]}, not {shape}")
+
+    def counter(file: TensorFile, name: str) -> int:
+        text = file.metadata.get(name, "")
+        if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_COUNTER):
+            raise ConsolidatedError(f"{file.path}: the counter {name!r} is no number in range")
+        return int(text)
+
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(open_tensors(path)) for path in paths] for paths in stages]
         present: set[str] = set()
@@ -245,7 +255,7 @@ def consolidate(
             of_stage = {name: shape for name, shape in shapes.items() if stage_of(model, name) == stage}
             present.update(replicas[0].shapes)
             for file in replicas:
-                _check(file, signed.run_id, vectors, tensor_shapes(vectors, of_stage, present))
+                check(file, tensor_shapes(vectors, of_stage, present))
 
         def mean(tensor_name: str) -> Floats:
             """Return the mean of one tensor, such as "slow/NAME", over the replicas of its stage."""
@@ -259,28 +269,19 @@ def consolidate(
             return (total / (1 + len(others))).astype(np.float32)
 
         every_file = [file for replicas in files for file in replicas]
-        rounds, steps, tokens = ([_counter(file, name) for file in every_file] for name in ("round", "steps", "tokens"))
-        # These describe the mean replica: they are means, except the round, which is the newest.
-        counters = WeightCounters(max(rounds), round(sum(steps) / len(steps)), round(sum(tokens) / len(tokens)))
+        rounds, steps, tokens = ([counter(file, name) for file in every_file] for name in ("round", "steps", "tokens"))
         return write_folder(
-            to, key, signed.run_id, shapes, vectors, counters, mean, lambda checkpoint_id: raw_manifest, epochs, present
+            to,
+            key,
+            signed.run_id,
+            shapes,
+            vectors,
+            mean,
+            lambda checkpoint_id: raw_manifest,
+            epochs,
+            present,
+            # These describe the mean replica: they are means, except the round, which is the newest.
+            round_index=max(rounds),
+            inner_steps=round(sum(steps) / len(steps)),
+            tokens=round(sum(tokens) / len(tokens)),
         )
-
-
-def _check(file: TensorFile, run_id: bytes, vectors: Sequence[str], expected: Mapping[str, Shape]) -> None:
-    if file.metadata.get("run_id") != run_id.hex():
-        raise ConsolidatedError(f"{file.path} is a checkpoint of another run")
-    if missing := set(vectors) - {name.partition("/")[0] for name in file.shapes}:
-        raise ConsolidatedError(f"{file.path} has no {', '.join(sorted(missing))}")
-    for name, shape in expected.items():
-        if name not in file.shapes:
-            raise ConsolidatedError(f"{file.path} has no {name}")
-        if file.shapes[name] != shape:
-            raise ConsolidatedError(f"{file.path}: {name} has the shape {file.shapes[name]}, not {shape}")
-
-
-def _counter(file: TensorFile, name: str) -> int:
-    text = file.metadata.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_COUNTER):
-        raise ConsolidatedError(f"{file.path}: the counter {name!r} is no number in range")
-    return int(text)

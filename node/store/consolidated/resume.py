@@ -20,7 +20,7 @@ from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import ManifestError
 
 from ..run_file import manifest_of
-from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, write_folder
+from .folder import MANIFEST_NAME, NO_RUN, Consolidated, write_folder
 from .hf_folder import open_hf_weights
 
 # A [model] table with one of these defines the model again; without, it gives changes only, such as the cut into
@@ -122,7 +122,6 @@ def import_model(
             NO_RUN,
             shapes_of(manifest.model),
             (SLOW,),
-            WeightCounters(0, 0, 0),
             lambda tensor: read(tensor.partition("/")[2]),
             sign,
         )
