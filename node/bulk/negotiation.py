@@ -135,7 +135,8 @@ class Race:
         self.is_on = trio.Event()
         """Set once the other end's proposal is here."""
         self.is_over = trio.Event()
-        self._chosen: Candidate | None = None
+        self.chosen: Candidate | None = None
+        """Whoever takes it from here owns it."""
         self._choosing = trio.Lock()
 
     def is_greeted_by(self, received: bytes) -> bool:
@@ -153,19 +154,8 @@ class Race:
             if not self.is_asker and not self.is_over.is_set():
                 await candidate.send_all(_CHOSEN)
             if not self.is_over.is_set():
-                self._chosen, candidate.is_chosen = candidate, True
+                self.chosen, candidate.is_chosen = candidate, True
                 self.is_over.set()
-
-    def claim(self) -> Candidate | None:
-        """Return the chosen connection, which the caller then owns."""
-        chosen, self._chosen = self._chosen, None
-        return chosen
-
-    def end(self) -> None:
-        """Choose none from now on; close the chosen one if it was not claimed."""
-        self.is_over.set()
-        if (chosen := self.claim()) is not None:
-            chosen.connection.close()
 
 
 class BulkService:
@@ -339,7 +329,9 @@ class BulkService:
             yield race
         finally:
             del self._races[session]
-            race.end()
+            race.is_over.set()  # nobody is chosen from now on
+            if race.chosen is not None:
+                race.chosen.connection.close()
 
     async def _run_race(self, race: Race, stream: Stream, theirs: Proposal) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
@@ -362,7 +354,7 @@ class BulkService:
                 nursery.start_soon(self._dial, race, address, True)
             await race.is_over.wait()
             nursery.cancel_scope.cancel()
-        chosen = race.claim()
+        chosen, race.chosen = race.chosen, None
         if chosen is None:
             raise ChannelError("the peer gave up")
         plain, ciphers = socket.socket(fileno=chosen.connection.detach()), (chosen.hiding, chosen.revealing)
