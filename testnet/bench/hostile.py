@@ -8,7 +8,6 @@ attackers target the port that the benchmark has opened on loopback, and nothing
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from typing import Annotated, Final
 
 import typer
 
-from .process import BenchWorker, Say, open_workers
+from .process import Say, open_workers
 from .report import OUT, Bench, Claim, Out, Write, open_bench
 from .worker.hostile_attacks import ATTACKS, RAW
 
@@ -103,49 +102,46 @@ def publish(bench: Bench, rows: Sequence[FloodResult]) -> None:
 
 
 def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
-    """Measure each part against a fresh node, since the remains of one part would hide the cost of the next."""
+    """Play each flood, and dial meanwhile; each on a fresh node, as remains of one would hide the cost of the next."""
     rows = []
-    for plan in plans:
-        with contextlib.ExitStack() as stack:
-            (node,) = stack.enter_context(open_workers("attacked node", ["attacked node"], log))
-            workers = [node, *stack.enter_context(open_workers("hostile", ["attackers", "honest dialler"], log))]
-            rows.append(_flood(workers, plan, say))
+    for flood in plans:
+        with (
+            open_workers("attacked node", ["attacked node"], log) as (node,),
+            open_workers("hostile", ["attackers", "honest dialler"], log) as (attackers, dialler),
+        ):
+            address = node.ask("address")["address"]
+            dialling = {"address": address, "seconds": DIAL_SECONDS, "interval": DIAL_PAUSE}
+            dialler.ask("dial", **dialling)
+            looks = [node.ask("figures")]
+            dials: list[float] = []
+            failures: list[str] = []
+            _, _, _, _, port, _, peer = address.split("/")
+            flooding = asdict(flood)
+            del flooding["name"]
+            attackers.put("flood", port=int(port), peer=peer, **flooding)
+            while not attackers.has_answered(0.0):
+                answer = dialler.ask("dial", **dialling)
+                dials += answer["times"]
+                failures += answer["failures"]
+                looks.append(node.ask("figures"))
+                say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
+            flooded = attackers.get()
+            time.sleep(SETTLE_SECONDS)
+            looks.append(node.ask("figures"))
+        first, last = looks[0], looks[-1]
+        rows.append(
+            FloodResult(
+                name=flood.name,
+                number=flooded["number"],
+                seconds=flooded["seconds"],
+                over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
+                left_over={what: last[what] - first[what] for what in ("descriptors", "tasks")},
+                dials=len(dials),
+                dial_max=max(dials, default=None),
+                failures=failures,
+            )
+        )
     return rows
-
-
-def _flood(workers: Sequence[BenchWorker], flood: Flood, say: Say) -> FloodResult:
-    """Play one flood, and dial meanwhile."""
-    node, attackers, dialler = workers
-    address = node.ask("address")["address"]
-    dialling = {"address": address, "seconds": DIAL_SECONDS, "interval": DIAL_PAUSE}
-    dialler.ask("dial", **dialling)
-    looks = [node.ask("figures")]
-    dials: list[float] = []
-    failures: list[str] = []
-    _, _, _, _, port, _, peer = address.split("/")
-    flooding = asdict(flood)
-    del flooding["name"]
-    attackers.put("flood", port=int(port), peer=peer, **flooding)
-    while not attackers.has_answered(0.0):
-        answer = dialler.ask("dial", **dialling)
-        dials += answer["times"]
-        failures += answer["failures"]
-        looks.append(node.ask("figures"))
-        say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
-    flooded = attackers.get()
-    time.sleep(SETTLE_SECONDS)
-    looks.append(node.ask("figures"))
-    first, last = looks[0], looks[-1]
-    return FloodResult(
-        name=flood.name,
-        number=flooded["number"],
-        seconds=flooded["seconds"],
-        over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
-        left_over={what: last[what] - first[what] for what in ("descriptors", "tasks")},
-        dials=len(dials),
-        dial_max=max(dials, default=None),
-        failures=failures,
-    )
 
 
 def run(

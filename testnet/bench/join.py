@@ -35,7 +35,6 @@ from .process import (
     MB,
     BenchError,
     BenchWorker,
-    Say,
     ask_all,
     elapsed,
     get_all,
@@ -172,61 +171,54 @@ def measure(
 
     Raises `BenchError`.
     """
-    source = bench.out / "join.safetensors"
-    figures: dict[str, Any] = {"size_mb": size_mb, "missing": []}
-    try:
-        make_checkpoint(source, size_mb)
-        _measure_loopback(figures, source, bench.log, repeats, cache, bench.say)
-        if with_link:
-            _measure_link(figures, source, bench.log, bench.say)
-    finally:
-        for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
-            leftover.unlink(missing_ok=True)
-    return figures
+    source, log, say = bench.out / "join.safetensors", bench.log, bench.say
+    figures: dict[str, Any] = {"size_mb": size_mb}
 
-
-def _measure_loopback(
-    figures: dict[str, Any], source: Path, log: Path, repeats: int, cache: Path | None, say: Say
-) -> None:
     @contextlib.contextmanager
     def open_hivemind(cache: Path) -> Iterator[dict[str, Callable[[], float]]]:
         command = peer_command(obtain_python("hivemind", cache, say), "hivemind")
-        with open_peers("hivemind", command, vectors(figures["size_mb"] * MB // 4), log) as pair:
+        with open_peers("hivemind", command, vectors(size_mb * MB // 4), log) as pair:
             yield {"hivemind_s": lambda: elapsed([pair[1].ask("join")])}
 
-    with open_nodes(source, log, [Location()] * 3) as nodes:
-        ours = {
-            "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
-            "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
-        }
-        others = {} if cache is None else {"hivemind": partial(open_hivemind, cache)}
-        done, problems = take_turns("on loopback", ours, others, repeats, 1, say)
-    figures["missing"] += [f"hivemind is missing: {reason}" for reason in problems.values()]
-    figures |= {name: statistics.median(seconds) for name, seconds in done.items()}
-
-
-def _measure_link(figures: dict[str, Any], source: Path, log: Path, say: Say) -> None:
-    """Measure on a shaped line: both donors take rounds with each other, first alone, then while the newcomer joins."""
-    say("on a shaped line")
     try:
-        with open_leash() as leash, open_links(LINK, 3, leash) as places, open_nodes(source, log, places) as nodes:
+        make_checkpoint(source, size_mb)
+        with open_nodes(source, log, [Location()] * 3) as nodes:
+            ours = {
+                "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
+                "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
+            }
+            others = {} if cache is None else {"hivemind": partial(open_hivemind, cache)}
+            done, problems = take_turns("on loopback", ours, others, repeats, 1, say)
+        figures |= {name: statistics.median(seconds) for name, seconds in done.items()}
+        if with_link:
+            say("on a shaped line")
+            try:
+                with open_leash() as leash, open_links(LINK, 3, leash) as places:
+                    figures |= measure_line(source, size_mb, log, places)
+            except NamespaceError as error:
+                problems["the shaped line"] = str(error)
+    finally:
+        for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
+            leftover.unlink(missing_ok=True)
+    return {**figures, "missing": [f"{what} is missing: {reason}" for what, reason in problems.items()]}
 
-            def put_rounds(first: int) -> None:
-                sizes = {"first": first, "count": NUM_ROUNDS, "size": ROUND_MB * MB}
-                for donor, partner in zip(nodes.donors, nodes.addresses[::-1], strict=True):
-                    donor.put("take_rounds", partner=partner, pause=ROUND_PAUSE, **sizes)
 
-            def get_rounds() -> float:
-                return statistics.fmean(second for answer in get_all(nodes.donors) for second in answer["seconds"])
+def measure_line(source: Path, size_mb: int, log: Path, places: Sequence[Location]) -> dict[str, float]:
+    """Measure on a shaped line: both donors take rounds with each other, first alone, then while the newcomer joins."""
+    with open_nodes(source, log, places) as nodes:
 
-            put_rounds(0)
-            alone = get_rounds()
-            put_rounds(NUM_ROUNDS)
-            seconds = elapsed([nodes.fetch(2)])
-            meanwhile = get_rounds()
-    except NamespaceError as error:
-        figures["missing"].append(f"the shaped line is missing: {error}")
-        return
+        def put_rounds(first: int) -> None:
+            sizes = {"first": first, "count": NUM_ROUNDS, "size": ROUND_MB * MB}
+            for donor, partner in zip(nodes.donors, nodes.addresses[::-1], strict=True):
+                donor.put("take_rounds", partner=partner, pause=ROUND_PAUSE, **sizes)
+
+        def get_rounds() -> float:
+            return statistics.fmean(second for answer in get_all(nodes.donors) for second in answer["seconds"])
+
+        put_rounds(0)
+        alone = get_rounds()
+        put_rounds(NUM_ROUNDS)
+        seconds = elapsed([nodes.fetch(2)])
+        meanwhile = get_rounds()
     rate = min(LINK.down_mbit, 2 * LINK.up_mbit) * 1e6 / 8
-    figures["link_over_ideal"] = seconds / (figures["size_mb"] * MB / rate)
-    figures["rounds_slower"] = meanwhile / alone - 1
+    return {"link_over_ideal": seconds / (size_mb * MB / rate), "rounds_slower": meanwhile / alone - 1}

@@ -183,9 +183,18 @@ class NatBench:
                     name = "/".join(pair)
                     under_way.append(name)
                     self.say(f"{len(rows)} of {len(pairs)} pairs done; now {', '.join(under_way)}")
-                    rows[number] = await self._try(pair, run, invite)
+                    row = PairResult(*pair, theory_of(pair))
+                    try:
+                        async with (
+                            self._open_in(row.near, f"{row.near}-{row.far}-near") as one,
+                            self._open_in(row.far, f"{row.near}-{row.far}-far") as other,
+                        ):
+                            await _play(row, (one, other), run, invite)
+                    except BenchError as error:
+                        row.failure = str(error)
+                    rows[number] = row
                     under_way.remove(name)
-                    self.tell(rows[number])
+                    self.tell(row)
 
         await gather(*(partial(work, index) for index in range(min(at_once, len(pairs)))))
         return [row for _, row in sorted(rows.items())]
@@ -215,17 +224,6 @@ class NatBench:
         with open_worker(name, [*home.host.enter, *worker_command("home")], self.logs / f"{name}.log") as worker:
             yield worker
             worker.kill()
-
-    async def _try(self, pair: Pair, run: str, invite: dict[str, list[str]]) -> PairResult:
-        near, far = pair
-        row = PairResult(near, far, theory_of(pair))
-        stem = f"{near}-{far}"
-        try:
-            async with self._open_in(near, f"{stem}-near") as one, self._open_in(far, f"{stem}-far") as other:
-                await _play(row, (one, other), run, invite)
-        except BenchError as error:
-            row.failure = str(error)
-        return row
 
 
 async def _play(row: PairResult, pair: tuple[BenchWorker, BenchWorker], run: str, invite: dict[str, list[str]]) -> None:

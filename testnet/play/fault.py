@@ -169,34 +169,30 @@ def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
     kinds = [chaos.kinds[index % len(chaos.kinds)] for index in range(chaos.faults)]
     rng.shuffle(kinds)
     faults: list[Fault] = []
+    shortened = min(1.0, chaos.seconds / FULL_LENGTH)
     recovery = min(RECOVERY, RECOVERY * chaos.seconds / FULL_LENGTH)
     for index, kind in enumerate(kinds):
         # Evenly spaced first; where that has no room, at random.
         even = begins_at + (ends_at - begins_at) * index / len(kinds)
+        least, most = (max(LEAST_DURATION, bound * shortened) for bound in DURATIONS[kind])
         for attempt in range(_ATTEMPTS):
             at = even if attempt < _ATTEMPTS // 2 else rng.uniform(begins_at, ends_at)
-            fault = _draw(kind, at, chaos.seconds, nodes, rng)
+            count = rng.choice((1, len(nodes) // 2)) if kind == "partition" else 1
+            fault = Fault(
+                kind=kind,
+                nodes=tuple(sorted(rng.sample(nodes, max(1, count)))),
+                after_start=round(at, 1),
+                duration=round(rng.uniform(least, most), 1),
+                factor=rng.choice(FACTORS) if kind == "starve" else 4.0,
+                offset=rng.choice(OFFSETS) if kind == "set_clock" else 0.0,
+                drift=rng.choice(DRIFTS) if kind == "set_clock" else 0.0,
+            )
             if (fault.after_start or 0.0) + fault.seconds <= ends_at and _has_room(fault, faults, recovery, len(nodes)):
                 faults.append(fault)
                 break
         else:
             raise ChaosError(f"no room for {chaos.faults} faults among {len(nodes)} nodes in {chaos.seconds:g} s")
     return tuple(sorted(faults, key=lambda fault: fault.after_start or 0.0))
-
-
-def _draw(kind: FaultKind, at: float, seconds: float, nodes: Sequence[int], rng: random.Random) -> Fault:
-    shortened = min(1.0, seconds / FULL_LENGTH)
-    least, most = (max(LEAST_DURATION, bound * shortened) for bound in DURATIONS[kind])
-    count = rng.choice((1, len(nodes) // 2)) if kind == "partition" else 1
-    return Fault(
-        kind=kind,
-        nodes=tuple(sorted(rng.sample(nodes, max(1, count)))),
-        after_start=round(at, 1),
-        duration=round(rng.uniform(least, most), 1),
-        factor=rng.choice(FACTORS) if kind == "starve" else 4.0,
-        offset=rng.choice(OFFSETS) if kind == "set_clock" else 0.0,
-        drift=rng.choice(DRIFTS) if kind == "set_clock" else 0.0,
-    )
 
 
 def _has_room(fault: Fault, others: Sequence[Fault], recovery: float, num_nodes: int) -> bool:

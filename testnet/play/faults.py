@@ -97,9 +97,8 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
         if last > over_at:
             standstill[node.report.index] = longest
             return
-        is_gone = not node.is_running and (
-            node.report.is_doomed or node.report.died
-        )  # else another fault starts it again
+        # Otherwise another fault starts it again.
+        is_gone = not node.is_running and (node.report.is_doomed or node.report.died)
         if record.is_finished or node.report.wedged or (is_over.is_set() and is_gone):
             standstill[node.report.index] = None
             return

@@ -117,7 +117,12 @@ def conditions_of_play(report: PlayReport, scenario: Scenario) -> Iterator[Condi
         alive = [node for node in report.nodes if node.is_alive]
         silent = [node.index for node in alive if not node.exchange_seconds]
         yield Condition("nodes that completed no exchange", ", ".join(map(str, silent)) or "none", "none", not silent)
-        over = max((_exchange_over_ideal(scenario, node) for node in alive if node.exchange_seconds), default=0.0)
+        over = 0.0  # the seconds that a home's line needs: for the contribution at the slower rate, and a round trip
+        for node in alive:
+            home = scenario.home[node.index % len(scenario.home)]
+            rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
+            ideal = node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
+            over = max(over, statistics.median(node.exchange_seconds) / ideal if node.exchange_seconds else 0.0)
         yield Condition(
             "an exchange over the ideal (median, worst node)", f"{over:.2f}", f"at most {most:g}", over <= most
         )
@@ -135,16 +140,6 @@ def conditions_of_play(report: PlayReport, scenario: Scenario) -> Iterator[Condi
             yield Condition(f"{what}, worst life", f"{more:+g}", f"at most +{MAX_MORE}", more <= MAX_MORE)
 
 
-def _exchange_over_ideal(scenario: Scenario, node: NodeReport) -> float:
-    """Return a node's median exchange, over the seconds that its home's line needs for it.
-
-    That is for the contribution at the slower rate, and a round trip.
-    """
-    home = scenario.home[node.index % len(scenario.home)]
-    rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
-    return statistics.median(node.exchange_seconds) / (node.exchange_bytes / rate + 4 * home.delay_ms / 1e3)
-
-
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
     """Return whether all live nodes have the same root; False if there are none."""
     roots = {node.state_root for node in nodes if node.is_alive}
@@ -159,7 +154,17 @@ def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | N
     if merged is None:
         yield "there is no merged model: no replica left a checkpoint"
     if scenario.every_round:
-        yield from _speed_problems(scenario, nodes)
+        # Where rounds have a fixed duration, slow nodes take fewer inner steps.
+        alive = [node for node in nodes if node.is_alive]
+        slowness = {node.index: scenario.slowness(node.index) for node in alive}
+        fastest, slowest = min(slowness.values(), default=1.0), max(slowness.values(), default=1.0)
+        yield from (
+            f"node {slow.index} took as many inner steps ({slow.inner_steps}) as the faster node {fast.index}"
+            for slow in alive
+            for fast in alive
+            if slowness[fast.index] == fastest < slowness[slow.index] == slowest
+            and slow.inner_steps >= fast.inner_steps
+        )
     stages = stage_reports(scenario, nodes)
     yield from (f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers)
     whole = num_parameters(scenario.manifest(0).model)
@@ -182,7 +187,10 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
         yield "never trained"
     if node.rounds < scenario.rounds and not scenario.exchanges_after_faults:
         yield f"reached round {node.rounds} of {scenario.rounds}"
-    if len(node.partners) < (required := _required_partners(scenario, node)):
+    first, required = min((index for index, _ in node.losses), default=0), scenario.min_partners
+    if first and not scenario.exchanges_after_faults:  # with few cores, the last of many nodes joins that late
+        required = min(required, max(scenario.rounds - first - 1, 1))
+    if len(node.partners) < required:
         yield f"had {len(node.partners)} of {required} required partners"
     if node.utilisation is not None and node.utilisation < scenario.min_utilisation:
         yield f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}"
@@ -194,30 +202,6 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
     missed = [index for index in range(min(taken, default=0), scenario.rounds) if index not in taken]
     if scenario.every_round and missed:
         yield f"took no part in rounds {missed}"
-
-
-def _required_partners(scenario: Scenario, node: NodeReport) -> int:
-    """Return how many partners a node must have: fewer if it joined when few rounds were left.
-
-    On a machine with few cores, the last of many nodes joins that late.
-    """
-    first = min((round_index for round_index, _ in node.losses), default=0)
-    if not first or scenario.exchanges_after_faults:
-        return scenario.min_partners
-    return min(scenario.min_partners, max(scenario.rounds - first - 1, 1))
-
-
-def _speed_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
-    """Report slow nodes that took as many inner steps as faster ones, where rounds have a fixed duration."""
-    alive = [node for node in nodes if node.is_alive]
-    fastest = [node for node in alive if scenario.slowness(node.index) == min(scenario.slow, default=1.0)]
-    slowest = [node for node in alive if scenario.slowness(node.index) == max(scenario.slow, default=1.0)]
-    return [
-        f"node {slow.index} took as many inner steps ({slow.inner_steps}) as the faster node {fast.index}"
-        for slow in slowest
-        for fast in fastest
-        if scenario.slowness(slow.index) > scenario.slowness(fast.index) and slow.inner_steps >= fast.inner_steps
-    ]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

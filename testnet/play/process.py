@@ -119,33 +119,30 @@ class NodeProcess:
         self.joined.set()
         self.record.excuse(trio.current_time())
         task_status.started()
+
+        async def poll() -> None:
+            while True:
+                if not self.is_frozen and (told := await ask_daemon(self.home, "status")) is not None:
+                    self.is_up.set()
+                    self.record.observe(msgspec.convert(told, NodeStatus), trio.current_time())
+                await trio.sleep(POLL_INTERVAL)
+
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._poll)
+                nursery.start_soon(poll)
                 await process.wait()
                 nursery.cancel_scope.cancel()
         finally:
-            self._bury(process)
-
-    def _bury(self, process: trio.Process) -> None:
-        kill_group(process.pid)  # its trainer, if it is left
-        if process.returncode is None:
-            return  # cancelled: the leash, or the end of the testnet, kills it
-        self.leash.release(process.pid)
-        self.is_running = self.is_frozen = False
-        self.record.ledger.enter("absent", trio.current_time())
-        if not self.is_expected_to_end:
-            self.report.died = True
-            self.say(f"{self.name} died (exit code {process.returncode}): see {self.home / 'output'}")
-        self.is_up.set()
-        self._ended.set()
-
-    async def _poll(self) -> None:
-        while True:
-            if not self.is_frozen and (told := await ask_daemon(self.home, "status")) is not None:
+            kill_group(process.pid)  # its trainer, if it is left
+            if process.returncode is not None:  # else cancelled: the leash, or the end of the testnet, kills it
+                self.leash.release(process.pid)
+                self.is_running = self.is_frozen = False
+                self.record.ledger.enter("absent", trio.current_time())
+                if not self.is_expected_to_end:
+                    self.report.died = True
+                    self.say(f"{self.name} died (exit code {process.returncode}): see {self.home / 'output'}")
                 self.is_up.set()
-                self.record.observe(msgspec.convert(told, NodeStatus), trio.current_time())
-            await trio.sleep(POLL_INTERVAL)
+                self._ended.set()
 
     @property
     def _live(self) -> trio.Process | None:

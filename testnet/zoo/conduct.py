@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -72,10 +73,23 @@ def conduct_of(folder: Path, report: PlayReport) -> Conduct:
         peer_id_of(public_bytes(load_or_create_key(home / "key")))[-8:]
         for home in sorted((folder / "nodes").iterdir())[len(homes) :]
     ]
+    warnings: list[str] = []
+    for home in homes:
+        lines = (home / "output").read_text(errors="replace").splitlines()
+        named = (line for line in lines if "warning:" in line and any(name in line for name in intruders))
+        warnings += itertools.islice(named, 1)
+    torch.set_num_threads(1)
+    manifest, signed = decode_manifest((folder / MANIFEST_NAME).read_bytes())
+    learner = build_learner(manifest, run_id=signed.run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
+    losses = []
+    for home in homes:
+        for newest in CheckpointFolder(NodeSettings(home=home).checkpoints, 0).files()[:1]:
+            learner.checkpoint.load(newest)
+            losses.append(learner.evaluate(VALIDATION_BATCHES))
     seconds = [node.resources.processor_seconds for node in report.nodes if node.resources is not None]
     known = [each for each in seconds if each is not None]
     return Conduct(
-        losses=list(_losses(folder, homes)),
+        losses=losses,
         rounds=len(all_rounds),
         alone=sum(record.verdict != "committed" for record in all_rounds),
         honest_exchanges=sum(met.is_committed for met in among),
@@ -88,7 +102,7 @@ def conduct_of(folder: Path, report: PlayReport) -> Conduct:
             next((index + 1 for index, met in enumerate(each) if met.is_refused or met.clip == 0.0), None)
             for each in hostile
         ],
-        warnings=list(_warnings(homes, intruders)),
+        warnings=warnings,
         processor_share=sum(known) / len(known) / report.seconds if known else None,
     )
 
@@ -115,22 +129,3 @@ def _meetings(rounds: Iterable[RoundRecord]) -> Iterator[_Meeting]:
             yield _Meeting(record.failed_partner, record.failure)
         if record.verdict == "committed":
             yield _Meeting(record.partner, record.verdict, record.clip)
-
-
-def _warnings(homes: Sequence[Path], intruders: Sequence[str]) -> Iterator[str]:
-    for home in homes:
-        lines = (home / "output").read_text(errors="replace").splitlines()
-        named = (line for line in lines if "warning:" in line and any(name in line for name in intruders))
-        if (first := next(named, None)) is not None:
-            yield first
-
-
-def _losses(folder: Path, homes: Sequence[Path]) -> Iterator[float]:
-    torch.set_num_threads(1)
-    manifest, signed = decode_manifest((folder / MANIFEST_NAME).read_bytes())
-    learner = build_learner(manifest, run_id=signed.run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
-    for home in homes:
-        newest = next(iter(CheckpointFolder(NodeSettings(home=home).checkpoints, 0).files()), None)
-        if newest is not None:
-            learner.checkpoint.load(newest)
-            yield learner.evaluate(VALIDATION_BATCHES)
