@@ -299,6 +299,23 @@ async def test_a_stream_that_no_program_takes_is_reset(
     await program(mesh.close)
 
 
+async def test_few_streams_wait_for_a_program_that_takes_none(
+    tmp_path: Path, nodes: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: many members open streams to a program that is busy."""
+    monkeypatch.setattr(service_module, "MAX_UNTAKEN", 1)
+    a, b = nodes
+    mesh = await mesh_at(tmp_path / "b")
+    listener = await program(lambda: mesh.listen("work"))
+    first = await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")
+    await first.send_all(LENGTH.pack(2) + b"hi")
+    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+        await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
+    with await program(lambda: listener.accept(PATIENCE)) as taken:
+        assert await program(lambda: taken.receive(PATIENCE)) == b"hi"
+    await program(mesh.close)
+
+
 async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(
     tmp_path: Path, nodes: tuple[Host, Host]
 ) -> None:

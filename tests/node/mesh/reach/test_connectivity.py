@@ -204,6 +204,23 @@ async def test_several_may_have_the_port_that_listens_seen_at_once_and_again_by_
                 pass  # alice was the one that dialled
 
 
+async def test_a_dial_for_a_view_that_hangs_is_given_up_and_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_public() as alice, open_public() as bob:
+        await alice.connect(bob.author, bob.addresses)
+        asker, _ = Dialback(alice), Dialback(bob)
+
+        async def hang(peer: bytes, port: int | None) -> None:
+            await trio.sleep_forever()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asker, "_dial", hang)
+            with pytest.raises(PeerUnreachableError):
+                async with asker.observed_by(bob.author, timeout=0.05):
+                    pass
+        async with asker.observed_by(bob.author) as witness:
+            assert (witness.answer.ip, witness.answer.port) == alice.own.listening[0]
+
+
 async def test_who_asks_too_often_is_not_dialled() -> None:
     async with open_public() as alice, open_public() as bob:
         Dialback(bob)
