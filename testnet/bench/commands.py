@@ -14,63 +14,51 @@ import typer
 
 
 class BenchCommand(NamedTuple):
-    """A benchmark: its module here, what it measures, and the title of its section in BENCHMARKS.md."""
+    """A benchmark: what it measures, and the title of its section in BENCHMARKS.md."""
 
-    module: str
     help: str
     title: str
 
 
 BENCHES: Final = {
     "exchange": BenchCommand(
-        "exchange",
         "How fast contributions move, compared with raw sockets, libp2p, hivemind and Lattica.",
         "Moving a contribution",
     ),
     "join": BenchCommand(
-        "join",
         "How fast a newcomer gets its weights, compared with hivemind, and what it costs the donors.",
         "Joining a run",
     ),
-    "stages": BenchCommand(
-        "stages", "How fast a model in stages learns, compared with torch's pipelining.", "A model in stages"
-    ),
-    "save": BenchCommand(
-        "saving", "What a checkpoint a round costs training, compared with a blocking torch.save.", "Saving"
-    ),
+    "stages": BenchCommand("How fast a model in stages learns, compared with torch's pipelining.", "A model in stages"),
+    "save": BenchCommand("What a checkpoint a round costs training, compared with a blocking torch.save.", "Saving"),
     "trainer": BenchCommand(
-        "training",
         "What exchanging costs training: two nodes on one device, compared with plain PyTorch.",
         "Training on a CPU",
     ),
     "race": BenchCommand(
-        "race",
         "Time to a loss in homes with slow lines, compared with DiLoCo's barrier (20 minutes; Linux, root).",
         "Time to a loss in homes",
     ),
     "faults": BenchCommand(
-        "faults", "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime).", "Faults"
+        "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime).", "Faults"
     ),
     "nat": BenchCommand(
-        "nat",
         "How any home reaches any home, in the NAT lab (Linux, root, nftables, miniupnpd).",
         "Any home reaches any home",
     ),
     "hostile": BenchCommand(
-        "hostile",
         "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile.",
         "A hostile internet",
     ),
     "members": BenchCommand(
-        "members", "What hostile members cost a run's loss, attack by attack, in simulation.", "Hostile members"
+        "What hostile members cost a run's loss, attack by attack, in simulation.", "Hostile members"
     ),
     "zoo": BenchCommand(
-        "zoo",
         "What hostile members cost a run of real daemons, scenario by scenario (20 minutes).",
         "Hostile members among real daemons",
     ),
 }
-"""By the command's name."""
+"""By the name of the command, and of its module."""
 
 bench_app = typer.Typer(
     no_args_is_help=True, help="Measure one thing, compared with others (only in a copy of the repository)."
@@ -80,7 +68,7 @@ bench_app = typer.Typer(
 def command_of(name: str) -> Any:
     """Return the click command of one benchmark, with its options; typer has no public type for it."""
     program = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    program.command()(import_module(f".{BENCHES[name].module}", __package__).run)
+    program.command()(import_module(f".{name}", __package__).run)
     return typer.main.get_command(program)
 
 

@@ -75,7 +75,7 @@ Figures = dict[str, float]
 """Figures of one turn, or their medians over all turns, and the greatest of those named ``most_...``.
 
 Of an averaging: ``exchange_s``; ``total_s``, from two vectors to their mean in both places; ``most_error``, RMS; of
-ours ``most_mb``, the peak memory of a node (`farandole.testnet.bench.worker.usage.measured`).
+ours ``most_mb``, the peak memory of a node (`farandole.testnet.bench.worker.exchange.measured`).
 """
 Turn = Callable[[], Figures]
 """Takes a turn, and measures it."""

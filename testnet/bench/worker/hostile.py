@@ -17,9 +17,8 @@ from farandole.node.mesh.host import open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import public_key_of
 
-from .exchange import LOOPBACK, PROTOCOL
+from .exchange import LOOPBACK, PROTOCOL, memory_mb
 from .hostile_attacks import attack
-from .usage import memory_mb
 
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the limit of descriptors.
 MAX_AT_ONCE: Final = 1_500

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.saving import NONE, OURS, TORCH, WAYS, chance_share, claims_of, lost, measure
+from farandole.testnet.bench.save import NONE, OURS, TORCH, WAYS, chance_share, claims_of, lost, measure
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 

@@ -5,7 +5,7 @@ import pytest
 
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.training import claims_of, manifest_of_bench, measure, slope
+from farandole.testnet.bench.trainer import claims_of, manifest_of_bench, measure, slope
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
