@@ -10,14 +10,12 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 import trio
 
 from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, parse_circuit
-from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, short_name
 
 from ..base.errors import PeerUnreachableError, StrangerError
@@ -27,7 +25,7 @@ from .connections import ConnectionPool
 from .gate import Gate
 from .libp2p_parts import HopMessage, PeerId, RelayStatus, StopMessage, encode_delimited, receive_message
 from .links import RawLink, Socket, connect_from
-from .upgrading import Upgrader
+from .upgrading import Upgrader, expecting_answer
 from .yamux import Libp2pStream, MuxedConn
 
 logger = logging.getLogger(__name__)
@@ -149,7 +147,7 @@ class Dialler:
         self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT, *, may_dial: bool = True
     ) -> Libp2pStream:
         """Open a stream, connecting if needed; raise `PeerUnreachableError` if that takes over `timeout` seconds."""
-        with _deadline(peer, timeout):
+        with expecting_answer(peer, timeout):
             if may_dial:
                 await self.connect(peer)
             conn = self.connections.best(peer)
@@ -182,7 +180,7 @@ class Dialler:
 
         if self.connections.is_shut_out(peer):
             raise PeerUnreachableError(f"{peer_id_of(peer)} is kept out for a while")
-        with _deadline(peer, timeout):
+        with expecting_answer(peer, timeout):
             while not is_done():
                 dial = self._dials.get((peer, is_direct))  # shared with all callers that dial it now
                 if dial is None:
@@ -282,15 +280,12 @@ class Dialler:
         if target is None:
             raise PeerUnreachableError(f"no relay is named in {address}")
         relay = target.relay
-        try:
-            with trio.fail_after(CIRCUIT_TIMEOUT):
-                relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
-                await self.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
-                question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(peer)))
-                stream = await self.open_stream(relay, HOP_PROTOCOL)
-                await agree(stream, question)
-        except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
-            raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {error!r}") from error
+        with expecting_answer(relay, CIRCUIT_TIMEOUT):
+            relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
+            await self.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
+            question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(peer)))
+            stream = await self.open_stream(relay, HOP_PROTOCOL)
+            await agree(stream, question)
         return Circuit(stream, address.partition("/p2p-circuit")[0] + "/p2p-circuit")
 
     async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
@@ -318,12 +313,3 @@ async def agree(stream: Libp2pStream, question: M) -> M:
         stream.reset()
         raise
     return answer
-
-
-@contextmanager
-def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
-    try:
-        with trio.fail_after(timeout):
-            yield
-    except trio.TooSlowError as error:
-        raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error

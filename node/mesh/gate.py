@@ -45,7 +45,7 @@ from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encod
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import receive_frame
 from .connections import Connection, ConnectionPool
-from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers
+from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers, expecting_answer
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
@@ -230,17 +230,14 @@ class Gate:
         return answer.refusal if answer.why == "admission" else ""
 
     async def _ask(self, conn: Connection, shown: bytes) -> IntroductionAnswer:
-        try:
-            with trio.fail_after(INTRODUCTION_TIMEOUT):
-                stream = await conn.open_stream(ADMISSION_PROTOCOL)
-                try:
-                    introduction = encode_introduction(Introduction(self._run_id, shown, self._pass))
-                    await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
-                    return decode_introduction_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
-                finally:
-                    stream.reset()
-        except (trio.TooSlowError, trio.BrokenResourceError, RemoteProtocolError) as error:
-            raise PeerUnreachableError(f"{short_name(conn.peer)} answers no introduction: {error!r}") from error
+        with expecting_answer(conn.peer, INTRODUCTION_TIMEOUT):
+            stream = await conn.open_stream(ADMISSION_PROTOCOL)
+            try:
+                introduction = encode_introduction(Introduction(self._run_id, shown, self._pass))
+                await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
+                return decode_introduction_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
+            finally:
+                stream.reset()
 
     def _at_seat(self, number: int) -> bytes:
         """Return an admission for the ``number``-th try; members of one invite begin at different seats."""

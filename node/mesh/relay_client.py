@@ -29,7 +29,7 @@ from ..base.streams import DIAL_TIMEOUT
 from .addresses import distance_class
 from .dialler import CIRCUIT_TIMEOUT, Circuit, Dialler, agree
 from .libp2p_parts import HopMessage, RelayStatus, StopMessage, encode_delimited, multiaddr_texts, receive_message
-from .upgrading import ProtocolHandlers
+from .upgrading import ProtocolHandlers, expecting_answer
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
@@ -82,17 +82,11 @@ class RelayClient:
         return relay in self._reservations
 
     async def reserve(self, relay: bytes) -> Reservation:
-        """Ask a relay for a reservation, or to renew one.
-
-        Raises `PeerUnreachableError` if it refuses, or `RemoteProtocolError`.
-        """
-        try:
-            with trio.fail_after(DIAL_TIMEOUT):
-                await self._dialler.connect(relay, is_direct=True)
-                stream = await self._dialler.open_stream(relay, HOP_PROTOCOL)
-                answer = await agree(stream, HopMessage(type=HopMessage.RESERVE))
-        except (trio.TooSlowError, trio.BrokenResourceError) as error:
-            raise PeerUnreachableError(f"{short_name(relay)} gives no answer to a reservation") from error
+        """Ask a relay for a reservation, or to renew one; raise `PeerUnreachableError` if it gives none."""
+        with expecting_answer(relay, DIAL_TIMEOUT):
+            await self._dialler.connect(relay, is_direct=True)
+            stream = await self._dialler.open_stream(relay, HOP_PROTOCOL)
+            answer = await agree(stream, HopMessage(type=HopMessage.RESERVE))
         stream.reset()
         # Others dial the address that reaches farthest of those that the relay reports; of equals the one that we
         # dialled, if any. Few peers lack IPv4, and many lack IPv6.

@@ -12,7 +12,8 @@ Peers are named by Ed25519 keys here, so a peer with another kind of key has no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Final, cast
 
 import trio
@@ -182,6 +183,18 @@ async def propose(stream: Libp2pStream, protocol: str) -> Libp2pStream:
         raise
     stream.protocol = protocol
     return stream
+
+
+@contextmanager
+def expecting_answer(peer: bytes, timeout: float) -> Iterator[None]:
+    """Wait for a peer; raise `PeerUnreachableError` if it is late, breaks off, or says what no honest peer says."""
+    try:
+        with trio.fail_after(timeout):
+            yield
+    except trio.TooSlowError as error:
+        raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
+    except (RemoteProtocolError, trio.BrokenResourceError) as error:
+        raise PeerUnreachableError(f"{peer_id_of(peer)} gives no answer: {error!r}") from error
 
 
 class Upgrader:

@@ -16,7 +16,6 @@ from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import Limits
-from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.latest import Latest
 
@@ -159,7 +158,7 @@ class RelayKeeper:
         is_renewal = self._host.relays.holds(relay)
         try:
             await self._host.relays.reserve(relay)
-        except (PeerUnreachableError, RemoteProtocolError) as error:
+        except PeerUnreachableError as error:
             logger.debug("no relay: %s", error)
             self._backoff.note_failure(relay, (), trio.current_time())
             return

@@ -41,6 +41,7 @@ from ..libp2p_parts import (
     multiaddr_bytes,
     receive_message,
 )
+from ..upgrading import expecting_answer
 from ..yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
@@ -171,11 +172,8 @@ class RelayServer:
             stream.reset()
             raise PeerUnreachableError("it has gone")
         request = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(source)), limit=limit)
-        try:
-            with trio.fail_after(STOP_TIMEOUT):
-                await agree(stream, request)
-        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-            raise PeerUnreachableError(repr(error)) from error
+        with expecting_answer(peer, STOP_TIMEOUT):
+            await agree(stream, request)
         return stream
 
     async def _relay(self, first: Libp2pStream, second: Libp2pStream, limits: Limits) -> None:
