@@ -67,6 +67,6 @@ def run(
 
 def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
     if (folder / REPORT_NAME).exists():
-        bench.tell(f"{name}: {folder / REPORT_NAME} is there already")
+        bench.say(f"{name}: {folder / REPORT_NAME} is there already")
         return load_report(folder)
-    return play_and_report(Testnet(load_scenario(name, clean=clean), folder.absolute(), bench.tell))
+    return play_and_report(Testnet(load_scenario(name, clean=clean), folder.absolute(), bench.say))

@@ -283,7 +283,7 @@ def run(
         def tell(row: PairResult) -> None:
             names = ("plain sockets", "path", "connected", "direct", "exchange by", "exchange")
             words = ", ".join(f"{name} {cell}" for name, cell in zip(names, row.cells()[1:], strict=True) if cell)
-            bench.tell(f"{row.name}: {words}", is_miss=bool(row.misses()))
+            bench.say(f"{row.name}: {words}", is_miss=bool(row.misses()))
 
         rows = trio.run(NatBench(lab, logs, bench.say, tell).measure, chosen, at_once)
         publish(bench, rows)

@@ -118,7 +118,7 @@ def run(
         samples = folder.with_name("race-samples")
         samples.mkdir(parents=True, exist_ok=True)
         taken: list[Sample] = []
-        play = play_and_report(Testnet(scenario, folder, bench.tell, watch=sampling(samples, taken)))
+        play = play_and_report(Testnet(scenario, folder, bench.say, watch=sampling(samples, taken)))
         if not taken:
             raise BenchError(f"the nodes saved no checkpoint: see {folder / 'nodes'}")
         seconds = taken[-1].seconds

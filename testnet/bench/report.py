@@ -19,7 +19,6 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from ..report.section import Grid, setting
 from .commands import BENCHES
@@ -103,32 +102,15 @@ class Bench:
     setting: dict[str, Any]
     is_kept: bool
     console: Console = field(default_factory=Console)
-    _status: Status | None = None
 
     @property
     def log(self) -> Path:
         """Return the file for the output of the benchmark's processes."""
         return self.out / f"{self.name}.log"
 
-    def say(self, text: str) -> None:
-        """Show what is being measured, in a line that the next one replaces; in a file or a pipe each line stays."""
-        if not self.console.is_terminal:
-            self.tell(text)
-            return
-        if self._status is None:
-            self._status = self.console.status(text)
-            self._status.start()
-        self._status.update(text)
-
-    def tell(self, text: str, *, is_miss: bool = False) -> None:
-        """Print a line that stays."""
+    def say(self, text: str, *, is_miss: bool = False) -> None:
+        """Print a line: what is being measured, or was."""
         self.console.print(text, style="red" if is_miss else None, markup=False, highlight=False)
-
-    def close(self) -> None:
-        """Remove the line of `say`."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
 
     def publish(
         self,
@@ -156,7 +138,7 @@ class Bench:
         for grid in grids or [Grid(self.title, ["", "ours", "theirs"], rows)]:
             self.console.print(grid.rich())
         for text in (*words, str(path)):
-            self.tell(text)
+            self.say(text)
         if misses:
             raise BenchError("; ".join(misses))
         if self.is_kept:
@@ -174,8 +156,7 @@ def open_bench(name: str, out: Path, write: bool = False, title: str = "", **cho
     title = title or (BENCHES[name].title if name in BENCHES else name)
     bench = Bench(name, out, title, {**setting(), **choices}, write)
     bench.log.unlink(missing_ok=True)
-    with contextlib.closing(bench):
-        yield bench
+    yield bench
 
 
 if __name__ == "__main__":  # after a result was changed by hand

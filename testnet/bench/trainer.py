@@ -88,7 +88,6 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
         for author, worker in enumerate(workers):
             worker.put("learn_plainly", author=author, **request)
         plain = get_all(workers, ANSWER_TIMEOUT + 3 * round_seconds)
-    bench.close()
     scenario = msgspec.convert(
         {"run": run, "nodes": NUM_NODES, "rounds": rounds, "device": device, "min_partners": 1, "timeout": 3_600},
         Scenario,
@@ -106,7 +105,7 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
                 own.append((seconds, tokens))
 
     # The losses are not needed here.
-    testnet = Testnet(scenario, folder.absolute(), bench.tell, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
+    testnet = Testnet(scenario, folder.absolute(), bench.say, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
     report = trio.run(testnet.play)
     exchanges = sum(node.exchanges_ok for node in report.nodes)
     if not exchanges:

@@ -44,12 +44,12 @@ def run(
         run = {**frame.run, "name": f"hostile-{attack}"}
         scenarios.append(msgspec.structs.replace(frame, hostile=hostile, run=run))
     with open_bench("zoo", out, write, scenarios=len(scenarios)) as bench:
-        clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", bench.tell)
+        clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", bench.say)
         made: list[HostileReport] = []
         for scenario in scenarios:
             name = str(scenario.run["name"])
-            made.append(play_hostile(scenario, out / "zoo" / name, bench.tell, clean))
-            bench.tell(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
+            made.append(play_hostile(scenario, out / "zoo" / name, bench.say, clean))
+            bench.say(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
         data = {report.name: msgspec.to_builtins(report) for report in made}
         bench.publish(claims_of(made), data, grids=[zoo_grid(made)])
 

@@ -37,24 +37,13 @@ class FaultContext:
     """On trio's clock."""
     start: Callable[[NodeProcess], Awaitable[None]]
     """Start a node, for the first time or again."""
-    all_train: trio.Event
-    """Set when all nodes but the late joiners have begun to train."""
-    reach_round: Callable[[int], Awaitable[None]]
-    """Wait until the most advanced live node is in that round."""
     is_settled: Callable[[float], bool]
     """Whether all live nodes have one run state, by their statuses after that moment."""
     say: Callable[[str], None]
 
 
 async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
-    """Wait for the fault's time, apply it to all its nodes at once, undo it if it ends, and see them train again."""
-    if fault.at_seconds is not None:
-        await trio.sleep_until(context.started_at + fault.at_seconds)
-    elif fault.after_start is not None:
-        await context.all_train.wait()
-        await trio.sleep(fault.after_start)
-    elif fault.at_round is not None:
-        await context.reach_round(fault.at_round)
+    """Apply the fault to all its nodes at once, undo it if it ends, and see them train again."""
     nodes = [context.nodes[index] for index in fault.nodes]
     if fault.of_stage is not None:
         holders = [node for node in context.nodes if node.is_running and not node.is_frozen]

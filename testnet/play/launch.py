@@ -278,13 +278,18 @@ class Testnet:
             homes={index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None},
             started_at=self._started_at,
             start=start,
-            all_train=self._all_train,
-            reach_round=lambda index: self._rounds_waited_for.setdefault(index, trio.Event()).wait(),
             is_settled=self._is_settled,
             say=self._say,
         )
 
         async def befall(fault: Fault) -> None:
+            if fault.at_seconds is not None:
+                await trio.sleep_until(self._started_at + fault.at_seconds)
+            elif fault.after_start is not None:
+                await self._all_train.wait()
+                await trio.sleep(fault.after_start)
+            elif fault.at_round is not None:
+                await self._rounds_waited_for.setdefault(fault.at_round, trio.Event()).wait()
             self._fault_reports.append(await run_fault(fault, context))
             self._exchanges_before = {node.report.index: node.report.exchanges_ok for node in self._nodes}
 
