@@ -225,6 +225,16 @@ async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monk
             await fetch(newcomer, donors, tmp_path / "ours")
 
 
+async def test_a_fetch_that_gets_nothing_from_anybody_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "PATIENCE", 0.3)
+    nobody: Any = None
+    signed, index = signed_index_of(CONTENT)
+    with trio.fail_after(PATIENCE), pytest.raises(PeerUnreachableError, match="does not get on: nobody is known"):
+        await fetch_checkpoint(Conditions(nobody, RUN), signed, index, list, is_required, tmp_path / "ours")
+
+
 async def test_one_who_has_it_is_asked_though_others_have_it_no_more(tmp_path: Path) -> None:
     async with open_members(3) as (newcomer, *donors):
         donors[1].holding = hold(tmp_path / "theirs", CONTENT)
@@ -265,10 +275,18 @@ async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pyt
         donor.service._max_served = 1
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         ended: list[str] = []
+        find, num_turns = donor.find, 0
+
+        async def count_turns(question: BlockQuestion) -> Holding | None:
+            nonlocal num_turns
+            num_turns += 1
+            return await find(question)
+
+        monkeypatch.setattr(donor, "find", count_turns)
 
         async def take(name: str, newcomer: Member) -> None:
             newcomer.host.dialler.add_addresses(donor.host.author, donor.host.addresses)
-            newcomer.conditions = Conditions(newcomer.host, RUN, Shaping.of_mbit(0, 160))
+            newcomer.conditions = Conditions(newcomer.host, RUN, Shaping.of_mbit(0, 80))
             await fetch(newcomer, [donor], tmp_path / name)
             ended.append(name)
 
@@ -276,6 +294,7 @@ async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pyt
             nursery.start_soon(take, "first", first)
             nursery.start_soon(take, "second", second)
         assert sorted(ended) == ["first", "second"]
+        assert num_turns > 2, "who has had a turn makes room for the other"
 
 
 async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
