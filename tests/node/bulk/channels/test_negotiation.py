@@ -201,6 +201,14 @@ async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
     await move(near, far, b"data")
 
 
+async def test_a_stranger_with_another_token_is_not_told_the_peers(bob: Party) -> None:
+    with bob.service._race(ALICE, b"s" * 16, [], is_asker=True) as race:
+        race.is_on.set()
+        async with await trio.open_tcp_stream("127.0.0.1", bob.port) as stranger:
+            await stranger.send_all(greeting(b"s" * 16, b"u" * 32))
+            assert await _closed_by_peer(stranger)
+
+
 class CancelledAt(trio.abc.Instrument):
     """Cancels a scope before the task that creates this object takes its ``step``-th step."""
 
