@@ -203,19 +203,19 @@ class Network:
         delay = RETRANSMISSION_SECONDS * (2**num_lost - 1)
         copies = 2 if not is_stream and self._rng.random() < self.duplicates else 1
         lives = (self._lives[source], self._lives[destination])
+
+        def deliver() -> None:
+            """Deliver the message, if both nodes are still in the life in which it was sent."""
+            if self.can_hear(source, destination) and lives == (self._lives[source], self._lives[destination]):
+                self.simulation.record(source, destination, hashlib.sha256(payload).digest())
+                self._receivers[destination](source, payload)
+
         for _ in range(copies):
             at = self.simulation.now + delay + self._rng.uniform(*self.latency)
             if self.ordered:
                 at = max(at, self._arrives_at.get((source, destination), 0.0))
                 self._arrives_at[source, destination] = at
-            self.simulation.call_at(at, lambda: self._deliver(source, destination, payload, lives))
-
-    def _deliver(self, source: bytes, destination: bytes, payload: bytes, lives: tuple[int, int]) -> None:
-        """Deliver a message, if both nodes are still in the life in which it was sent."""
-        if not self.can_hear(source, destination) or lives != (self._lives[source], self._lives[destination]):
-            return
-        self.simulation.record(source, destination, hashlib.sha256(payload).digest())
-        self._receivers[destination](source, payload)
+            self.simulation.call_at(at, deliver)
 
 
 class Clock:

@@ -149,7 +149,14 @@ class SimulatedNode:
         life = self.incarnation
         self.is_running = True
         self.world.network.attach(self.author, self._receive)
-        self.world.simulation.call_every(TICK_SECONDS, lambda: self._lives(life) and self._tick(), jitter=0.2)
+
+        def tick() -> bool:
+            if self._lives(life):
+                for peer, message in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
+                    self._send(peer, bytes((_PUSH,)) + message)
+            return self._lives(life)
+
+        self.world.simulation.call_every(TICK_SECONDS, tick, jitter=0.2)
 
     def stop(self) -> None:
         """Die at once."""
@@ -203,11 +210,6 @@ class SimulatedNode:
                 self.seen_at.setdefault(entry.id, self.world.simulation.now)
 
     # timers
-
-    def _tick(self) -> bool:
-        for peer, message in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
-            self._send(peer, bytes((_PUSH,)) + message)
-        return True
 
     def _sync_later(self, periods: Iterator[float]) -> None:
         def sync() -> None:
@@ -271,19 +273,16 @@ class SimulatedNode:
             except RemoteProtocolError:
                 self.gossip.unreachable(peer, now)
             return
-        number = int.from_bytes(message[1:5], "big")
-        key = (message[0], peer, number)
-        if message[0] == _TO_RESPONDER and key not in self._sessions:
+        direction, number = message[0], int.from_bytes(message[1:5], "big")
+        key = (direction, peer, number)
+        if direction == _TO_RESPONDER and key not in self._sessions:
             self._sessions[key] = self.gossip.open_session(unix, is_initiator=False)
             self.world.simulation.call_after(SESSION_TIMEOUT, lambda: self._sessions.pop(key, None))
-        if key in self._sessions:
-            self._continue(key, self._sessions[key], message[5:])
-
-    def _continue(self, key: tuple[int, bytes, int], session: Session, data: bytes) -> None:
-        direction, peer, number = key
-        unix, now = self.clock.unix(), self.clock.monotonic()
+        session = self._sessions.get(key)
+        if session is None:
+            return
         try:
-            deltas, to_send = session.receive_data(data)
+            deltas, to_send = session.receive_data(message[5:])
             for delta in deltas:
                 forward = is_worth_forwarding(delta)
                 report = self.gossip.merge(delta, peer, unix, now, forward, is_asked=session.is_initiator)

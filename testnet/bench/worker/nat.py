@@ -7,15 +7,12 @@ that it learns of.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,8 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.join.bootstrap import Target, connect_to_run
-from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
+from farandole.node.mesh.host import open_host
+from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.state.connections import ConnectionKeeper
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.membership import Announcer, Membership
@@ -50,66 +47,10 @@ from .exchange import exchange_with
 logger = logging.getLogger("farandole.bench")
 
 
-@dataclass(frozen=True)
-class NatMember:
-    """The parts of a member that are used here; made by `open_member`."""
-
-    host: Host
-    connectivity: Connectivity
-    gossip: GossipService
-    membership: Membership
-    exchanges: ExchangeService
-
-
-@contextlib.asynccontextmanager
-async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -> AsyncIterator[NatMember]:
-    """Open a member that takes part until the block ends, on this port or any (0); ``peers`` are the invite's."""
-    key, rng, shaping = Ed25519PrivateKey.generate(), random.Random(), Shaping()
-    journal = Journal(say=logger.info)
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            open_store(Path(folder, "store.sqlite")) as store,
-            open_host(key, [f"/ip4/0.0.0.0/tcp/{port}"], shaping=shaping) as host,
-            open_messenger(host) as messenger,
-            open_connectivity(
-                host, key, run_id, shaping, peers, Limits(), port_lease=PORT_LEASE_SECONDS
-            ) as connectivity,
-        ):
-            state = RunState(run_id, bytes(32))
-            gossip = GossipService(state, Writer(key, run_id), host, messenger, store, rng)
-            announcer = Announcer(host, gossip, journal, incarnation=time.time_ns() // 1_000_000)
-            membership = Membership(host, state, gossip, journal, announcer)
-            connections = ConnectionKeeper(host, membership, gossip.liveness, lambda peer: None)
-            await connect_to_run(host, Target(run_id, None, peers), journal)
-            async with open_bulk(host, run_id, shaping, connectivity) as channels, trio.open_nursery() as nursery:
-                exchanges = ExchangeService(host, channels, shaping)
-                await nursery.start(gossip.run)
-                if peers and await gossip.join() == 0:
-                    raise BenchError("none of the invite's peers gave its run state")
-                membership.refresh()
-                await announcer.announce()
-                await announcer.beat()
-                nursery.start_soon(membership.run)
-                nursery.start_soon(announcer.run)
-                nursery.start_soon(connections.run)
-                nursery.start_soon(_follow, membership, host)
-                nursery.start_soon(host.dht.provide, run_key(run_id))
-                yield NatMember(host, connectivity, gossip, membership, exchanges)
-                nursery.cancel_scope.cancel()
-
-
-async def _follow(membership: Membership, host: Host) -> None:
-    """Keep the members as candidates for relays."""
-    while True:
-        host.relays.members = membership.everyone
-        await membership.changed()
-
-
 class HomeNode:
     """Answers the requests. Peers and runs are in hexadecimal."""
 
     _began_at = 0.0
-    _member: NatMember
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -117,15 +58,53 @@ class HomeNode:
         logging.getLogger("farandole").setLevel(logging.DEBUG)
 
     async def join(self, run: str, port: int, peers: dict[str, list[str]]) -> dict[str, Any]:
-        """Become a member; must be the first request, and only once. Seconds are counted from here on."""
+        """Become a member on this port or any (0); must be the first request, and only once.
+
+        ``peers`` are the invite's. Seconds are counted from here on.
+        """
         self._began_at = trio.current_time()
+        run_id, enter = bytes.fromhex(run), self._stack.enter_async_context
         known = {bytes.fromhex(peer): addresses for peer, addresses in peers.items()}
-        self._member = await self._stack.enter_async_context(open_member(bytes.fromhex(run), port, known))
-        return {"peer": self._member.host.author.hex(), "addresses": self._member.host.addresses}
+        key, rng, shaping = Ed25519PrivateKey.generate(), random.Random(), Shaping()
+        journal = Journal(say=logger.info)
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        store = await enter(open_store(Path(folder, "store.sqlite")))
+        self._host = host = await enter(open_host(key, [f"/ip4/0.0.0.0/tcp/{port}"], shaping=shaping))
+        messenger = await enter(open_messenger(host))
+        self._connectivity = await enter(
+            open_connectivity(host, key, run_id, shaping, known, Limits(), port_lease=PORT_LEASE_SECONDS)
+        )
+        state = RunState(run_id, bytes(32))
+        self._gossip = GossipService(state, Writer(key, run_id), host, messenger, store, rng)
+        self._announcer = Announcer(host, self._gossip, journal, incarnation=time.time_ns() // 1_000_000)
+        membership = Membership(host, state, self._gossip, journal, self._announcer)
+        connections = ConnectionKeeper(host, membership, self._gossip.liveness, lambda peer: None)
+        await connect_to_run(host, Target(run_id, None, known), journal)
+        channels = await enter(open_bulk(host, run_id, shaping, self._connectivity))
+        self._exchanges = ExchangeService(host, channels, shaping)
+        nursery = await enter(trio.open_nursery())
+        self._stack.callback(nursery.cancel_scope.cancel)
+        await nursery.start(self._gossip.run)
+        if known and await self._gossip.join() == 0:
+            raise BenchError("none of the invite's peers gave its run state")
+        membership.refresh()
+        await self._announcer.announce()
+        await self._announcer.beat()
+
+        async def follow() -> None:
+            """Keep the members as candidates for relays."""
+            while True:
+                host.relays.members = membership.everyone
+                await membership.changed()
+
+        for run_on in (membership.run, self._announcer.run, connections.run, follow):
+            nursery.start_soon(run_on)
+        nursery.start_soon(host.dht.provide, run_key(run_id))
+        return {"peer": host.author.hex(), "addresses": host.addresses}
 
     async def be_public(self, seconds: float) -> dict[str, Any]:
         """Wait until this node knows that others can dial it, which makes it a relay."""
-        reachability = self._member.connectivity.reachability
+        reachability = self._connectivity.reachability
         with trio.move_on_after(seconds):
             while reachability.kind is not ReachabilityKind.PUBLIC:
                 await reachability.changed()
@@ -133,7 +112,7 @@ class HomeNode:
 
     async def meet(self, peer: str, connect_seconds: float, direct_seconds: float) -> dict[str, Any]:
         """Wait for a connection with a peer, from either side, then for a direct one; return the times of both."""
-        host, other = self._member.host, bytes.fromhex(peer)
+        host, other = self._host, bytes.fromhex(peer)
         connected_s = direct_s = None
         with trio.move_on_at(self._began_at + connect_seconds):
             async for who, is_connected in host.connections.events():
@@ -148,14 +127,15 @@ class HomeNode:
 
     async def exchange(self, peer: str, size: int) -> dict[str, Any]:
         """Exchange random fp32 of ``size`` bytes for the peer's, and take the mean: both means must hash alike."""
-        host, other = self._member.host, bytes.fromhex(peer)
+        host, other = self._host, bytes.fromhex(peer)
         was_relayed = host.connections.path(other) == "relayed"
         seed = int.from_bytes(host.author[:8], "big")
         own = np.random.default_rng(seed).standard_normal(size // 4, dtype=np.float32).tobytes()
         received = bytearray(len(own))
         outgoing, is_initiator = Outgoing(memoryview(own), blake3(own).digest()), host.author < other
-        exchanges = self._member.exchanges
-        result = await exchange_with(exchanges, other, 0, outgoing, memoryview(received), is_initiator=is_initiator)
+        result = await exchange_with(
+            self._exchanges, other, 0, outgoing, memoryview(received), is_initiator=is_initiator
+        )
         mean = (np.frombuffer(own, np.float32) + np.frombuffer(received, np.float32)) / 2
         way = "bulk" if result.path == "bulk" else "relayed stream" if was_relayed else "stream"
         return {
@@ -171,6 +151,6 @@ class HomeNode:
 
     async def leave(self) -> dict[str, Any]:
         """Say farewell to the run."""
-        await self._member.membership.announcer.announce(left=True)
-        await self._member.gossip.flush()
+        await self._announcer.announce(left=True)
+        await self._gossip.flush()
         return {}
