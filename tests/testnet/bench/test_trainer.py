@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.bench.trainer import claims_of, manifest_of_bench, measure, slope
@@ -26,7 +27,8 @@ def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
     assert rate["device"].startswith("CPU")
     assert min(end.values()) > 0
     assert end.keys() == {"encode", "decode", "judge", "outer step", "save", "load"}
-    assert (tmp_path / "checkpoint").stat().st_size > 0
+    size = (tmp_path / "checkpoint").stat().st_size
+    assert size > 8 * num_parameters(preset("tiny")), "weights, momentum and the means"
 
 
 @pytest.mark.soak
