@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREFIX ?= $(HOME)/.local/share/farandole
 BIN_DIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup demo test lint types unit soak fuzz lock release-check reference docs bench wheel install release clean
+.PHONY: help setup demo test lint types unit soak soak-hostile fuzz lock release-check reference docs bench wheel install release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ fuzz: $(STAMP) ## A million mutations for each decoder of a peer's bytes (some h
 soak: $(STAMP) fuzz ## The long tests: fuzzing, 100 starts of a testnet, churn, many simulated runs
 	@.ci/packages
 	$(BIN)/pytest -m soak -s
+
+soak-hostile: $(STAMP) ## Search for what hostile members that have read the code cost a run at most (2 hours)
+	$(BIN)/farandole testnet bench attacker --write
 
 lock: $(STAMP) ## Write requirements.lock and requirements-cuda.lock from constraints.txt: hashes, for image and releases
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'

@@ -53,6 +53,10 @@ BENCHES: Final = {
     "members": BenchCommand(
         "What hostile members cost a run's loss, attack by attack, in simulation.", "Hostile members"
     ),
+    "attacker": BenchCommand(
+        "What members that have read the code cost at most: a search, in simulation (2 hours).",
+        "Hostile members that search",
+    ),
     "zoo": BenchCommand(
         "What hostile members cost a run of real daemons, scenario by scenario (20 minutes).",
         "Hostile members among real daemons",

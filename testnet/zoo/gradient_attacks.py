@@ -7,8 +7,9 @@ asks its victim's (`Insight.taken`), which is more than it could know.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
@@ -30,6 +31,16 @@ EXAM: Final = range(4)
 UNSEEN: Final = range(1_000, 1_000_000)
 
 
+@dataclass(slots=True)
+class Common:
+    """What the hostile members of a run tell each other."""
+
+    means: deque[Tensor] = field(default_factory=lambda: deque(maxlen=2))
+    """The means (n,) of the honest members' contributions, in the round before and in this one."""
+    way: Tensor | None = None
+    """Where one of them went last, (n,)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Insight:
     """What an attacker can compute besides weights."""
@@ -39,6 +50,7 @@ class Insight:
     taken: Callable[[Tensor], Tensor]
     """What the victim would have after it has judged these values (n,): its mean, or its own weights."""
     generator: torch.Generator
+    common: Common = field(default_factory=Common)
 
     def exam(self) -> list[Batch]:
         """Return the batches (B, T + 1) that every member once judged on."""

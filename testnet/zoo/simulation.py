@@ -40,8 +40,9 @@ from farandole.training.outer.partner import Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..methods.compare import HELD_OUT_SHARE, write_kinds
-from .gradient_attacks import Insight
+from .gradient_attacks import Common, Insight
 from .member_attacks import ATTACKS, POISONS, AttackView, forge, trigger_success
+from .optimised import Policy
 
 # Held-out batches for the figure at the end, on which no member judges.
 VALIDATION = range(100, 132)
@@ -56,8 +57,8 @@ class HostileRun:
     """The parameters of a simulated run."""
 
     manifest: Manifest
-    attack: str = ""
-    """A name of `ATTACKS`; empty: all members are honest."""
+    attack: str | Policy = ""
+    """A name of `ATTACKS`, or the numbers of an attacker that has searched; empty: all members are honest."""
     honest: int = 6
     hostile: int = 0
     rounds: int = 20
@@ -126,7 +127,7 @@ class _Member:
             run.manifest.model.context, shares_text=run.manifest.data.shares_text, clock=lambda: 0.0
         )
         if self.is_hostile:
-            self.learner.loss = POISONS.get(run.attack, self.learner.loss)
+            self.learner.loss = POISONS.get(str(run.attack), self.learner.loss)
         self.initial = self.learner.round_end.slow_weights()
         self.memory = bytearray(self.learner.round_end.contribution_bytes)
         self.contribution = b""
@@ -172,6 +173,7 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
         brings = [Bring((path,)) for path in write_kinds(folder, len(brings))]
     members = [_Member(run, index, bring) for index, bring in enumerate(brings)]
     outcome = HostileOutcome()
+    common = Common()
     meet_ended: Callable[[], None] = _meet_nobody
     for round_index in range(run.rounds):
         if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
@@ -189,7 +191,7 @@ def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> Hos
                 member.sent = member.learner.round_end.fast_weights()
                 member.chance = rng.random()
                 member.contribute(round_index % run.manifest.outer.fragments)
-            meet_ended = partial(_meet_all, run, members, present, meeting, rng, generator, outcome)
+            meet_ended = partial(_meet_all, run, members, present, meeting, rng, generator, common, outcome)
             if not run.manifest.rounds.overlap:
                 meet_ended()
                 meet_ended = _meet_nobody
@@ -233,12 +235,13 @@ def _meet_all(
     meeting: int,
     rng: random.Random,
     generator: torch.Generator,
+    common: Common,
     outcome: HostileOutcome,
 ) -> None:
     """Pair the members of a round, and have each pair exchange its contributions."""
     honest = [member.sent for member in present if not member.is_hostile]
     for pair in _pairs(present, meeting, rng):
-        _meet(run, members, pair, meeting, honest, generator, outcome)
+        _meet(run, members, pair, meeting, honest, generator, common, outcome)
 
 
 def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index: int, folder: Path) -> None:
@@ -296,6 +299,7 @@ def _meet(
     round_index: int,
     honest: list[Tensor],
     generator: torch.Generator,
+    common: Common,
     outcome: HostileOutcome,
 ) -> None:
     if len(pair) == 1:
@@ -320,9 +324,10 @@ def _meet(
             other, form = pair[1 - index], form_of(run.manifest.outer.codec)
             slow = member.learner.round_end.slow_weights()
             taken = partial(_taken, other, encounters[1 - index], form)
-            insight = Insight(member.learner, taken, generator)
+            insight = Insight(member.learner, taken, generator, common)
             view = AttackView(member.sent, slow, member.initial, other.sent, honest, generator, insight)
-            sent[index] = forge(ATTACKS[run.attack](view), form)
+            attack = run.attack.contribution if isinstance(run.attack, Policy) else ATTACKS[run.attack]
+            sent[index] = forge(attack(view), form)
     are_accepting, does_count = True, [True, True]
     for index, member in enumerate(pair):
         other = pair[1 - index]
