@@ -20,6 +20,7 @@ LINK = LinkSettings(up_mbit=100, down_mbit=100, delay_ms=5)
 MBIT = 12.0
 SIZE_MB = 48  # half a minute at 12 Mbit/s
 _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
+PATIENCE = 60.0  # seconds until the transfer is under way, on a busy machine
 
 
 @pytest.fixture
@@ -55,7 +56,9 @@ def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: P
         donor.ask("hold", path=str(source))
         newcomer.ask("meet", addresses=[address])
         newcomer.put("fetch", path=str(source), target=str(tmp_path / "ours"), donors=[address])
+        deadline = time.monotonic() + PATIENCE
         while count(capped, column) < 1_000_000:  # the first bytes may exceed the cap, and a start takes a while
+            assert time.monotonic() < deadline, "the transfer has not begun"
             time.sleep(0.1)
         began_at, before = time.monotonic(), count(capped, column)
         time.sleep(3.0)
