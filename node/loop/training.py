@@ -116,12 +116,11 @@ class TrainerSession:
 
         It may be cancelled after ``judge_by``, of `trio.current_time`.
         """
-        membership = self._membership
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
-        said_of = membership.is_suspected(peer), membership.is_near(peer)
+        is_suspected = self._membership.is_suspected(peer)
         begun_at = trio.current_time()
         by = time.monotonic() + judge_by - begun_at
-        self.trainer.tell(messages.Screen(size, self._num_exchanges, peer, tokens, *said_of, by))
+        self.trainer.tell(messages.Screen(size, self._num_exchanges, peer, tokens, is_suspected, by))
         try:
             judged = await verdict.receive()
         except trio.Cancelled:  # the trainer is in the middle of other work, and will have no time to measure
@@ -137,7 +136,7 @@ class TrainerSession:
             self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
         elif judged.remark:
             self._journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
-        membership.announcer.note_suspicion(peer, judged.is_suspect)
+        self._membership.announcer.note_suspicion(peer, judged.is_suspect)
         return judged.reason or None
 
     def note_verdict(self, report: messages.Screened) -> None:
@@ -264,9 +263,9 @@ class Training:
         """Start another trainer with the weights that are there at that time; unsaved work is lost."""
         self.handle(machine.Signal.RESTART)
 
-    def set_peers(self, peers: frozenset[bytes], near: frozenset[bytes] = frozenset()) -> None:
-        """Set the live peers of this node's stage, and the near ones among them."""
-        self.handle(pairing.PeersChanged(peers, near))
+    def set_peers(self, peers: frozenset[bytes]) -> None:
+        """Set the live peers of this node's stage."""
+        self.handle(pairing.PeersChanged(peers))
 
     def lose_peer(self, peer: bytes) -> None:
         """Note that a connection broke, or a message was not delivered."""

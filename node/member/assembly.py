@@ -10,7 +10,6 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.rounds.pairing import Pairing
@@ -176,7 +175,7 @@ def make_member(
 def _membership(
     daemon: Daemon, mesh: Mesh, manifest: Manifest, gossip: GossipService, releases: ReleaseWatch
 ) -> Membership:
-    host, rounds = mesh.host, manifest.rounds
+    host = mesh.host
     announcer = Announcer(
         host,
         gossip,
@@ -197,7 +196,5 @@ def _membership(
         first_step=0 if manifest.start is None else manifest.start.inner_steps,
     )
     made.apart = lambda: releases.apart
-    if rounds.far_every > 1:
-        made.is_near = partial(host.connections.is_within, seconds=rounds.near_ms / 1_000)
     gossip.state.places.protect(made.partners.__contains__)
     return made

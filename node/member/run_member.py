@@ -222,10 +222,10 @@ class RunMember:
 
     async def _follow_members(self) -> None:
         """Pass the live members to the training, the pipeline and the search for relays, whenever they change."""
-        membership, told = self.membership, (frozenset[bytes](), frozenset[bytes]())
+        membership, told = self.membership, frozenset[bytes]()
         while True:
-            if (membership.live, membership.near) != told:
-                told = membership.live, membership.near
+            if membership.live != told:
+                told = membership.live
                 self._set_peers()
             if self.pipeline is not None:
                 self.pipeline.set_nodes(membership.nodes_of_stages())
@@ -235,7 +235,7 @@ class RunMember:
     def _set_peers(self) -> None:
         """Set the possible partners: the live members, except the ones that audits have caught."""
         avoided = frozenset() if self.audits is None else self.audits.avoided
-        self.training.set_peers(self.membership.live - avoided, self.membership.near)
+        self.training.set_peers(self.membership.live - avoided)
 
     async def _call_after_each(self, awaited: Callable[[], Awaitable[None]], call: Callable[[], None]) -> None:
         while True:

@@ -365,14 +365,6 @@ class ConnectionPool:
         measured = (conn.muxed.state.round_trip for conn in self.of(peer) if conn.link.is_relayed == is_relayed)
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
-    def is_within(self, peer: bytes, seconds: float) -> bool:
-        """Return whether a peer was once reached and back in ``seconds``, over a direct connection that still lives.
-
-        A peer can only make this longer than it is.
-        """
-        measured = (conn.muxed.state.least_round_trip for conn in self.of(peer) if not conn.link.is_relayed)
-        return any(took is not None and took <= seconds for took in measured)
-
     def is_called_by(self, peer: bytes) -> bool:
         """Return whether the peer made the relayed connection to it."""
         return any(conn.link.is_relayed and not conn.is_outbound for conn in self.of(peer))

@@ -207,12 +207,10 @@ class Membership:
         self.reached: frozenset[bytes] = frozenset()
         """The live members of all stages that this node has reached, itself excluded."""
         self._paused: frozenset[bytes] = frozenset()  # of the others
-        self._told: tuple[frozenset[bytes], frozenset[bytes], Nodes] | None = None
+        self._told: tuple[frozenset[bytes], Nodes] | None = None
         self._waiting = trio.lowlevel.ParkingLot()  # for a change
         self.apart: Callable[[], Collection[bytes]] = frozenset
         """Returns the peers whose release this node cannot average with."""
-        self.is_near: Callable[[bytes], bool] = lambda peer: False
-        """Returns whether a peer is near (`RoundConfig.near_ms`); False if distance is ignored."""
         self._clock_warnings: set[tuple[bool, bool]] = set()  # one of each kind, as a clock may drift around a limit
 
     @property
@@ -232,11 +230,6 @@ class Membership:
         Without those whose release it cannot average with.
         """
         return ((self._others[self.stage] - self._paused) & self.reached).difference(self.apart())
-
-    @property
-    def near(self) -> frozenset[bytes]:
-        """Return the near ones of the `live` members."""
-        return frozenset(filter(self.is_near, self.live))
 
     def networks(self) -> dict[bytes, str]:
         """Return the members that this node has reached, and the network that each is connected from, if known."""
@@ -440,13 +433,13 @@ class Membership:
         for peer in before - self.reached:
             why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
             self._journal.say(f"{short_name(peer)} {why} ({len(self.reached) + 1} live)")
-        told = self.live, self.near, self.nodes_of_stages()
+        told = self.live, self.nodes_of_stages()
         if told != self._told:
             self._told = told
             self._waiting.unpark_all()
 
     async def changed(self) -> None:
-        """Wait until `live`, `near` or `nodes_of_stages` change."""
+        """Wait until `live` or `nodes_of_stages` change."""
         await self._waiting.park()
 
     def origins(self) -> frozenset[bytes]:

@@ -49,7 +49,7 @@ class EngineExchange:
         self._draw = draw
         self._clock = clock
         self._chance = 1.0  # of the newest contribution's exchange
-        self._is_suspected = self._is_near = False  # the partner that was screened last
+        self._is_suspected = False  # the partner that was screened last
         size = counted_size(round_end.contribution_bytes)
         outgoing, incoming = (map_shared_memory(place, size) for place in (prepare.outgoing, prepare.incoming))
         self._outgoing, self._incoming = memoryview(outgoing), memoryview(incoming)
@@ -121,7 +121,7 @@ class EngineExchange:
 
         def screen() -> None:
             self._forget_earlier(arrived, taken)
-            self._is_suspected, self._is_near = command.is_suspected, command.is_near
+            self._is_suspected = command.is_suspected
             encounter = self._encounter(command.partner, command.partner_tokens)
             left = command.by - self._clock()
             verdict = self._round_end.screen(self._incoming[: command.size], encounter, left)
@@ -149,5 +149,4 @@ class EngineExchange:
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
         partner_tokens = partner_tokens if self._takes_steps else min(partner_tokens, 1)
-        told = self._chance, self._is_suspected, self._is_near
-        return Encounter(partner, self.claim, partner_tokens, *told)
+        return Encounter(partner, self.claim, partner_tokens, self._chance, self._is_suspected)

@@ -216,8 +216,6 @@ class Yamux:
         """Bytes received and not read, over all streams."""
         self.round_trip: float | None = None
         """Seconds, as last measured; None before the first answer to a ping."""
-        self.least_round_trip: float | None = None
-        """The shortest one so far: other traffic lengthens the others."""
         self.num_counted_out = self.num_counted_in = 0
         """Bytes queued and received so far that count towards the bandwidth caps: all but the payload of bulk."""
         self.has_ended = False
@@ -364,7 +362,6 @@ class Yamux:
                     self.queue(PING, ACK, 0, length)
                 elif self._ping is not None and self._ping[0] == length:
                     self.round_trip, self._ping = now - self._ping[1], None
-                    self.least_round_trip = min(self.round_trip, self.least_round_trip or self.round_trip)
             else:
                 self._handle_frame(kind, flags, stream_id, length, now, changed)
         return min(missing, len(data))

@@ -32,8 +32,6 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
   partner, once a round: so the deadline stands, and the other half of ``exchange_seconds`` is always left for the
   second transfer. A node that refused the contribution, or had its own refused, does not try again. Where rounds
   overlap there is no second try: the machine is in the next round, whose exchange is near.
-- *Near and far.* Where the manifest asks for it (`RoundConfig.far_every`), a node meets near peers in most rounds, and
-  far ones in the others (`farandole.protocol.rounds.pairing_order`).
 - *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
   node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
 
@@ -139,15 +137,14 @@ class Pairing:
         self._config = config
         self._rng = rng
         self._meter = messages.MessageMeter()
-        self._order = PeerOrder(own, config.far_every)
+        self._order = PeerOrder(own)
         self._bond: Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
         self._outputs: list[Output] = []
         self._is_saving = False
         self._num_fragments = num_fragments
-        # Alone or not, with far peers (or with any if distance is ignored) and with near ones, by fragment.
-        self._num_exchanged = {is_near: [0] * num_fragments for is_near in (False, True)}
+        self._num_exchanged = [0] * num_fragments  # alone or not
         self._current = PairingRound()
         # Measured:
         self._inner_seconds: float | None = config.round_seconds or None
@@ -197,8 +194,8 @@ class Pairing:
                 self._start_round(round_, now if at is None else at, now)
             case ContributionReady(round=round_, fragment=fragment):
                 self._become_ready(round_, fragment, now)
-            case PeersChanged(peers=peers, near=near):
-                self._set_peers(peers, near, now)
+            case PeersChanged(peers=peers):
+                self._set_peers(peers, now)
             case MessageReceived(peer=peer, payload=payload):
                 self._receive(peer, payload, now)
             case PeerLost(peer=peer):
@@ -244,8 +241,7 @@ class Pairing:
             current.ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
         seconds_left = 0.0 if current.ends_at is None else max(0.0, current.ends_at - now)
         current.propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
-        exchanged = self._num_exchanged[not self._order.seeks_far]
-        self._use_fragment(exchanged.index(min(exchanged)))
+        self._use_fragment(self._num_exchanged.index(min(self._num_exchanged)))
         self._seek(now)
 
     def _become_ready(self, round_: int, fragment: int, now: float) -> None:
@@ -282,7 +278,7 @@ class Pairing:
     def _exchange(self, bond: Bond, now: float) -> None:
         self._timers.clear()
         self._move(State.EXCHANGING)
-        self._count_exchange(1, is_near=self._order.is_near(bond.peer))
+        self._num_exchanged[self._current.fragment] += 1
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self._current.ready_at + self._config.exchange_seconds
@@ -301,7 +297,7 @@ class Pairing:
             # with another partner, or with this one if it is still there and no other peer is free
             self._current.has_broken = True
             self._current.failure = self._current.failure or failure(end.reason)
-            self._count_exchange(-1, is_near=self._order.is_near(end.peer))
+            self._num_exchanged[self._current.fragment] -= 1
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
             self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
             return
@@ -313,7 +309,7 @@ class Pairing:
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(State.IDLE)
-        self._count_exchange(1, is_near=not self._order.seeks_far)
+        self._num_exchanged[self._current.fragment] += 1
         if self._current.failure and reason != self._current.failure:
             reason = f"{self._current.failure}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
@@ -331,8 +327,7 @@ class Pairing:
             return
         self._timers.pop(_Timer.PROPOSE, None)
         if self._current.is_ready:
-            kind = "peer" if self._order.seeks_far else "near peer"
-            reason = f"no {kind} is {'free' if self._order.to_ask else 'live'}"
+            reason = f"no peer is {'free' if self._order.peers else 'live'}"
             self._go_alone("this node saves its traffic" if self._is_saving else reason)
 
     def _propose(self, now: float) -> None:
@@ -432,10 +427,6 @@ class Pairing:
 
     # Fragments
 
-    def _count_exchange(self, number: int, *, is_near: bool) -> None:
-        """Count an exchange of this round's fragment, so that near and far peers get all fragments in turn."""
-        self._num_exchanged[is_near][self._current.fragment] += number
-
     def _use_fragment(self, fragment: int) -> None:
         self._current.fragment = fragment
         if self._num_fragments > 1:
@@ -451,8 +442,8 @@ class Pairing:
 
     # Peers
 
-    def _set_peers(self, peers: frozenset[bytes], near: frozenset[bytes], now: float) -> None:
-        self._order.set_peers(peers, near)
+    def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
+        self._order.set_peers(peers)
         self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._order.peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
@@ -556,7 +547,7 @@ class Pairing:
                 return messages.Busy(session, self._retry_after())
             case _ if self._current.is_ready and self._fragment_of(session) != self._current.fragment:
                 return messages.Decline(session, "fragment")
-            case _ if self._is_saving or not (self._order.may_meet(peer) or peer not in self._order.peers):
+            case _ if self._is_saving:
                 return messages.Decline(session, "away")
         wait = self._wait_between(proposal.seconds_left, now)
         patience = min(self.wait_ends_at - now, self._patience())
@@ -594,12 +585,12 @@ class Pairing:
     def _left(self) -> Set[bytes]:
         """Return the peers that this node may still ask; those that are put off once no other is left."""
         ends_at, asked = self.wait_ends_at, self._current.ask_at
-        left = {peer for peer in self._order.to_ask if asked.get(peer, 0.0) < ends_at}
+        left = {peer for peer in self._order.peers if asked.get(peer, 0.0) < ends_at}
         return {peer for peer in left if not self._order.puts_off(peer)} or left
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""
-        return self._order.to_ask & self._current.matched if self._is_early(now) else frozenset()
+        return self._order.peers & self._current.matched if self._is_early(now) else frozenset()
 
     def _send(self, peer: bytes, message: messages.Message) -> None:
         self._outputs.append(SendMessage(peer, messages.encode_message(message)))
@@ -617,7 +608,7 @@ class Pairing:
                 self._outputs.append(FinishRound(self.round))
             case _Timer.PARTNER:
                 asked, ends_at = self._current.ask_at, self.wait_ends_at
-                if any(asked.get(peer, 0.0) < ends_at for peer in self._order.to_ask - {self.partner}):
+                if any(asked.get(peer, 0.0) < ends_at for peer in self._order.peers - {self.partner}):
                     self._give_partner_up()
                     self._seek(now)
             case _Timer.PATIENCE:

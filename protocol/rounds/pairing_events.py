@@ -40,8 +40,6 @@ class PeersChanged:
     """The live peers of this node's stage, by public key, without itself: the whole set, not a change to it."""
 
     peers: frozenset[bytes]
-    near: frozenset[bytes] = frozenset()
-    """The near ones among them (`RoundConfig.near_ms`); has no effect if distance is ignored."""
 
 
 @dataclass(frozen=True, slots=True)

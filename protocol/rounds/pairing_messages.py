@@ -47,8 +47,8 @@ class Decline(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     session: Session
     reason: Literal["matched", "away", "fragment"]
-    """``matched``: the sender has a partner; ``away``: it pauses, leaves, saves its traffic, or meets only near members
-    now; ``fragment``: another fragment is ready."""
+    """``matched``: the sender has a partner; ``away``: it pauses, leaves or saves its traffic; ``fragment``: another
+    fragment is ready."""
 
 
 class Busy(msgspec.Struct, frozen=True, array_like=True, tag=4):

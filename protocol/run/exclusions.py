@@ -43,11 +43,6 @@ EXCLUSIONS: Final = (
         "themselves",
     ),
     Exclusion(
-        "rounds.far_every",
-        ("rounds.partners", STAGES),
-        "near members are met one a round; members of one stage are few, and meet each other wherever they are",
-    ),
-    Exclusion(
         "data.mask_documents",
         (*OTHER_MODELS, STAGES),
         "masks need farandole's own attention, and only the first stage has the tokens",

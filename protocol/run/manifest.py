@@ -177,11 +177,6 @@ class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
     partners: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTNERS)] = 1
     """Partners that a node meets one after another once its inner steps end. Each meeting counts as a round."""
-    far_every: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 1
-    """Meet members that are far away only once in this many rounds, and near ones in the others (see ``near_ms``). 1:
-    distance is ignored."""
-    near_ms: Annotated[float, msgspec.Meta(ge=0.1, le=1_000)] = 5.0
-    """Longest round trip in milliseconds to a member that is near, over a direct connection."""
 
     def takes_steps(self, round_index: int) -> bool:
         """Return whether a round has inner steps; otherwise it is another meeting right after the round before."""
@@ -416,7 +411,6 @@ def _problems_of_own(model: ModelConfig, own: OwnModel) -> Iterator[str]:
 
 _LATER: Final[dict[str, tuple[str, ...]]] = {
     "data": ("mask_documents",),
-    "rounds": ("far_every", "near_ms"),
 }
 """Settings that are later than a release, by section."""
 

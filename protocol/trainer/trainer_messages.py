@@ -165,8 +165,6 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     """Tokens that it claims for its contribution."""
     is_suspected: bool = False
     """See `farandole.training.screening.rule.Encounter.is_suspected`."""
-    is_near: bool = False
-    """See `farandole.training.screening.rule.Encounter.is_near`."""
     by: float = math.inf
     """The time by which the verdict is wanted, of `time.monotonic`."""
 

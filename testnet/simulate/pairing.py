@@ -80,8 +80,6 @@ class PairingScenario:
     """When hostile members say that they will be ready, from now; None: they cannot tell."""
     key_seconds: float = math.inf
     """Hostile members change their keys after this time, one after another."""
-    num_places: int = 0
-    """Nodes are in this many places, in turns, and near those of their own; 0: nobody is near."""
 
 
 @dataclass
@@ -188,13 +186,7 @@ class _World:
     def tell_peers(self) -> None:
         alive = frozenset(name for name, node in self.nodes.items() if node.is_alive)
         for name, node in self.nodes.items():
-            near = frozenset(other for other in alive if self.are_near(name, other))
-            node.handle(pairing_events.PeersChanged((alive | self.capturers) - {name}, near - {name}))
-
-    def are_near(self, name: bytes, other: bytes) -> bool:
-        """Return whether two nodes are in one place."""
-        places = self.scenario.num_places
-        return places > 0 and _index(name) % places == _index(other) % places
+            node.handle(pairing_events.PeersChanged((alive | self.capturers) - {name}))
 
     def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
         """Send a message, or break the connection, of which both ends get notice."""
@@ -232,10 +224,6 @@ class _World:
         """Return whether two living nodes disagree on a session that both are done with."""
         living = [committed for name, committed in beliefs.items() if self.nodes[name].is_alive]
         return len(living) == 2 and living[0] is not living[1]
-
-
-def _index(name: bytes) -> int:
-    return int.from_bytes(name[:4], "big")
 
 
 _PAIRING, _EXCHANGE = b"p", b"x"

@@ -246,7 +246,7 @@ class Guard(ScreeningRule):
 
     @staticmethod
     def _series(partner: Partner) -> str:
-        return f"{'near ' if partner.encounter.is_near else ''}distance {partner.fragment}"
+        return f"distance {partner.fragment}"
 
 
 RULE = Guard

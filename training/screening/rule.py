@@ -150,8 +150,6 @@ class Encounter:
     """A number from [0, 1) that this node has drawn for the exchange, which no peer can foresee; 1: none."""
     is_suspected: bool = False
     """Whether enough members that this node has averaged with suspect the partner (`protocol.state.believing`)."""
-    is_near: bool = False
-    """Whether the partner is met more often than far ones (`RoundConfig.far_every`): its weights are usually closer."""
 
 
 UNKNOWN = Encounter()

@@ -147,8 +147,7 @@ def _needs(best: Plan, machine: Machine) -> list[str]:
             f"up to {best.busy:.0%} of the time"
         )
         hourly = 3_600 / best.period * manifest.outer.fragments * rounds.partners * needs.contribution_bytes
-        far = f", of which {size(hourly / rounds.far_every)} with far members" if rounds.far_every > 1 else ""
-        lines.append(f"traffic   {size(hourly)} an hour each way for exchanges{far}")
+        lines.append(f"traffic   {size(hourly)} an hour each way for exchanges")
     where = f"{size(memory.device)} on the GPU and {size(memory.host)} of host memory" if has_gpu else size(memory.host)
     lines += [
         f"memory    {where}, for one sequence at a time",

@@ -115,7 +115,6 @@ class Story:
             give_up=self.give_up,
             may_spend=lambda num_bytes: num_bytes <= self.traffic,
             is_suspected=lambda peer: False,
-            is_near=lambda peer: False,
             current_round=lambda: self.others_round,
             partners_round=lambda: self.others_round,
             note_saved=lambda saved: self.saved.append(saved),

@@ -86,7 +86,7 @@ def test_what_is_received_says_what_has_changed() -> None:
     move(alice, bob)
     alice.receive_data(bob.data_to_send(), 3.5)
     assert not alice.awaits_pong
-    assert alice.round_trip == alice.least_round_trip == 2.5
+    assert alice.round_trip == 2.5
     alice.go_away()
     move(alice, bob)
     assert bob.has_ended
@@ -96,18 +96,9 @@ def test_a_peer_that_answers_before_it_is_asked_seems_no_nearer() -> None:
     alice = Yamux(is_initiator=True, now=0.0)
     alice.ping(now=1.0, number=0x5EED)
     alice.receive_data(b"".join(pong(guess) for guess in range(50)), 1.0)
-    assert alice.least_round_trip is None
+    assert alice.round_trip is None
     alice.receive_data(pong(0x5EED), 3.5)
-    assert alice.least_round_trip == 2.5
-
-
-def test_the_least_round_trip_is_that_without_other_traffic() -> None:
-    alice = Yamux(is_initiator=True, now=0.0)
-    for number, seconds in enumerate((0.5, 0.1, 2.0)):
-        alice.ping(10.0 * number, number)
-        alice.receive_data(pong(number), 10.0 * number + seconds)
-    assert alice.round_trip == 2.0
-    assert alice.least_round_trip == pytest.approx(0.1)
+    assert alice.round_trip == 2.5
 
 
 def pong(number: int) -> bytes:

@@ -30,7 +30,6 @@ USES: Final[dict[str, dict[str, Any]]] = {
     },
     "rounds.overlap": {"rounds": {"overlap": True}},
     "rounds.partners": {"rounds": {"partners": 2}},
-    "rounds.far_every": {"rounds": {"far_every": 4}},
     "data.epochs": {"data": {"epochs": 1}},
     "data.mask_documents": {"data": {"mask_documents": True}},
     "outer.codec = topk": {"outer": {"codec": "topk"}},

@@ -5,11 +5,10 @@ import functools
 import math
 from collections import Counter
 
-import msgspec
 import pytest
 
 from farandole.protocol.run.manifest import RoundConfig
-from farandole.testnet.simulate.pairing import Capturing, PairingReport, PairingScenario, simulate
+from farandole.testnet.simulate.pairing import Capturing, PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
 OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
@@ -168,48 +167,6 @@ def test_who_proposes_to_all_at_once_gets_at_most_half_more_than_its_share(
     assert attacked.captured_share(10) < 2 * share
     assert share < attacked.captured_share(28) < 1.5 * share
     assert attacked.alone <= 0.01 * attacked.rounds
-
-
-def far_share(report: PairingReport, num_places: int) -> float:
-    """Return the share of all rounds in which a node met a far one; nodes are in the places in turns."""
-    far = 0
-    for pair, count in report.pairs.items():
-        one, other = (int.from_bytes(name[:4], "big") % num_places for name in pair)
-        far += count if one != other else 0
-    return 2 * far / report.rounds
-
-
-@pytest.mark.parametrize(("num_nodes", "num_places", "num_late"), [(8, 2, 0), (16, 4, 0), (8, 2, 8), (64, 8, 0)])
-@pytest.mark.parametrize("rounds", [BOXED, OVERLAPPED])
-def test_far_nodes_are_met_in_one_of_four_rounds(
-    rounds: RoundConfig, num_nodes: int, num_places: int, num_late: int
-) -> None:
-    two_levels = msgspec.structs.replace(rounds, far_every=4)
-    scenario = PairingScenario(
-        num_nodes, two_levels, 2_400.0, start_spread=10.0, num_places=num_places, num_late=num_late
-    )
-    report = simulate(scenario, seed=1)
-    assert 0.2 < far_share(report, num_places) < 0.3
-    if not num_late:  # each newcomer makes the number of nodes in its place odd, until the next one
-        assert report.alone <= 0.02 * report.rounds
-    assert report.longest_wait <= two_levels.exchange_seconds
-
-
-def test_nodes_without_near_ones_meet_in_one_of_four_rounds() -> None:
-    two_levels = msgspec.structs.replace(BOXED, far_every=4)
-    report = simulate(PairingScenario(8, two_levels, 2_400.0, start_spread=10.0, num_places=8), seed=1)
-    assert 0.2 < far_share(report, 8) < 0.3
-    assert report.alone == pytest.approx(0.75 * report.rounds, rel=0.05)
-
-
-def test_far_members_that_propose_to_all_at_once_get_at_most_half_more_than_their_share_of_far_meetings() -> None:
-    two_levels = msgspec.structs.replace(BOXED, far_every=4)
-    scenario = PairingScenario(
-        16, two_levels, 4_000.0, start_spread=5.0, num_places=4, num_capturing=4, capturing="exchange"
-    )
-    report = simulate(scenario, seed=1)
-    num_far = 12 + 4
-    assert report.captured_share(100) < 1.5 * 4 / num_far / 4
 
 
 def test_an_odd_node_out_loses_no_time() -> None:

@@ -59,7 +59,6 @@ class Node:
         began: float | None = NO_GAIN,
         is_suspected: bool = False,
         shares_text: bool = True,
-        is_near: bool = False,
         as_sent: float | None = None,
     ) -> Verdict:
         self.asked = []
@@ -72,7 +71,7 @@ class Node:
             return loss(share)
 
         partner = Partner(
-            Encounter(PEER, *tokens, is_suspected=is_suspected, is_near=is_near),
+            Encounter(PEER, *tokens, is_suspected=is_suspected),
             OWN,
             contribution,
             self.of_peer,
@@ -157,15 +156,6 @@ def test_each_fragment_has_distances_of_its_own() -> None:
         node.meets(away(1.9), fragment=1)
     assert clip(node.meets(away(5.0), fragment=1)) == 1.0
     assert clip(node.meets(away(5.0), fragment=0)) < 1.0
-
-
-def test_near_peers_which_are_met_more_often_have_distances_of_their_own() -> None:
-    node = Node()
-    for _ in range(MIN_KNOWN):
-        node.meets(away(0.5), is_near=True)
-        node.meets(away(1.9))
-    assert clip(node.meets(away(4.0))) == 1.0
-    assert clip(node.meets(away(4.0), is_near=True)) < 1.0
 
 
 def test_an_attacker_that_is_met_always_widens_the_limit_to_its_cap_and_no_further() -> None:

@@ -57,7 +57,6 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
         await alice.connect(bob.author, [await reserve(bob, relay.host)])
         assert alice.connections.path(bob.author) == bob.connections.path(alice.author) == "relayed"
         await until(lambda: alice.connections.round_trip(bob.author) is not None)
-        assert not alice.connections.is_within(bob.author, PATIENCE), "near is over a direct connection"
         assert all(
             "/p2p-circuit" in a
             for a in alice.connections.remote_addresses(bob.author) + bob.connections.remote_addresses(alice.author)

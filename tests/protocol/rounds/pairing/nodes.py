@@ -23,8 +23,6 @@ ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32
 LOW, MIDDLE, HIGH = bytes(16), b"\x80" + bytes(15), b"\xff" * 16
 BOXED = RoundConfig(inner_steps=0, round_seconds=40.0, exchange_seconds=30.0)
 SEVERAL = msgspec.structs.replace(BOXED, partners=2)
-# Far members are met in one of four rounds: in rounds 4, 8, 12 and so on.
-TWO_LEVELS = msgspec.structs.replace(BOXED, far_every=4)
 STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 
 

@@ -87,4 +87,4 @@ def test_a_fragment_whose_exchange_broke_keeps_its_turn() -> None:
     alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
     used = [output.fragment for output in alice.handle(RoundStarted(8), 60.0) if isinstance(output, UseFragment)]
     assert used == [0]
-    assert alice.machine._num_exchanged[False] == [0, 0, 1]
+    assert alice.machine._num_exchanged == [0, 0, 1]
