@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -128,11 +129,15 @@ def protocols() -> set[str]:
     return {name for layer in PRODUCT for path in files(layer) for name in ids.findall(path.read_text())}
 
 
-def circles() -> list[set[str]]:
-    """Return the groups of files that import each other, imports for type checkers included."""
+def circle() -> list[str]:
+    """Return files of which each imports the next and the last the first, imports for type checkers included."""
     modules = {_module(path): (path, tree) for layer in SOURCES for path, tree in files(layer).items()}
     imports = {name: set(_imports(name, path, tree, set(modules))) for name, (path, tree) in modules.items()}
-    return [group for group in _connected(imports) if len(group) > 1]
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _module(path: Path) -> str:
@@ -153,44 +158,6 @@ def _imports(name: str, path: Path, tree: ast.Module, known: set[str]) -> Iterat
                 target = f"{parent}.{alias.name}" if f"{parent}.{alias.name}" in known else parent
                 if target in known and target != name:
                     yield target
-
-
-def _connected(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Return the strongly connected components (Kosaraju, two passes)."""
-    order: list[str] = []
-    _visit_all(graph, graph, order)
-    backwards: dict[str, set[str]] = {name: set() for name in graph}
-    for name, targets in graph.items():
-        for target in targets:
-            backwards[target].add(name)
-    return [set(group) for group in _visit_all(backwards, reversed(order), [])]
-
-
-def _visit_all(
-    graph: dict[str, set[str]], starts: Iterator[str] | dict[str, set[str]], order: list[str]
-) -> list[list[str]]:
-    """Walk depth first from each start; note finished ones in ``order``, and return what each walk reached."""
-    seen: set[str] = set()
-    reached = []
-    for start in starts:
-        if start in seen:
-            continue
-        group: list[str] = []
-        seen.add(start)
-        stack = [(start, iter(graph[start]))]
-        while stack:
-            name, targets = stack[-1]
-            for target in targets:
-                if target not in seen:
-                    seen.add(target)
-                    stack.append((target, iter(graph[target])))
-                    break
-            else:
-                stack.pop()
-                group.append(name)
-                order.append(name)
-        reached.append(group)
-    return reached
 
 
 def num_words(*pages: Path) -> int:

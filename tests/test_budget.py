@@ -30,7 +30,7 @@ def test_files() -> None:
 
 
 def test_files_import_each_other_one_way() -> None:
-    assert budget.circles() == []
+    assert budget.circle() == []
 
 
 def test_classes() -> None:

@@ -43,60 +43,62 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
-def test_the_wheel_has_every_other_module(wheel: Path) -> None:
+def test_the_wheel_has_every_module_but_benchmarks_and_attack_tools(wheel: Path) -> None:
     on_disk = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     expected = {path for path in on_disk if not path.startswith(FROM_SOURCE_ALONE)}
     installed = {str(path.relative_to(wheel / "farandole")) for path in wheel.rglob("*.py")}
     assert installed - expected == {"__init__.py", "hf.py", "lightning.py"}
     assert expected - installed == set()
-
-
-def test_the_wheel_has_neither_benchmarks_nor_attack_tools(wheel: Path) -> None:
-    modules = {str(path.relative_to(wheel)) for path in wheel.rglob("*.py")}
-    assert {"farandole/node/cli.py", "farandole/testnet/cli.py", "farandole/testnet/natlab/lab.py"} <= modules
-    assert not [module for module in modules if any(word in module for word in ("bench", "attack", "zoo"))]
     assert not list(wheel.rglob("hostile-*.toml"))
 
 
-def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
-    """The path of the editable install would find the benchmarks in the source, so it is removed."""
-    code = (
+def run_in(wheel: Path, code: str) -> str:
+    """Run code with the wheel's modules; the path of the editable install would find the source's."""
+    begin = (
         "import sys\n"
         f"sys.path[:] = [each for each in sys.path if not each.startswith({str(ROOT / 'src')!r})]\n"
         f"sys.path.insert(0, {str(wheel)!r})\n"
-        "from farandole.node.cli import main\n"
-        "main(['testnet', '--help'])\n"
     )
-    shown = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=wheel)
+    return subprocess.check_output([sys.executable, "-c", begin + code], text=True, cwd=wheel)
+
+
+def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
+    shown = run_in(wheel, "from farandole.node.cli import main\nmain(['testnet', '--help'])\n")
     assert "compare" in shown
     assert "bench" not in shown
 
 
 def test_the_interface_is_what_it_names(wheel: Path) -> None:
     code = (
-        "import sys\n"
-        f"sys.path[:] = [each for each in sys.path if not each.startswith({str(ROOT / 'src')!r})]\n"
-        f"sys.path.insert(0, {str(wheel)!r})\n"
         "import farandole\n"
         "print('torch' in sys.modules, len([name for name in sys.modules if name.startswith('farandole')]))\n"
         "print(*(getattr(farandole, name).__name__ for name in farandole.__all__))\n"
     )
-    shown = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=wheel).splitlines()
+    shown = run_in(wheel, code).splitlines()
     assert shown == ["False 1", "FarandoleError Mesh MeshError NoLoCo NodeError create_run model_of"]
 
 
-def test_the_mesh_process_never_imports_torch_or_transformers() -> None:
-    code = "import sys, farandole.node.daemon; print({'torch', 'transformers'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+ALL_OF_PROTOCOL = (
+    "import pkgutil, importlib, farandole.protocol as p\n"
+    "for m in pkgutil.walk_packages(p.__path__, 'farandole.protocol.'): importlib.import_module(m.name)"
+)
 
 
-def test_protocol_imports_no_io() -> None:
-    code = (
-        "import sys, pkgutil, importlib, farandole.protocol as p\n"
-        "for m in pkgutil.walk_packages(p.__path__, 'farandole.protocol.'): importlib.import_module(m.name)\n"
-        "print(sorted({'trio', 'libp2p', 'torch', 'sqlite3', 'asyncio'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("code", "never"),
+    [
+        (
+            "import farandole.node.daemon, farandole.node.relay_node, farandole.testnet.cli",
+            {"torch", "transformers", "fastecdsa"},  # the last has no wheel
+        ),
+        (ALL_OF_PROTOCOL, {"trio", "libp2p", "torch", "sqlite3", "asyncio"}),
+    ],
+)
+def test_what_is_never_imported(code: str, never: set[str]) -> None:
+    shown = subprocess.check_output(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint({never} & set(sys.modules))"], text=True
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    assert shown.strip() == "set()"
 
 
 def test_the_image_is_built_of_all_that_the_package_needs() -> None:
@@ -112,41 +114,31 @@ def pins(name: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
 
 
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^a-z0-9-]", name.lower())[0] for name in requirements}
+
+
 def test_the_locks_hold_what_was_tested_with_hashes() -> None:
-    """`make lock` brings them up to date."""
-    tested, locked = pins("constraints.txt"), pins("requirements.lock") | pins("requirements-cuda.lock")
-    assert {name: version for name, version in locked.items() if tested.get(name, version) != version} == {}
+    """`make lock` brings them up to date. The runtime's has what a node needs, and no tool of developers.
+
+    torch comes separately, from the index with the wanted build; fastecdsa has no wheel, and is never imported.
+    """
+    locked, runtime = pins("requirements.lock") | pins("requirements-cuda.lock"), pins("requirements-runtime.lock")
+    for pinned in (locked, runtime):
+        assert (
+            pinned.items()
+            >= {name: version for name, version in pins("constraints.txt").items() if name in pinned}.items()
+        )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [
-        *project["dependencies"],
-        *(name for extra in ("tokenizers", "hf", "data") for name in project["optional-dependencies"][extra]),
-    ]
-    assert {re.split(r"[^a-z0-9-]", name.lower())[0] for name in needed} <= set(locked)
+    needed, extras = names_of(project["dependencies"]), project["optional-dependencies"]
+    assert needed | names_of([*extras["tokenizers"], *extras["hf"], *extras["data"]]) <= set(locked)
     for lock in LOCKS:
         packages = re.split(r"\n(?=\S)", (ROOT / lock).read_text().strip())
         assert [text for text in packages if not re.search(r"--hash=sha256:[0-9a-f]{64}", text)] == []
-
-
-def test_the_runtime_lock_has_what_a_node_needs_and_no_tool_of_developers() -> None:
-    """torch comes separately, from the index with the wanted build; fastecdsa has no wheel, and is never imported."""
-    locked = pins("requirements-runtime.lock")
-    tested = pins("constraints.txt")
-    assert {name: version for name, version in locked.items() if tested.get(name, version) != version} == {}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {re.split(r"[^a-z0-9-]", name.lower())[0] for name in project["dependencies"]}
-    assert needed - set(locked) == {"torch"}
-    assert set(locked) & {"pytest", "mypy", "ruff", "transformers", "triton", "pyarrow"} == set()
+    assert needed - set(runtime) == {"torch"}
+    assert set(runtime) & {"pytest", "mypy", "ruff", "transformers", "triton", "pyarrow"} == set()
     text = (ROOT / "requirements-runtime.lock").read_text()
     assert re.search(r"^fastecdsa==\S+ ; sys_platform == 'never'", text, re.MULTILINE)
-
-
-def test_a_node_never_imports_what_has_no_wheel() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['fastecdsa'] = None\n"  # its import raises
-        "import farandole.node.daemon, farandole.node.relay_node, farandole.testnet.cli\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_citation_and_changelog_name_this_release() -> None:

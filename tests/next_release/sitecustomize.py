@@ -1,7 +1,12 @@
-"""Makes a process a stand-in for the next release: its entries have one more field, and a kind of their own.
+"""Makes a process a stand-in for the next release, or for a cheat: its source is this one's with edits.
 
-Its source is this one's with `EDITS`. Run by Python if PYTHONPATH has this folder; a test sets ``NEXT_RELEASE``. With
-``NEXT_RELEASE=exchange`` its exchanges speak another protocol, too, and with ``state`` its run state.
+Run by Python if PYTHONPATH has this folder; a test sets ``OTHER_SOURCE``:
+
+entries     the next release: its entries have one more field, and a kind of their own
+exchange    the same, and its exchanges speak another protocol
+state       the same, and its run state does
+half        a trainer that counts every other inner step and does not take it
+fault       a trainer with bad memory: now and then a bit of a gradient flips
 """
 
 from __future__ import annotations
@@ -41,12 +46,23 @@ EDITS = {
         ),
     },
 }
-_ALSO = {
-    "entries": {},
-    "exchange": {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
-    "state": {
+REPLICA = "farandole.training.engine.replica"
+_STEP = "        rate = self.optimizer.step(steps, divisor)\n"
+_SOURCES = {
+    "entries": EDITS,
+    "exchange": EDITS | {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
+    "state": EDITS
+    | {
         "farandole.protocol.state.antientropy": {"/farandole/state/2": "/farandole/state/3"},
         "farandole.protocol.state.push": {"/farandole/push/2": "/farandole/push/3"},
+    },
+    "half": {REPLICA: {_STEP: f"        rate = self.learning_rate\n        if steps % 2:\n    {_STEP}"}},
+    "fault": {  # the first rounds are right; steps of replays count too
+        REPLICA: {
+            _STEP: "        Replica.taken = taken = getattr(Replica, 'taken', 0) + 1\n"
+            "        if taken > 30 and taken % 7 == 0:\n"
+            f"            self.gradient[taken % len(self.gradient)] += 0.5\n{_STEP}"
+        }
     },
 }
 
@@ -97,5 +113,5 @@ class _Upgrade(importlib.abc.MetaPathFinder):
         return spec
 
 
-if _wanted := os.environ.get("NEXT_RELEASE", ""):
-    sys.meta_path.insert(0, _Upgrade({**EDITS, **_ALSO[_wanted]}))
+if _wanted := os.environ.get("OTHER_SOURCE", ""):
+    sys.meta_path.insert(0, _Upgrade(_SOURCES[_wanted]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.base.identity import load_or_create_key
 from farandole.protocol.run.manifest import Manifest, SignedManifest, manifest_from_dict, sign_manifest
 
 TINY = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
@@ -26,9 +27,11 @@ def small_manifest(**sections: object) -> Manifest:
     return manifest_from_dict(settings | sections)
 
 
-def write_run(folder: Path, manifest: Manifest) -> SignedManifest:
-    """Write a run with this manifest to ``folder/run.manifest``."""
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+def write_run(folder: Path, manifest: Manifest, creator: Path | None = None) -> SignedManifest:
+    """Write a run with this manifest to ``folder/run.manifest``, signed by the node whose data directory is given."""
+    if creator is not None:
+        creator.mkdir(mode=0o700)
+    signed = sign_manifest(manifest, load_or_create_key(creator / "key") if creator else Ed25519PrivateKey.generate())
     (folder / "run.manifest").write_bytes(signed.encode())
     return signed
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import trio
 
 from farandole.protocol.run.invite import decode_invite
 
-from ..patience import PATIENCE
-from .daemons import Daemon, joined
-from .small_runs import small_manifest, write_run, write_text
+from .daemons import Daemon, farandole, joined
+from .small_runs import write_text
 
 
 async def forward(target: tuple[str, int], client: trio.SocketStream) -> None:
@@ -31,17 +29,14 @@ async def forward(target: tuple[str, int], client: trio.SocketStream) -> None:
         pass
 
 
-async def invite_of(daemon: Daemon) -> tuple[tuple[str, ...], str, str]:
+async def invite_of(node: Daemon) -> tuple[tuple[str, ...], str, str]:
     """Return an invite's addresses, the invite and what was printed to standard error."""
-    command = [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(daemon.home)]
-    with trio.fail_after(PATIENCE):
-        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True)
-    invite = done.stdout.decode().strip()
-    return decode_invite(invite).addresses, invite, " ".join(done.stderr.decode().split())
+    answer = await farandole(node.home, "run", "invite")
+    return decode_invite(answer.out).addresses, answer.out, answer.err
 
 
+@pytest.mark.usefixtures("run")
 async def test_an_invite_leads_through_a_port_that_was_opened_by_hand(tmp_path: Path) -> None:
-    write_run(tmp_path, small_manifest())
     data = ("--data", str(write_text(tmp_path)), "--no-mdns")
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("trainer ready")
@@ -68,13 +63,3 @@ async def test_an_invite_leads_through_a_port_that_was_opened_by_hand(tmp_path: 
                 (member,) = [each for each in told.members if each.peer_id == me]
                 assert member.addresses[0] == outer, "members hear of it too"
         nursery.cancel_scope.cancel()
-
-
-def test_an_address_that_leads_nowhere_is_refused_before_the_node_starts(tmp_path: Path) -> None:
-    command = ["join", "--home", str(tmp_path), "--announce", "/ip4/192.168.1.10/tcp/4001"]
-    done = subprocess.run(
-        [sys.executable, "-m", "farandole.node", *command], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode != 0
-    assert "public addresses" in done.stderr
-    assert not (tmp_path / "key").exists()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-
-import pytest
-import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.status.status import NodeStatus
 
-from .daemons import Daemon, joined
+from .daemons import Daemon, farandole, joined, other_source
 from .small_runs import small_manifest, write_run
 
-CHEATS = Path(__file__).parent / "cheats"
 MANIFEST = small_manifest(
     inner={"batch_size": 2, "learning_rate": 3e-3, "warmup_steps": 2, "deterministic": True},
     rounds={"inner_steps": 10, "round_seconds": 2.0, "exchange_seconds": 5.0},
@@ -26,18 +19,9 @@ MANIFEST = small_manifest(
 )
 
 
-@asynccontextmanager
-async def cheating(cheat: str, home: Path, *arguments: str) -> AsyncIterator[Daemon]:
+def cheating(cheat: str, home: Path, *arguments: str) -> AbstractAsyncContextManager[Daemon]:
     """Run a daemon whose trainer trains otherwise than it says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHEAT", cheat)
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(CHEATS), os.environ.get("PYTHONPATH", "")))))
-        starting = joined(home, *arguments)
-        daemon = await starting.__aenter__()
-    try:
-        yield daemon
-    finally:
-        await starting.__aexit__(None, None, None)
+    return joined(home, *arguments, env=other_source(cheat))
 
 
 def has_caught(status: NodeStatus, peer: str) -> bool:
@@ -50,11 +34,10 @@ async def met_again(daemon: Daemon, peer: str) -> None:
     await daemon.until(lambda status: status.partners.get(peer, 0) > met + 1)
 
 
-async def audit(invite: str, texts: Path) -> tuple[int, dict[str, str]]:
+async def audit(invite: str, folder: Path, texts: Path) -> tuple[int, dict[str, str]]:
     """Audit as an outsider; return the exit code, and the verdict on each member."""
-    command = [sys.executable, "-m", "farandole.node", "run", "audit", invite, "--data", str(texts), "--json"]
-    done = await trio.run_process([*command, "--listen", "/ip4/127.0.0.1/tcp/0"], capture_stdout=True, check=False)
-    return done.returncode, {row["peer_id"]: row["verdict"] for row in json.loads(done.stdout)}
+    answer = await farandole(folder / "outsider", "run", "audit", invite, "--data", str(texts), "--json")
+    return answer.code, {row["peer_id"]: row["verdict"] for row in json.loads(answer.out)}
 
 
 async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, texts: Path) -> None:
@@ -80,7 +63,7 @@ async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, 
                 status = await honest.status()
                 assert status.audits is not None
                 assert set(status.audits.avoided) == {peer}, "the cheat accuses honest members, in vain"
-            code, verdicts = await audit(invite, texts)
+            code, verdicts = await audit(invite, tmp_path, texts)
             assert code == Exit.VERDICT_FAILED
             assert verdicts.pop(peer) == "wrong"
             assert set(verdicts) == {(await honest.status()).peer_id for honest in (alice, bob)}

@@ -18,6 +18,7 @@ from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import open_messenger
 from farandole.node.status.status import NodeStatus
+from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
@@ -26,9 +27,8 @@ from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ..patience import PATIENCE
-from .daemons import joined
+from .daemons import two_that_average
 from .hosts import LOOPBACK
-from .small_runs import small_manifest, write_run
 from .state.test_floods import fork, push, signed
 from .state.test_gossip import MemoryStore
 
@@ -81,45 +81,40 @@ def goes_on(status: NodeStatus, num_before: int) -> bool:
     return status.exchanges_ok > num_before + 1 and status.run.members_live == 3
 
 
-async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, texts: Path) -> None:
-    inner = {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}
-    run = write_run(tmp_path, small_manifest(inner=inner))
-    data, key = ("--data", str(texts)), Ed25519PrivateKey.generate()
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
-            await bob.says("averaged with", alice.name)
-            victims = [public_key_of((await daemon.status()).peer_id) for daemon in (alice, bob)]
-            authors = ground_keys(run.run_id, victims)
-            invented = [signed(author, Kind.MEMBER, Member(), run_id=run.run_id) for author in authors]
-            proofs = [fork(run.run_id) for _ in range(300)]
-            async with (
-                open_host(key, LOOPBACK) as host,
-                open_messenger(host) as messenger,
-                trio.open_nursery() as nursery,
-            ):
-                state = RunState(run.run_id, run.creator, max_authors=2 * NUM_KEYS)
-                writer = Writer(key, run.run_id)
-                store: Any = MemoryStore()
-                liar = Liar(GossipService(state, writer, host, messenger, store, random.Random(1)))
-                state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
-                await nursery.start(liar.gossip.run)
-                host.set_handler(SYNC_PROTOCOL, liar.serve)
-                for victim, daemon in zip(victims, (alice, bob), strict=True):
-                    await host.connect(victim, daemon.addresses)
-                nursery.start_soon(liar.live)
-                batches = [push(*invented[first : first + BATCH]) for first in range(0, 3_000, BATCH)]
-                batches += [push(proofs=tuple(proofs[first : first + 20])) for first in range(0, 300, 20)]
+async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
+        victims = [public_key_of((await daemon.status()).peer_id) for daemon in (alice, bob)]
+        authors = ground_keys(run.run_id, victims)
+        invented = [signed(author, Kind.MEMBER, Member(), run_id=run.run_id) for author in authors]
+        proofs = [fork(run.run_id) for _ in range(300)]
+        async with (
+            open_host(key, LOOPBACK) as host,
+            open_messenger(host) as messenger,
+            trio.open_nursery() as nursery,
+        ):
+            state = RunState(run.run_id, run.creator, max_authors=2 * NUM_KEYS)
+            writer = Writer(key, run.run_id)
+            store: Any = MemoryStore()
+            liar = Liar(GossipService(state, writer, host, messenger, store, random.Random(1)))
+            state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
+            await nursery.start(liar.gossip.run)
+            host.set_handler(SYNC_PROTOCOL, liar.serve)
+            for victim, daemon in zip(victims, (alice, bob), strict=True):
+                await host.connect(victim, daemon.addresses)
+            nursery.start_soon(liar.live)
+            batches = [push(*invented[first : first + BATCH]) for first in range(0, 3_000, BATCH)]
+            batches += [push(proofs=tuple(proofs[first : first + 20])) for first in range(0, 300, 20)]
+            for victim in victims:
+                nursery.start_soon(liar.push, victim, batches)
+            with trio.fail_after(PATIENCE):
                 for victim in victims:
-                    nursery.start_soon(liar.push, victim, batches)
-                with trio.fail_after(PATIENCE):
-                    for victim in victims:
-                        await liar.was_asked[victim].wait()
-                    for daemon in (alice, bob):
-                        num_before = (await daemon.status()).exchanges_ok
-                        await daemon.until(partial(goes_on, num_before=num_before))
-                assert host.connected >= set(victims), "they have not been flooded"
-                for daemon in (alice, bob):  # and its owner is told who it is
-                    await daemon.until(lambda status: "crowd others out" in str(status.warnings))
-                nursery.cancel_scope.cancel()
+                    await liar.was_asked[victim].wait()
+                for daemon in (alice, bob):
+                    num_before = (await daemon.status()).exchanges_ok
+                    await daemon.until(partial(goes_on, num_before=num_before))
+            assert host.connected >= set(victims), "they have not been flooded"
+            for daemon in (alice, bob):  # and its owner is told who it is
+                await daemon.until(lambda status: "crowd others out" in str(status.warnings))
+            nursery.cancel_scope.cancel()
     assert NUM_KEYS > MAX_AUTHORS

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import signal
 import stat
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -20,32 +17,15 @@ from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.wire.identity import peer_id_of
 
 from ..patience import PATIENCE
-from .daemons import Daemon, joined
+from .daemons import Daemon, farandole, joined, two_that_average
 from .hosts import host_at_loopback
-from .small_runs import small_manifest, write_run
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> SignedManifest:
-    inner = {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}
-    return write_run(tmp_path, small_manifest(inner=inner))
-
-
-@asynccontextmanager
-async def two_that_average(folder: Path, run: SignedManifest, texts: Path) -> AsyncIterator[tuple[Daemon, Daemon]]:
-    """Run Alice, who has the manifest, and Bob, who has her invite, and yield them once they have averaged."""
-    data = ("--data", str(texts))
-    async with joined(folder / "alice", str(folder / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        async with joined(folder / "bob", alice.invite(run.run_id), *data) as bob:
-            await bob.says("averaged with", alice.name)
-            yield alice, bob
+from .small_runs import TINY, small_manifest, write_run
 
 
 async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
-    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+    async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
         assert "upload at most 50 Mbit/s, download without a cap" in await bob.ask("limit", upload_mbit=50)
         await bob.says("averaged with", alice.name)
         assert (await bob.status()).upload_mbit == 50
@@ -109,9 +89,8 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
                 )
                 assert status.partners.keys() == {member.peer_id for member in status.members if not member.is_self}
 
-                command = [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(bob.home)]
-                newer = (await trio.run_process(command, capture_stdout=True)).stdout.decode().strip()
-                async with joined(tmp_path / "dave", newer, *data) as dave:
+                newer = await farandole(bob.home, "run", "invite")
+                async with joined(tmp_path / "dave", newer.out, *data) as dave:
                     await dave.says("averaged with")
                     assert await dave.end(signal.SIGTERM) == Exit.OK
 
@@ -133,7 +112,7 @@ async def test_who_joins_late_by_invite_alone_exchanges_within_a_minute_and_the_
         after = int((await node.ask("status"))["round"])
         return (trio.current_time() - began_at) / max(1, after - before)
 
-    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+    async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
         alone = await seconds_a_round(bob, 40.0)
         carols = joined(tmp_path / "carol", alice.invite(run.run_id), "--data", str(texts))
         async with carols as carol, trio.open_nursery() as nursery:
@@ -150,7 +129,7 @@ async def test_who_joins_late_by_invite_alone_exchanges_within_a_minute_and_the_
 async def test_a_node_that_slept_comes_back_with_newer_weights(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
-    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+    async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
         bob.process.send_signal(signal.SIGSTOP)
         await alice.says(bob.name, "is gone")
         # One round more is behind; one ends when it wakes; and its news of the other is up to two rounds old.
@@ -176,17 +155,6 @@ async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: Sig
         assert peer_id_of(bootstrap.author) == bootstrap.peer_id
 
 
-async def test_who_cannot_join_says_which_step_failed(tmp_path: Path, run: SignedManifest) -> None:
-    async with joined(tmp_path / "alice") as alice:
-        await alice.says("which run?")
-        assert await alice.process.wait() == Exit.BAD_INPUT
-    async with joined(
-        tmp_path / "bob", str(tmp_path / "run.manifest"), "--data", str(tmp_path / "run.manifest")
-    ) as bob:
-        await bob.says("too little text")
-        assert await bob.process.wait() == Exit.TRAINER_FAILED
-
-
 async def test_what_a_node_writes_is_its_owners_alone_and_a_second_daemon_is_refused(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
@@ -202,40 +170,39 @@ async def test_what_a_node_writes_is_its_owners_alone_and_a_second_daemon_is_ref
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         async with joined(home, str(tmp_path / "run.manifest"), "--data", str(texts)) as again:
             await again.says("another farandole process", str(alice.process.pid))
-            assert await again.process.wait() == Exit.HOME_IN_USE
+            assert await again.ends() == Exit.HOME_IN_USE
 
 
-async def test_a_machine_that_can_never_hold_the_model_is_told_so_before_any_peer_is_dialled(tmp_path: Path) -> None:
-    """The check needs only the manifest, for the CPU, and neither torch nor a peer."""
-    model = {"num_layers": 500, "width": 65_536, "num_heads": 512, "hidden": 262_144, "context": 16, "vocabulary": 256}
-    write_run(tmp_path, small_manifest(model=model))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--device", "cpu") as alice:
-        told = await alice.says("error: this run's model needs", "of memory here")
-        assert "a run of a smaller model" in told
-        assert not any("listening on" in line for line in alice.said)
-        with trio.fail_after(PATIENCE):
-            assert await alice.process.wait() == Exit.TRAINER_FAILED
+LARGE = {"num_layers": 500, "width": 65_536, "num_heads": 512, "hidden": 262_144, "context": 16, "vocabulary": 256}
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("model", "options", "words"),
     [
-        ((), "this run trains on text that each node brings, and none is named; name some with --data PATH"),
-        (("--data", "text", "--device", "gpu"), "no device is called 'gpu'"),
-        (("--data", "empty"), "there is nothing to read in"),
+        (LARGE, ("--device", "cpu"), "this run's model needs"),
+        (TINY, (), "this run trains on text that each node brings, and none is named; name some with --data PATH"),
+        (TINY, ("--data", "text", "--device", "gpu"), "no device is called 'gpu'"),
+        (TINY, ("--data", "empty"), "there is nothing to read in"),
     ],
 )
 async def test_what_the_trainer_lacks_is_told_before_any_peer_is_dialled(
-    tmp_path: Path, run: SignedManifest, options: tuple[str, ...], words: str
+    tmp_path: Path, model: dict[str, int], options: tuple[str, ...], words: str
 ) -> None:
+    write_run(tmp_path, small_manifest(model=model))
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("text")
     given = [str(tmp_path / option) if option in ("empty", "text") else option for option in options]
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *given) as alice:
         await alice.says("error:", words)
         assert not any("listening on" in line for line in alice.said)
-        with trio.fail_after(PATIENCE):
-            assert await alice.process.wait() == Exit.TRAINER_FAILED
+        assert await alice.ends() == Exit.TRAINER_FAILED
+
+
+async def test_text_that_is_too_short_ends_the_node(tmp_path: Path, run: SignedManifest) -> None:
+    manifest = str(tmp_path / "run.manifest")
+    async with joined(tmp_path / "bob", manifest, "--data", manifest) as bob:
+        await bob.says("too little text")
+        assert await bob.ends() == Exit.TRAINER_FAILED
 
 
 async def test_a_newcomer_without_the_runs_text_is_told_before_it_fetches_weights(

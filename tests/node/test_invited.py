@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,39 +15,26 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
-from farandole.node.base.identity import load_or_create_key
 from farandole.node.control_methods import admission_handlers
-from farandole.node.join.invites import own_invite
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.invitations import Admission, InviteSecret, decode_admission, decode_secret, sign_witness
 from farandole.protocol.run.invite import decode_invite
-from farandole.protocol.run.manifest import sign_manifest
 from farandole.protocol.state.entries import AdmissionProof, Kind, Member, Payload, Signed, deltas_of
 from farandole.protocol.state.push import MAX_BATCH_BYTES, PROTOCOL, Batch
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 from farandole.protocol.wire.messagepack import encode
 
-from ..patience import PATIENCE
-from .daemons import Daemon, joined
+from .daemons import Daemon, farandole, joined
 from .hosts import LOOPBACK
-from .small_runs import small_manifest
-
-
-async def invite_by(daemon: Daemon, quota: int = 0, uses: int = 1) -> str:
-    return await trio.to_thread.run_sync(lambda: own_invite(daemon.home, daemon.addresses, quota=quota, uses=uses))
+from .small_runs import small_manifest, write_run
 
 
 async def revoke(daemon: Daemon, key: bytes) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = await daemon.ask("admit", keys=[key.hex()], is_admitted=False, keeps_invites=False)
     return rows
-
-
-async def ends(daemon: Daemon) -> int:
-    with trio.fail_after(PATIENCE):
-        return await daemon.process.wait()
 
 
 async def test_a_node_that_is_not_in_its_run_invites_nobody(autojump_clock: trio.testing.MockClock) -> None:
@@ -61,27 +47,23 @@ async def test_a_node_that_is_not_in_its_run_invites_nobody(autojump_clock: trio
 
 async def test_who_is_invited_trains_and_nobody_else(tmp_path: Path, texts: Path) -> None:
     home, data = tmp_path / "alice", ("--data", str(texts))
-    home.mkdir(mode=0o700)
-    inner = {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}
-    run = sign_manifest(small_manifest(inner=inner, admission="invited"), load_or_create_key(home / "key"))
-    (tmp_path / "run.manifest").write_bytes(run.encode())
+    run = write_run(tmp_path, small_manifest(admission="invited"), creator=home)
     async with joined(home, str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("this node is")
-        invite = await invite_by(alice, quota=1, uses=2)  # it may not be in its run yet
+        invite = await alice.own_invite(quota=1, uses=2)  # it may not be in its run yet
         await alice.says("step")
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("averaged with", alice.name)
-            of_bob = await invite_by(bob)
+            of_bob = await bob.own_invite()
             with pytest.raises(ControlError, match="0 more seats"):
-                await invite_by(bob)
+                await bob.own_invite()
 
-            visited = [sys.executable, "-m", "farandole.node", "checkpoint", "list", await invite_by(alice)]
-            answer = await trio.run_process([*visited, "--listen", "/ip4/127.0.0.1/tcp/0"], check=False)
-            assert answer.returncode == Exit.OK, "a visitor takes a seat, too"
+            visit = await farandole(tmp_path / "visitor", "checkpoint", "list", await alice.own_invite())
+            assert visit.code == Exit.OK, "a visitor takes a seat, too"
 
             async with joined(tmp_path / "eve", alice.invite(run.run_id), *data) as eve:
                 assert "ask one of them for an invite" in await eve.says("do not admit this node")
-                assert await ends(eve) == Exit.CANNOT_JOIN
+                assert await eve.ends() == Exit.CANNOT_JOIN
 
             async with joined(tmp_path / "carol", of_bob, *data) as carol:
                 await carol.says("averaged with")
@@ -92,7 +74,7 @@ async def test_who_is_invited_trains_and_nobody_else(tmp_path: Path, texts: Path
                 assert (rows[bob.name] or "")[-8:] == alice.name
                 assert (rows[carol.name] or "")[-8:] == bob.name
                 with pytest.raises(ControlError, match="may not invite"):
-                    await invite_by(carol)
+                    await carol.own_invite()
                 with pytest.raises(ControlError, match="only the run's creator"):
                     await revoke(bob, run.creator)
 
@@ -101,7 +83,7 @@ async def test_who_is_invited_trains_and_nobody_else(tmp_path: Path, texts: Path
                 await alice.until(lambda status: status.run.members_live == 1)
                 async with joined(tmp_path / "bob again", invite, *data) as again:  # the other seat of the invite
                     assert "revoked" in await again.says("do not admit")
-                    assert await ends(again) == Exit.CANNOT_JOIN
+                    assert await again.ends() == Exit.CANNOT_JOIN
 
 
 def signed_by_thief(
@@ -135,13 +117,11 @@ def signed_by_thief(
 
 async def test_a_holder_of_an_invite_for_several_expels_nobody(tmp_path: Path, texts: Path) -> None:
     home, data = tmp_path / "alice", ("--data", str(texts))
-    home.mkdir(mode=0o700)
-    run = sign_manifest(small_manifest(admission="invited"), load_or_create_key(home / "key"))
-    (tmp_path / "run.manifest").write_bytes(run.encode())
+    run = write_run(tmp_path, small_manifest(admission="invited"), creator=home)
     thief = Ed25519PrivateKey.generate()
     async with joined(home, str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("step")
-        invite = await invite_by(alice, uses=2)
+        invite = await alice.own_invite(uses=2)
         async with (
             joined(tmp_path / "bob", invite, *data) as bob,
             open_host(thief, LOOPBACK) as host,

@@ -8,34 +8,31 @@ import time
 from pathlib import Path
 
 import pytest
-import trio
 
-from .daemons import Daemon, joined
+from farandole.node.status.status import NodeStatus
+
+from .daemons import Daemon, joined, two_that_average
 from .small_runs import small_manifest, write_run
 
 ROUND_SECONDS, EXCHANGE_SECONDS = 1.0, 2.0
 NUM_KILLS = 10
 
 
-async def wait_until_gone(watcher: Daemon, peer_name: str) -> float:
-    """Return the Unix time at which the watcher's member list no longer shows the peer as live."""
-    while True:
-        status = await watcher.ask("status")
-        if not any(member["is_live"] for member in status["members"] if member["peer_id"].endswith(peer_name)):
-            return time.time()
-        await trio.sleep(0.02)
-
-
-async def next_average(watcher: Daemon, partner_name: str, after: float) -> float:
+async def next_average(watcher: Daemon, partner: str, after: float) -> float:
     """Return the Unix time when the watcher's next committed exchange with the partner after ``after`` began."""
-    while True:
-        status = await watcher.ask("status")
-        last = status["last_exchange"]
-        if last and last["verdict"] == "committed" and last["partner"].endswith(partner_name):
-            began_at = last["ended_at"] - last["seconds"]
-            if began_at > after:
-                return float(began_at)
-        await trio.sleep(0.02)
+
+    def began_at(status: NodeStatus) -> float:
+        last = status.last_exchange
+        is_theirs = last is not None and last.verdict == "committed" and last.partner.endswith(partner)
+        return last.ended_at - last.seconds if last is not None and is_theirs else 0.0
+
+    return began_at(await watcher.until(lambda status: began_at(status) > after))
+
+
+async def seconds_until_gone(watcher: Daemon, peer: str, since: float) -> float:
+    """Return the seconds until the watcher's member list no longer shows the peer as live."""
+    await watcher.until(lambda status: not any(each.is_live and each.peer_id.endswith(peer) for each in status.members))
+    return time.time() - since
 
 
 @pytest.mark.soak
@@ -44,21 +41,15 @@ async def test_one_of_three_is_killed_again_and_again(tmp_path: Path, texts: Pat
     signed = write_run(tmp_path, small_manifest(rounds=rounds))
     data = ("--data", str(texts), "--slow", "3")
     averages, lists = [], []
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("trainer ready")
-        invite = alice.invite(signed.run_id)
-        async with joined(tmp_path / "bob", invite, *data) as bob:
-            await bob.says("averaged with", alice.name)
-            for _ in range(NUM_KILLS):
-                async with joined(tmp_path / "carol", invite, *data) as carol:
-                    await carol.says("averaged with")
-                    await alice.says("averaged with", carol.name)
-                    await carol.end(signal.SIGKILL)
-                    killed_at = time.time()
-                    with trio.fail_after(60):
-                        averages.append(await next_average(alice, bob.name, killed_at) - killed_at)
-                        lists.append(await wait_until_gone(alice, carol.name) - killed_at)
-                        lists.append(await wait_until_gone(bob, carol.name) - killed_at)
+    async with two_that_average(tmp_path, signed.run_id, *data) as (alice, bob):
+        for _ in range(NUM_KILLS):
+            async with joined(tmp_path / "carol", alice.invite(signed.run_id), *data) as carol:
+                await carol.says("averaged with")
+                await alice.says("averaged with", carol.name)
+                await carol.end(signal.SIGKILL)
+                killed_at = time.time()
+                averages.append(await next_average(alice, bob.name, killed_at) - killed_at)
+                lists += [await seconds_until_gone(each, carol.name, killed_at) for each in (alice, bob)]
     deadline = ROUND_SECONDS + EXCHANGE_SECONDS
     print(
         f"\nkill -9 of one of three, {NUM_KILLS} times; rounds of {ROUND_SECONDS:g} s, "

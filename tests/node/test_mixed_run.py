@@ -8,12 +8,10 @@ from pathlib import Path
 import msgspec
 
 from .cluster_member import MODEL
-from .daemons import joined, started
-from .loops import loop
+from .daemons import TORCHRUN, joined, loop, started
 from .small_runs import small_manifest, write_run
 
 PROGRAM = str(Path(__file__).with_name("cluster_member.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 async def test_a_cluster_and_built_in_trainers_average_and_newcomers_take_weights_from_either(
@@ -21,8 +19,6 @@ async def test_a_cluster_and_built_in_trainers_average_and_newcomers_take_weight
 ) -> None:
     """Alice trains by herself, Bob is a cluster of two ranks that comes later, Carol comes when Alice is gone."""
     run = write_run(tmp_path, small_manifest(model=msgspec.to_builtins(MODEL)))
-    meeting = tmp_path / "meeting"
-    meeting.mkdir()
     bobs, data = tmp_path / "bob", ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
@@ -31,8 +27,7 @@ async def test_a_cluster_and_built_in_trainers_average_and_newcomers_take_weight
         async with started(bobs, "join", alice.invite(run.run_id), *settings, "--checkpoint-seconds", "1") as bob:
             await bob.says("waiting for a loop to attach")
             await bob.hears_of_a_round(alice.name)
-            arguments = ("attached", "1", "1000000", str(meeting), "1")
-            async with loop(bobs, *arguments, program=(*TORCHRUN, PROGRAM)) as ranks:
+            async with loop(bobs, program=(*TORCHRUN, PROGRAM)) as ranks:
                 await bob.says("weights of round", alice.name, "hashes verified")
                 await bob.says("trainer ready", "resumed at round")
                 await ranks.says("rank 0 begins at round")

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import pytest
-import trio
 
 from farandole.node.base.project import VERSION
 from farandole.node.state.store import open_store
@@ -21,32 +14,10 @@ from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.state.entries import Kind, Signed, decode_delta
 from farandole.protocol.wire.identity import public_key_of
 
-from ..next_release import sitecustomize
 from ..next_release.sitecustomize import VERSION as NEXT_VERSION
-from .daemons import Daemon, joined
-from .small_runs import small_manifest, write_run
+from .daemons import farandole, joined, other_source, two_that_average
 
-FOLDER = Path(sitecustomize.__file__).parent
 PLAN = 19
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> SignedManifest:
-    return write_run(tmp_path, small_manifest())
-
-
-@asynccontextmanager
-async def joined_next(how: str, home: Path, *arguments: str) -> AsyncIterator[Daemon]:
-    """Run a daemon of the next release."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NEXT_RELEASE", how)
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH", "")))))
-        starting = joined(home, *arguments)
-        daemon = await starting.__aenter__()
-    try:
-        yield daemon
-    finally:
-        await starting.__aexit__(None, None, None)
 
 
 async def stored_of(home: Path, author: bytes) -> list[Signed]:
@@ -55,40 +26,29 @@ async def stored_of(home: Path, author: bytes) -> list[Signed]:
         return list(decode_delta((await store.load_authors())[author]).entries)
 
 
-def peers_text(home: Path) -> str:
-    command = [sys.executable, "-m", "farandole.node", "peers", "--home", str(home)]
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
-    ).stdout
-
-
 async def test_two_releases_train_together_and_keep_what_only_one_of_them_knows(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
     data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        async with joined_next("entries", tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
-            await bob.says("averaged with", alice.name)
-            await alice.says("averaged with", bob.name)
+    async with two_that_average(tmp_path, run.run_id, *data, bobs=other_source("entries")) as (alice, bob):
+        await alice.says("averaged with", bob.name)
 
-            def is_seen(status: NodeStatus) -> bool:
-                return status.run.versions == {VERSION: 1, NEXT_VERSION: 1}
+        def is_seen(status: NodeStatus) -> bool:
+            return status.run.versions == {VERSION: 1, NEXT_VERSION: 1}
 
-            status = await alice.until(is_seen)
-            assert (await bob.until(is_seen)).version == NEXT_VERSION
-            assert status.release_conflict is None
-            text = await trio.to_thread.run_sync(peers_text, alice.home)
-            assert NEXT_VERSION in text
-            author = public_key_of((await bob.status()).peer_id)
+        status = await alice.until(is_seen)
+        assert (await bob.until(is_seen)).version == NEXT_VERSION
+        assert status.release_conflict is None
+        assert NEXT_VERSION in (await farandole(alice.home, "peers")).out
+        author = public_key_of((await bob.status()).peer_id)
 
-            # Carol, of this release, gets Bob's entries from Alice too, and Dave, of the next one, reads them there.
-            async with joined(tmp_path / "carol", alice.invite(run.run_id), *data) as carol:
-                await carol.says("averaged with")
-                await carol.end(signal.SIGTERM)
-            await alice.end(signal.SIGTERM)
-            await bob.says(alice.name, "is gone")
-            assert not [line for daemon in (alice, bob, carol) for line in daemon.said if "release" in line]
+        # Carol, of this release, gets Bob's entries from Alice too.
+        async with joined(tmp_path / "carol", alice.invite(run.run_id), *data) as carol:
+            await carol.says("averaged with")
+            await carol.end(signal.SIGTERM)
+        await alice.end(signal.SIGTERM)
+        await bob.says(alice.name, "is gone")
+        assert not [line for daemon in (alice, bob, carol) for line in daemon.said if "release" in line]
     for home in (alice.home, carol.home):
         bodies = [msgspec.msgpack.decode(signed.body) for signed in await stored_of(home, author)]
         fields = {kind: payload for kind, _, _, payload in bodies}
@@ -102,7 +62,7 @@ async def test_nodes_that_cannot_average_say_so_at_both_ends_with_the_remedy(
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
-        async with joined_next("exchange", tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
+        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, env=other_source("exchange")) as bob:
             told = await alice.says("warning:", f"1 connected peer runs farandole {NEXT_VERSION}")
             assert "upgrade this node" in told
             told = await bob.says("warning:", f"1 connected peer runs farandole {VERSION}")
@@ -110,8 +70,7 @@ async def test_nodes_that_cannot_average_say_so_at_both_ends_with_the_remedy(
             status = await alice.until(lambda status: any(member.is_apart for member in status.members))
             assert status.release_conflict is not None
             assert status.release_conflict.newer == (NEXT_VERSION,)
-            text = await trio.to_thread.run_sync(peers_text, alice.home)
-            assert "other release" in text
+            assert "other release" in (await farandole(alice.home, "peers")).out
             await alice.says("alone: no peer is live")
             assert not [line for line in alice.said if "failed" in line]
 
@@ -122,7 +81,7 @@ async def test_a_node_that_reads_no_members_run_state_learns_that_its_release_is
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
-        async with joined_next("state", tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
+        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, env=other_source("state")) as bob:
             told = await bob.says("warning:", f"1 connected peer runs farandole {VERSION}")
             assert "cannot average" in told
             await alice.says("warning:", f"1 connected peer runs farandole {NEXT_VERSION}", "upgrade this node")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +17,28 @@ from farandole.node.own_loop.attachment import NodeError
 from farandole.node.own_loop.child_node import run_of_node
 from farandole.node.own_loop.noloco import NoLoCo
 
-from ..patience import PATIENCE
-from .daemons import started
-from .loops import EXAMPLE, invite_to, loop, node_of_a_loop, ranks_of
+from .daemons import EXAMPLE, TORCHRUN, Daemon, loop, node_of_a_loop, ranks_of, started
+
+ENDLESS = ("--round-seconds", "1", "--steps", "1000000")
+
+
+@asynccontextmanager
+async def node_for_a_loop(home: Path, invite: str) -> AsyncIterator[Daemon]:
+    """Run a node to which a loop can attach."""
+    settings = ("--heartbeat-seconds", "1", "--step-seconds", "0.05", "--checkpoint-seconds", "1")
+    async with started(home, "join", invite, "--trainer", "external", *settings) as node:
+        await node.says("waiting for a loop to attach")
+        yield node
 
 
 async def test_two_loops_train_together_and_one_is_killed(tmp_path: Path) -> None:
     """Alice's loop starts its own node; Bob's attaches to a running one, which outlives it."""
     run, bobs = tmp_path / "run", tmp_path / "bob"
-    create = ("--create", str(run), "--round-seconds", "1", "--steps", "1000000")
-    async with loop(tmp_path / "alice", *create) as alice:
+    async with loop(tmp_path / "alice", "--create", str(run), *ENDLESS) as alice:
         await alice.says("step 0, round 0")
         async with node_of_a_loop(run) as alices_node:
-            invite = await invite_to(run)
-            join = ("join", invite, "--trainer", "external", "--heartbeat-seconds", "1", "--step-seconds", "0.05")
-            async with started(bobs, *join, "--checkpoint-seconds", "1") as node:
-                await node.says("waiting for a loop to attach")
+            invite = await alices_node.own_invite()
+            async with node_for_a_loop(bobs, invite) as node:
                 async with loop(bobs, invite, "--steps", "1000000") as bob:
                     await bob.says("step 0")
                     await node.says("averaged with")
@@ -63,7 +71,7 @@ async def test_a_loop_whose_node_is_gone_fails_in_its_step(tmp_path: Path) -> No
 
 async def test_a_node_that_a_killed_loop_has_started_is_taken_over_and_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    async with loop(tmp_path / "alice", "--create", str(run), "--round-seconds", "1", "--steps", "1000000") as alice:
+    async with loop(tmp_path / "alice", "--create", str(run), *ENDLESS) as alice:
         await alice.says("step 0")
         await alice.end(signal.SIGKILL)
     async with node_of_a_loop(run) as node:
@@ -71,13 +79,13 @@ async def test_a_node_that_a_killed_loop_has_started_is_taken_over_and_ended(tmp
         async with loop(tmp_path / "alice", str(run), "--steps", "2") as again:
             await again.says("step 0")
             assert (await node.status()).pid == pid
-            assert await again.process.wait() == 0
+            assert await again.ends() == 0
         assert not await trio.to_thread.run_sync(run_of_node, run)
 
 
 async def test_a_loop_waits_while_its_node_rests(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    async with loop(tmp_path / "alice", "--create", str(run), "--round-seconds", "1", "--steps", "1000000") as alice:
+    async with loop(tmp_path / "alice", "--create", str(run), *ENDLESS) as alice:
         await alice.says("step 0")
         async with node_of_a_loop(run) as node:
             resting = await node.until(lambda status: status.round > 0)
@@ -114,13 +122,11 @@ async def test_when_the_loop_fails_in_one_rank_all_of_them_end(tmp_path: Path, m
     program = tmp_path / "failing.py"
     program.write_text(FAILING)
     monkeypatch.chdir(tmp_path)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    async with loop(tmp_path / "home", program=(*torchrun, str(program))) as ranks:
+    async with loop(tmp_path / "home", program=(*TORCHRUN, str(program))) as ranks:
         await ranks.says("begun")
         async with node_of_a_loop(tmp_path / "run"):
             await ranks.says("RuntimeError: this rank fails")
-            with trio.fail_after(PATIENCE):
-                assert await ranks.process.wait() != 0
+            assert await ranks.ends() != 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found as Linux lists a process's children")
@@ -128,16 +134,14 @@ async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_ba
     tmp_path: Path,
 ) -> None:
     run, bobs = tmp_path / "run", tmp_path / "bob"
-    create = ("--create", str(run), "--round-seconds", "1", "--steps", "1000000")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    create = ("--create", str(run), *ENDLESS)
     async with loop(tmp_path / "alice", *create) as alice:
         await alice.says("step 0, round 0")
         async with node_of_a_loop(run) as alices_node:
-            join = ("join", await invite_to(run), "--trainer", "external", "--heartbeat-seconds", "1")
-            async with started(bobs, *join, "--step-seconds", "0.05", "--checkpoint-seconds", "1") as node:
-                await node.says("waiting for a loop to attach")
-                program = (*torchrun, str(EXAMPLE.with_name("cluster.py")))
-                async with loop(bobs, await invite_to(run), "--steps", "1000000", program=program) as bob:
+            invite = await alices_node.own_invite()
+            async with node_for_a_loop(bobs, invite) as node:
+                program = (*TORCHRUN, "--max-restarts", "1", str(EXAMPLE.with_name("cluster.py")))
+                async with loop(bobs, invite, "--steps", "1000000", program=program) as bob:
                     await node.says("averaged with")
                     status = await alices_node.until(lambda status: status.exchanges_ok > 0)
                     assert len([member for member in status.members if not member.has_left]) == 2, "two ranks are one"

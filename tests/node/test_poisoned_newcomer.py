@@ -23,7 +23,7 @@ from farandole.protocol.wire.identity import short_name
 from ..patience import PATIENCE
 from ..protocol.authors import author_of
 from .daemons import POLL_INTERVAL, Daemon, joined
-from .liars import Floats, fresh_start, noise_like, open_liar, write_poison
+from .outsiders import Floats, fresh_start, noise_like, open_liar, write_poison
 from .small_runs import TINY, small_manifest, write_run
 
 LIARS: Final = (501, 502)

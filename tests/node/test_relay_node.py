@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import urllib.request
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,6 +29,7 @@ from .hosts import host_at_loopback
 from .relayed import open_home, open_public
 
 RUN, OTHER_RUN = b"r" * 32, b"o" * 32
+TO_NOBODY = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
 
 
 def invite_to(run: bytes, host: Host) -> str:
@@ -111,25 +109,20 @@ async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
             assert await relay.end(signal.SIGTERM) == Exit.OK
 
 
-async def test_it_says_that_it_waits_for_its_first_member(tmp_path: Path) -> None:
-    nobody = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
-    async with started(tmp_path / "relay", "relay", nobody, "--no-mdns") as relay:
-        await relay.says("listening on")
-        status = await relay.until(lambda status: bool(status.waits_for))
-        found = headline(status, status.at)
-        assert found.level == "busy"
-        assert found.text.startswith("waiting for a member: on its machine, `farandole dial /ip4/")
-
-
 async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembered(tmp_path: Path) -> None:
-    nobody = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
     async with open_public() as alice:
-        async with started(tmp_path / "relay", "relay", nobody, "--no-mdns") as relay:
+        async with started(tmp_path / "relay", "relay", TO_NOBODY, "--no-mdns") as relay:
             told = await relay.says("farandole dial /ip4/")
             assert told.split()[-1] in relay.addresses
+            status = await relay.until(lambda status: bool(status.waits_for))
+            found = headline(status, status.at)
+            assert (found.level, found.text.partition(" /ip4/")[0]) == (
+                "busy",
+                "waiting for a member: on its machine, `farandole dial",
+            )
 
             async def dial(address: str) -> str:
-                return str(await trio.to_thread.run_sync(lambda: call(relay.home, "dial", address=address)))
+                return str(await relay.ask("dial", address=address))
 
             for address, problem in (
                 (f"/ip4/127.0.0.1/tcp/1/p2p/{alice.peer_id}", "does not answer"),
@@ -140,21 +133,10 @@ async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembere
                     await dial(address)
             for method in (*admission_handlers(lambda: None), "pause"):
                 with pytest.raises(ControlError, match="a relay runs here"):
-                    await trio.to_thread.run_sync(partial(call, relay.home, method))
+                    await relay.ask(method)
             assert await dial(alice.addresses[0]) == f"connected to {alice.peer_id}"
             assert author_of(relay) in alice.connected
             assert await relay.end(signal.SIGTERM) == Exit.OK
         async with started(tmp_path / "relay", "relay", "--no-mdns") as relay:
             await relay.says("listening on")
             await relay.until(lambda status: status.connected_peers == 1)
-
-
-async def test_without_a_run_it_says_what_it_needs(tmp_path: Path) -> None:
-    async with started(tmp_path / "relay", "relay") as relay:
-        await relay.says("which run? Give an invite")
-        assert await relay.process.wait() == Exit.BAD_INPUT
-
-
-def test_it_never_imports_torch() -> None:
-    code = "import sys, farandole.node.cli, farandole.node.relay_node; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

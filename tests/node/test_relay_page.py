@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,11 +19,12 @@ from farandole.node.status.status import RunStatus
 from farandole.node.ui.dashboard.app import PAGE
 from farandole.node.ui.reporting import run_status
 from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.wire.errors import FarandoleError
 
 from ..patience import PATIENCE
 from .daemons import PACE, joined, started
-from .small_runs import small_manifest, write_run
+from .relayed import until
 from .statuses import STATUS
 from .ui.dashboard.test_browser import CHROMIUM, open_browser
 
@@ -99,16 +99,7 @@ class QuietFiles(SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(PATIENCE):
-        while True:
-            if condition():
-                return
-            await trio.sleep(0.1)
-
-
-async def test_a_relay_writes_a_runs_page(tmp_path: Path, texts: Path) -> None:
-    run = write_run(tmp_path, small_manifest())
+async def test_a_relay_writes_a_runs_page(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
     folder = tmp_path / "page"
 
     def shows_the_member() -> bool:
@@ -124,21 +115,18 @@ async def test_a_relay_writes_a_runs_page(tmp_path: Path, texts: Path) -> None:
         await node.says("round 1")
         async with started(tmp_path / "relay", "relay", node.invite(run.run_id), "--page", str(folder)) as relay:
             await relay.says("public page")
-            await until(shows_the_member)
+            with trio.fail_after(PATIENCE):
+                await until(shows_the_member)
             assert await relay.end(signal.SIGTERM) == Exit.OK
         (folder / RUN_FILE).unlink()
         async with started(tmp_path / "relay", "relay", "--page", str(folder)) as relay:  # without an invite
-            await until(shows_the_member)
+            with trio.fail_after(PATIENCE):
+                await until(shows_the_member)
             assert await relay.end(signal.SIGTERM) == Exit.OK
 
 
 async def test_a_page_is_of_one_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path, small_manifest())
-    written(tmp_path / "page")
-    invites = encode_invite(Invite(run.run_id)), encode_invite(Invite(b"o" * 32))
+    invites = encode_invite(Invite(RUN)), encode_invite(Invite(b"o" * 32))
     async with started(tmp_path / "relay", "relay", *invites, "--page", str(tmp_path / "other")) as relay:
         await relay.says("--page is for a relay of one run")
-        assert await relay.process.wait() == Exit.BAD_INPUT
-    async with started(tmp_path / "second", "relay", invites[0], "--page", str(tmp_path / "page")) as relay:
-        await relay.says("name another folder")
-        assert await relay.process.wait() != Exit.OK
+        assert await relay.ends() == Exit.BAD_INPUT

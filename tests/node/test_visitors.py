@@ -2,58 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
-from farandole.node.join.invites import own_invite
 from farandole.protocol.run.invite import Invite, encode_invite
-from farandole.protocol.run.manifest import SignedManifest, sign_manifest
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
-from ..patience import PATIENCE
-from .daemons import Daemon, joined
-from .small_runs import small_manifest
-
-
-async def command(home: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a command with this data directory."""
-    options = ("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0")
-    with trio.fail_after(PATIENCE):
-        return await trio.run_process(
-            [sys.executable, "-m", "farandole.node", *words, *options],
-            check=False,
-            capture_stdout=True,
-            capture_stderr=True,
-            env={**os.environ, "FARANDOLE_MDNS": "false"},
-        )
+from .daemons import Daemon, farandole, joined
+from .small_runs import small_manifest, write_run
 
 
 async def does_pull(home: Path, *invite: str) -> bool:
     to = home.parent / f"model-{len(list(home.parent.iterdir()))}"
-    answer = await command(home, "checkpoint", "pull", *invite, "--to", str(to))
-    assert answer.returncode == Exit.OK, answer.stderr.decode()
+    answer = await farandole(home, "checkpoint", "pull", *invite, "--to", str(to))
+    assert answer.code == Exit.OK, answer.err
     return (to / "checkpoint.safetensors").exists()
 
 
 async def refusal(home: Path, *words: str) -> str:
-    answer = await command(home, *words)
-    assert answer.returncode == Exit.BAD_INPUT, answer.stdout.decode()
-    return re.sub(r"\s+", " ", answer.stderr.decode())
-
-
-def write_run(home: Path, admission: object) -> SignedManifest:
-    home.mkdir(mode=0o700)
-    run = sign_manifest(small_manifest(admission=admission), load_or_create_key(home / "key"))
-    (home.parent / "run.manifest").write_bytes(run.encode())
-    return run
+    answer = await farandole(home, *words)
+    assert answer.code == Exit.BAD_INPUT, answer.out
+    return answer.err
 
 
 async def members_of(daemon: Daemon) -> set[str]:
@@ -64,10 +36,10 @@ async def test_an_invited_member_pulls_and_audits_by_its_data_directory_and_a_st
     tmp_path: Path, texts: Path
 ) -> None:
     data = ("--data", str(texts))
-    run = write_run(tmp_path / "alice", "invited")
+    run = write_run(tmp_path, small_manifest(admission="invited"), creator=tmp_path / "alice")
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("step")
-        invite = await trio.to_thread.run_sync(lambda: own_invite(alice.home, alice.addresses))
+        invite = await alice.own_invite()
         async with joined(tmp_path / "carol", invite, *data) as carol:
             await carol.says("averaged with", alice.name)
             assert await does_pull(carol.home), "by its node, which may not invite others"
@@ -75,7 +47,7 @@ async def test_an_invited_member_pulls_and_audits_by_its_data_directory_and_a_st
             members = await members_of(alice)
         home = tmp_path / "carol"
         assert await does_pull(home, invite), "without its node"
-        assert (await command(home, "checkpoint", "list", invite)).returncode == Exit.OK
+        assert (await farandole(home, "checkpoint", "list", invite)).code == Exit.OK
         assert "this run has no audits" in await refusal(home, "run", "audit", invite, *data)
 
         stranger, anybodys = tmp_path / "eve", encode_invite(Invite(run.run_id, alice.addresses))
@@ -94,7 +66,7 @@ async def test_a_listed_member_pulls_by_its_data_directory_and_a_stranger_reads_
     data = ("--data", str(texts))
     (tmp_path / "bob").mkdir(mode=0o700)
     bobs = peer_id_of(public_bytes(load_or_create_key(tmp_path / "bob" / "key")))
-    run = write_run(tmp_path / "alice", [bobs])
+    run = write_run(tmp_path, small_manifest(admission=[bobs]), creator=tmp_path / "alice")
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("step")
         invite = encode_invite(Invite(run.run_id, alice.addresses))

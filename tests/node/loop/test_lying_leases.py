@@ -14,7 +14,7 @@ from farandole.protocol.state.entries import Beat, Kind, Lease, LeasedSlices
 from farandole.protocol.wire.identity import public_key_of
 
 from ..daemons import joined
-from ..light_member import light_member
+from ..outsiders import light_member
 from .test_epoch import data_of, drawn, num_done, signed_run, write_texts
 
 MAX_MEAN = 1.2

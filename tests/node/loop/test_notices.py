@@ -15,7 +15,7 @@ from farandole.protocol.state.entries import Kind, Notice
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
-from ..light_member import light_member
+from ..outsiders import light_member
 from ..small_runs import small_manifest
 
 

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import http.client
 import json
 import re
 from pathlib import Path
 
 import msgspec
-import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from farandole.node.status.status import NodeStatus, PipelineStatus
 from farandole.node.ui.exposition import metrics_text
 
-from ..statuses import ALICE, STATUS
-from .dashboard.page import open_page
+from ..statuses import STATUS
 
 GRAFANA = Path(__file__).parents[3] / "grafana" / "farandole.json"
 PIPELINE = PipelineStatus(1, 3, 100, 90, 10, 5, 1, 2, {"deadline": 10}, 1_000, 2_000)
@@ -65,19 +62,3 @@ def test_every_figure_of_the_grafana_dashboard_exists_and_every_figure_has_its_p
     shown = {name for expression in expressions for name in re.findall(r"farandole_\w+", expression)}
     assert shown <= names
     assert names - shown <= {"farandole_stage"}
-
-
-async def test_the_page_s_server_gives_them_to_a_scraper_on_this_machine() -> None:
-    def scrape(port: int) -> tuple[int, str, bytes]:
-        connection = http.client.HTTPConnection("localhost", port, timeout=10)
-        try:
-            connection.request("GET", "/metrics", headers={"User-Agent": "Prometheus/3.0"})
-            response = connection.getresponse()
-            return response.status, response.headers["content-type"], response.read()
-        finally:
-            connection.close()
-
-    async with open_page() as shown:
-        code, kind, body = await trio.to_thread.run_sync(scrape, shown.port)
-    assert (code, kind.partition(";")[0]) == (200, "text/plain")
-    assert ALICE.encode() in body

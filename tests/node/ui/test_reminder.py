@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -64,29 +65,26 @@ def test_a_moment_without_a_remedy_does_not_have_it_printed_again() -> None:
     assert "--start FOLDER" in line
 
 
-def test_a_remedy_that_was_a_warning_is_not_printed_again() -> None:
-    dead = msgspec.structs.replace(
-        STATUS, phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["the trainer died: CUDA error"]
-    )
-    assert indices(*[dead] * 9) == []
+SKEW, CONFLICT = ClockSkew(-3_660.0, 3, is_agreed=True), ReleaseConflict((), ("0.2.0",))
+DIED = ["the trainer died: CUDA error"]
+DEAD = msgspec.structs.replace(STATUS, phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=DIED)
+WRONG = msgspec.structs.replace(STATUS, clock=SKEW, warnings=[": ".join(clock_words(SKEW))])
+SPLIT = msgspec.structs.replace(
+    ALONE, release_conflict=CONFLICT, warnings=[": ".join(release_words(CONFLICT, ALONE.version))]
+)
 
 
-def test_a_wrong_clock_is_printed_as_a_warning_alone_and_reminded_of_when_it_is_wrong_again() -> None:
-    skew = ClockSkew(-3_660.0, 3, is_agreed=True)
-    wrong = msgspec.structs.replace(STATUS, clock=skew, warnings=[": ".join(clock_words(skew))])
-    later = msgspec.structs.replace(wrong, clock=msgspec.structs.replace(skew, seconds=-3_600.0))
-    set_right = msgspec.structs.replace(wrong, clock=None, warnings=[], warned_at=[])
-    again = msgspec.structs.replace(set_right, clock=skew)
-    assert indices(*[wrong] * 4, *[later] * 4) == []
-    assert indices(*[wrong] * 4, set_right, *[again] * 4) == [7]
+@pytest.mark.parametrize("status", [DEAD, WRONG, SPLIT])
+def test_a_remedy_that_was_a_warning_is_not_printed_again(status: NodeStatus) -> None:
+    assert indices(*[status] * 9) == []
 
 
-def test_releases_that_cannot_average_are_printed_as_a_warning_alone() -> None:
-    conflict = ReleaseConflict((), ("0.2.0",))
-    split = msgspec.structs.replace(
-        ALONE, release_conflict=conflict, warnings=[": ".join(release_words(conflict, ALONE.version))]
-    )
-    assert indices(*[split] * 9) == []
+def test_a_wrong_clock_is_reminded_of_when_it_is_wrong_again() -> None:
+    later = msgspec.structs.replace(WRONG, clock=msgspec.structs.replace(SKEW, seconds=-3_600.0))
+    set_right = msgspec.structs.replace(WRONG, clock=None, warnings=[], warned_at=[])
+    again = msgspec.structs.replace(set_right, clock=SKEW)
+    assert indices(*[WRONG] * 4, *[later] * 4) == []
+    assert indices(*[WRONG] * 4, set_right, *[again] * 4) == [7]
 
 
 async def test_a_daemon_prints_it_as_a_warning_and_keeps_it_as_an_event(autojump_clock: MockClock) -> None:

@@ -54,94 +54,88 @@ def test_a_relay_has_no_rows_of_training() -> None:
     assert line(relay, "links").split(maxsplit=1)[1].startswith("1 peer connected")
 
 
-def test_one_of_a_thing_is_not_several() -> None:
-    one = msgspec.structs.replace(STATUS, inner_steps=1, partners={BOB: 1})
-    assert "1 inner step (" in line(one, "progress")
-    assert "committed with 1 partner (" in line(one, "exchanges")
+TRAFFIC = TrafficStatus(limit=100 * 10**9, used=25 * 10**9, is_saved=False, resumes_at=0.0)
+SAVED = msgspec.structs.replace(TRAFFIC, is_saved=True, resumes_at=datetime(2026, 11, 24, 14).timestamp())
+PIPELINE = PipelineStatus(
+    stage=1,
+    in_flight=3,
+    begun=1_300,
+    kept=1_234,
+    dropped=6,
+    rerouted=2,
+    taken_out=1,
+    refused=0,
+    reasons={"out of time": 4, "the round is over": 2},
+    bytes_sent=5_000_000,
+    bytes_received=4_000_000,
+)
+STAGES = msgspec.structs.replace(STATUS.run, providers=[2, 0, 1])
+RELEASES = msgspec.structs.replace(STATUS.run, versions={STATUS.version: 1, "0.0.9": 2})
 
 
-def test_a_peer_that_is_named_is_so_in_the_table_of_members() -> None:
+@pytest.mark.parametrize(
+    ("label", "words", "changes"),
+    [
+        ("progress", "1 inner step (", {"inner_steps": 1}),
+        ("exchanges", "committed with 1 partner (", {"partners": {BOB: 1}}),
+        ("", "2.610 on held-out text after round 5", {"bits_per_byte": None}),
+        ("reached", "not known yet", {}),
+        (
+            "reached",
+            f"by hole punching; through 2 relays: {BOB[-8:]}, vesrelay",
+            {"reachability": "punchable", "relays": [BOB, "12D3KooWdavesrelay"]},
+        ),
+        (
+            "reached",
+            "directly; is a relay for 3 peers, 1 pair talking",
+            {"reachability": "public", "relayed_peers": 3, "relayed_circuits": 1},
+        ),
+        (
+            "traffic",
+            "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)",
+            {"upload_mbit": 5.0, "bytes_sent_per_second": 500_000.0, "bytes_received_per_second": 100_000.0},
+        ),
+        ("this month", "25.0 GB of 100 GB moved", {"traffic": TRAFFIC}),
+        ("this month", "until Tue 24 Nov 14:00", {"traffic": SAVED}),
+        (
+            "microbatches",
+            "1,234 kept, 3 in flight, 6 dropped (4 of them: out of time), 2 sent another way",
+            {"stage": 1, "pipeline": PIPELINE},
+        ),
+        ("loss", "known to stage 0", {"stage": 1, "loss": None, "pipeline": PIPELINE}),
+        ("stage", "2 of 3 (0 to 2); live in each: 2, 0, 1; nobody holds 1", {"stage": 2, "run": STAGES}),
+        ("", "not a member yet", {"phase": "joining", "is_member": False}),
+        ("waits for", "a bootstrap peer", {"phase": "joining", "is_member": False, "waits_for": "a bootstrap peer"}),
+        ("loss", "not measured yet", {"loss": None, "losses": [], "validation": []}),
+        ("last exchange", "none yet", {"last_exchange": None}),
+        ("releases", "2 members run farandole 0.0.9; this node 0.1.0", {"run": RELEASES}),
+        (
+            "releases",
+            "1 connected peer runs farandole 9.8",
+            {"release_conflict": ReleaseConflict(newer=("9.8",))},
+        ),
+    ],
+)
+def test_a_row_says_what_the_status_says(label: str, words: str, changes: dict[str, object]) -> None:
+    status = msgspec.structs.replace(STATUS, **changes)
+    assert words in (line(status, label) if label else shown(status_screen(status, NOW)))
+
+
+def test_the_table_of_members_has_remarks_stages_and_releases_where_there_are_any() -> None:
+    plain = shown(members_table(STATUS.members, [3]))
+    assert "stage" not in plain
+    assert "version" not in plain
     table = members_table(STATUS.members, remarks={BOB: "flooded this node (invited by GWsfZmfG)"})
     assert f"{BOB[-8:]} flooded this node (invited by GWsfZmfG)" in shown(table)
-
-
-def test_without_known_bytes_the_held_out_loss_stands_alone() -> None:
-    text = shown(status_screen(msgspec.structs.replace(STATUS, bits_per_byte=None), NOW))
-    assert "2.610 on held-out text after round 5" in text
-
-
-def test_how_a_node_is_reached_and_for_whom_it_relays_is_shown() -> None:
-    assert "not known yet" in line(STATUS, "reached")
-    home = msgspec.structs.replace(STATUS, reachability="punchable", relays=[BOB, "12D3KooWdavesrelay"])
-    assert f"by hole punching; through 2 relays: {BOB[-8:]}, vesrelay" in line(home, "reached")
-    relay = msgspec.structs.replace(STATUS, reachability="public", relayed_peers=3, relayed_circuits=1)
-    assert "directly; is a relay for 3 peers, 1 pair talking" in line(relay, "reached")
-
-
-def test_the_caps_and_what_moves_are_shown() -> None:
-    capped = msgspec.structs.replace(
-        STATUS, upload_mbit=5.0, bytes_sent_per_second=500_000.0, bytes_received_per_second=100_000.0
-    )
-    assert "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)" in line(capped, "traffic")
-
-
-def test_a_months_traffic_is_shown_where_it_is_bounded() -> None:
-    traffic = TrafficStatus(limit=100 * 10**9, used=25 * 10**9, is_saved=False, resumes_at=0.0)
-    assert "25.0 GB of 100 GB moved" in line(msgspec.structs.replace(STATUS, traffic=traffic), "this month")
-    saved = msgspec.structs.replace(traffic, is_saved=True, resumes_at=datetime(2026, 11, 24, 14).timestamp())
-    assert "until Tue 24 Nov 14:00" in line(msgspec.structs.replace(STATUS, traffic=saved), "this month")
-
-
-def test_what_becomes_of_microbatches_is_shown_where_there_are_stages() -> None:
-    pipeline = PipelineStatus(
-        stage=1,
-        in_flight=3,
-        begun=1_300,
-        kept=1_234,
-        dropped=6,
-        rerouted=2,
-        taken_out=1,
-        refused=0,
-        reasons={"out of time": 4, "the round is over": 2},
-        bytes_sent=5_000_000,
-        bytes_received=4_000_000,
-    )
-    staged = msgspec.structs.replace(STATUS, stage=1, loss=None, pipeline=pipeline)
-    shown_line = line(staged, "microbatches")
-    assert "1,234 kept, 3 in flight, 6 dropped (4 of them: out of time), 2 sent another way" in shown_line
-    assert "known to stage 0" in line(staged, "loss")
-
-
-def test_stages_are_shown_where_there_are_several() -> None:
-    assert "stage" not in shown(members_table(STATUS.members, [3]))
-    run = msgspec.structs.replace(STATUS.run, providers=[2, 0, 1])
-    staged = msgspec.structs.replace(STATUS, stage=2, run=run)
-    assert "2 of 3 (0 to 2); live in each: 2, 0, 1; nobody holds 1" in line(staged, "stage")
     members = [msgspec.structs.replace(STATUS.members[0], stage=2), *STATUS.members[1:]]
-    table = shown(members_table(members, run.providers))
-    assert table.splitlines()[1].split()[2] == "2"
-    assert "live in each stage: 2 in 0, 0 in 1, 1 in 2" in table
-
-
-def test_a_node_that_still_joins_says_what_it_waits_for() -> None:
-    joining = msgspec.structs.replace(
-        STATUS,
-        phase="joining",
-        phase_detail="dialling",
-        waits_for="a bootstrap peer",
-        is_member=False,
-        loss=None,
-        losses=[],
-        validation=[],
-        last_exchange=None,
-        members=[],
-        run=msgspec.structs.replace(STATUS.run, name="", loss_mean=None, loss_min=None, loss_max=None),
-    )
-    text = shown(status_screen(joining, NOW))
-    assert "not a member yet" in text
-    assert "a bootstrap peer" in line(joining, "waits for")
-    assert "not measured yet" in line(joining, "loss")
-    assert "none yet" in line(joining, "last exchange")
+    staged = shown(members_table(members, STAGES.providers))
+    assert staged.splitlines()[1].split()[2] == "2"
+    assert "live in each stage: 2 in 0, 0 in 1, 1 in 2" in staged
+    apart = msgspec.structs.replace(STATUS.members[1], version="9.8", is_apart=True, is_live=False)
+    differing = shown(members_table([STATUS.members[0], apart]))
+    assert "other release" in differing
+    assert "gone" not in differing
+    assert "9.8" in differing
 
 
 def test_words_from_peers_are_not_markup() -> None:
@@ -163,27 +157,12 @@ def test_members_are_live_gone_or_left() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (999, "999"), (1_000, "1.00 k"), (12_345, "12.3 k"), (999_999, "1.00 M"), (2.5e9, "2.50 G")],
-)
-def test_counts_have_three_figures(value: float, text: str) -> None:
-    assert figures.count(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (-1, "0.0 s"),
-        (3.21, "3.2 s"),
-        (59.6, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (7_800, "2 h 10 min"),
-        (273_600, "3 d 4 h"),
-    ],
-)
-def test_durations(value: float, text: str) -> None:
-    assert figures.duration(value) == text
+def test_counts_have_three_figures_and_durations_two_units() -> None:
+    counts = {0: "0", 999: "999", 1_000: "1.00 k", 12_345: "12.3 k", 999_999: "1.00 M", 2.5e9: "2.50 G"}
+    assert {value: figures.count(value) for value in counts} == counts
+    durations = {-1: "0.0 s", 3.21: "3.2 s", 59.6: "1 min 00 s", 185: "3 min 05 s", 7_800: "2 h 10 min"}
+    assert {value: figures.duration(value) for value in durations} == durations
+    assert figures.duration(273_600) == "3 d 4 h"
 
 
 def test_a_sparkline_has_at_most_its_width() -> None:
@@ -191,18 +170,3 @@ def test_a_sparkline_has_at_most_its_width() -> None:
     assert figures.sparkline([1.0], 10) == "▁"
     assert figures.sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert len(figures.sparkline([float(i) for i in range(256)], 40)) == 40
-
-
-def test_releases_that_differ_are_named_and_equal_ones_take_no_place() -> None:
-    assert "releases" not in shown(status_screen(STATUS, NOW))
-    assert "version" not in shown(members_table(STATUS.members))
-    versions = {STATUS.version: 1, "0.0.9": 2}
-    differing = msgspec.structs.replace(STATUS, run=msgspec.structs.replace(STATUS.run, versions=versions))
-    assert "2 members run farandole 0.0.9; this node 0.1.0" in line(differing, "releases")
-    apart = msgspec.structs.replace(STATUS.members[1], version="9.8", is_apart=True, is_live=False)
-    table = shown(members_table([STATUS.members[0], apart]))
-    assert "other release" in table
-    assert "gone" not in table
-    assert "9.8" in table
-    conflict = msgspec.structs.replace(STATUS, release_conflict=ReleaseConflict(newer=("9.8",)))
-    assert "1 connected peer runs farandole 9.8" in line(conflict, "releases")

@@ -42,26 +42,6 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_is_started_with_the_data_directory_that_signed_it(run: Run, run_file: Path, tmp_path: Path) -> None:
-    code, out, _ = run("run", "create", run_file)
-    assert code == 0
-    assert "--home" not in out
-    assert f" --home {tmp_path}/other" in run("run", "create", run_file, "--force", "--home", tmp_path / "other")[1]
-    code, _, err = run("join", run_file)
-    assert code == Exit.BAD_INPUT
-    assert "farandole run create" in err
-
-
-async def test_who_signs_in_a_directory_of_another_run_is_warned(run: Run, run_file: Path, tmp_path: Path) -> None:
-    assert "belongs to run" not in run("run", "create", run_file)[2]
-    (tmp_path / "home").mkdir(exist_ok=True)
-    async with open_store(NodeSettings(home=tmp_path / "home").store) as store:
-        await store.put_fact(MANIFEST_FACT, run_file.with_suffix(".manifest").read_bytes())
-    other = tmp_path / "other.toml"
-    other.write_text(run_file.read_text())
-    assert "belongs to run" in run("run", "create", other)[2]
-
-
 class FakeNode:
     """Serves the control API from another thread, as the daemon does from another process."""
 
@@ -141,13 +121,27 @@ def test_a_run_from_file_to_manifest_to_invite(run: Run, run_file: Path) -> None
     assert ADDRESS in run("run", "show", invite)[1]
 
 
-def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> None:
-    assert run("run", "create", run_file)[0] == Exit.OK
+def test_a_manifest_is_not_replaced_by_accident_and_names_the_data_directory_that_signed_it(
+    run: Run, run_file: Path, tmp_path: Path
+) -> None:
+    code, out, _ = run("run", "create", run_file)
+    assert code == Exit.OK
+    assert "--home" not in out
     before = run_file.with_suffix(".manifest").read_bytes()
     code, _, err = run("run", "create", run_file)
     assert (code, "--force" in err) == (Exit.BAD_INPUT, True)
     assert run_file.with_suffix(".manifest").read_bytes() == before
-    assert run("run", "create", run_file, "--force")[0] == Exit.OK
+    assert f" --home {tmp_path}/other" in run("run", "create", run_file, "--force", "--home", tmp_path / "other")[1]
+
+
+async def test_who_signs_in_a_directory_of_another_run_is_warned(run: Run, run_file: Path, tmp_path: Path) -> None:
+    assert "belongs to run" not in run("run", "create", run_file)[2]
+    (tmp_path / "home").mkdir(exist_ok=True)
+    async with open_store(NodeSettings(home=tmp_path / "home").store) as store:
+        await store.put_fact(MANIFEST_FACT, run_file.with_suffix(".manifest").read_bytes())
+    other = tmp_path / "other.toml"
+    other.write_text(run_file.read_text())
+    assert "belongs to run" in run("run", "create", other)[2]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +161,7 @@ def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> Non
         (["relay", ""], Exit.BAD_INPUT, "which run?"),
         (["join", "run.toml"], Exit.BAD_INPUT, "run.toml is a run file, not a manifest: sign it first"),
         (["join", "--slow", "0.5"], Exit.USAGE, "slow"),
+        (["status", "--watch"], Exit.BAD_INPUT, "--json"),  # there is no terminal
         (["join", "--stage", "-1"], Exit.USAGE, "stage"),
         (["join", "--upload-mbit", "-1"], Exit.USAGE, "upload-mbit"),
         (["join", "--upload-mbit", "nan"], Exit.USAGE, "upload-mbit"),

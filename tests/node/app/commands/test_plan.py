@@ -25,39 +25,38 @@ def manifest_in(path: Path) -> Manifest:
     return decode_manifest(path.read_bytes())[0]
 
 
-@pytest.mark.parametrize(("model", "gpu"), [("125M", 24), ("350M", 24), ("1B", 24), ("1B", 12)])
-def test_a_useful_model_is_planned_written_signed_and_fits_homes(
-    run: Run, tmp_path: Path, model: str, gpu: int
+@pytest.mark.parametrize(
+    ("model", "gpu", "upload"),
+    [
+        ("350M", 24, "5Mbit"),
+        ("1B", 24, "20Mbit"),
+        ("1B", 12, "20Mbit"),
+        ("125M", 24, "100Mbit"),
+        ("tiny", 24, "20Mbit"),
+    ],
+)
+def test_a_model_is_planned_written_and_signed_as_it_was_planned(
+    run: Run, tmp_path: Path, model: str, gpu: int, upload: str
 ) -> None:
-    code, out, _ = run("run", "plan", model, "--gpu", f"{gpu}GB", "--upload", "20Mbit")
+    options = (model, "--gpu", f"{gpu}GB", "--upload", upload)
+    code, out, _ = run("run", "plan", *options)
     assert code == 0
     assert ": fits\n" in out
-    assert all("#" in line for line in out.split("[inner]\n")[1].splitlines() if "=" in line)
+    assert all(
+        "#" in line for line in out.split("[inner]\n")[1].splitlines() if "=" in line and line != "fragments = 1"
+    )
     Path("run.toml").write_text(out)
+    plan: dict[str, Any] = json.loads(run("run", "plan", *options, "--json")[1])
+    assert plan["fits"]
+    assert plan["needs"]["rate"] * 8 <= float(upload.removesuffix("Mbit")) * 1e6
 
     code, _, err = run("run", "create", "run.toml")
     assert code == 0
-    assert "up and down" not in err
     assert "leaves these open" not in err
     signed = manifest_in(tmp_path / "run.manifest")
-    assert needs_of(signed).rate <= USUAL_RATE
     assert needs_of(signed).on_gpu.device <= gpu * 1e9
     assert (signed.model.num_stages > 1) == (gpu == 12)
-
-
-@pytest.mark.parametrize(("model", "upload"), [("125M", "100Mbit"), ("tiny", "20Mbit"), ("350M", "5Mbit")])
-def test_a_written_plan_is_signed_as_it_was_planned(run: Run, tmp_path: Path, model: str, upload: str) -> None:
-    plan: dict[str, Any] = json.loads(run("run", "plan", model, "--upload", upload, "--json")[1])
-    planned = plan["settings"]
-    assert plan["fits"]
-    assert planned["outer.codec"] == "int8"
-    assert plan["needs"]["rate"] * 8 <= float(upload.removesuffix("Mbit")) * 1e6
-    Path("run.toml").write_text(run("run", "plan", model, "--upload", upload)[1])
-    _, _, err = run("run", "create", "run.toml")
-    signed = manifest_in(tmp_path / "run.manifest")
-
-    assert "leaves these open" not in err
-    for name, value in planned.items():
+    for name, value in plan["settings"].items():
         section, _, field = name.partition(".")
         assert getattr(getattr(signed, section), field) == value
 
@@ -67,14 +66,6 @@ def test_what_does_not_fit_is_an_exit_code(run: Run) -> None:
 
     assert code == 1
     assert "does not fit (too little line)" in out
-
-
-def test_what_a_run_file_says_is_kept(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "125M"\n[outer]\ncodec = "fp32"\n')
-    _, out, _ = run("run", "plan", "run.toml", "--json")
-
-    assert "outer.codec" not in json.loads(out)["settings"]
-    assert "codec" not in run("run", "plan", "run.toml")[1]
 
 
 @pytest.mark.parametrize("command", ["plan", "create"])
