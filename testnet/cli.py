@@ -139,13 +139,13 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
         raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
     import msgspec
 
-    from .zoo.play import play_grid, play_hostile, said_lines
+    from .zoo.play import grid_of, play_hostile
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     made = play_hostile(played, folder.absolute(), say)
-    console.print(play_grid(made).rich())
-    for line in said_lines(made):
-        say(line)
+    console.print(grid_of([made]).rich())
+    for reason in made.reasons:
+        say(f"  - {reason}")
     console.print("[bold red]FAIL" if made.reasons else "[bold green]PASS")
     if as_json:
         print_json(msgspec.to_builtins(made))

@@ -14,7 +14,7 @@ import typer
 
 from ..play.scenario import load_scenario, scenario_names
 from ..zoo.member_attacks import ATTACKS
-from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
+from ..zoo.play import HostileReport, grid_of, play_clean, play_hostile
 from .process import BenchError
 from .report import OUT, Claim, Out, Write, open_bench
 
@@ -51,13 +51,13 @@ def run(
             made.append(play_hostile(scenario, out / "zoo" / name, bench.say, clean))
             bench.say(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
         data = {report.name: msgspec.to_builtins(report) for report in made}
-        bench.publish(claims_of(made), data, grids=[zoo_grid(made)])
+        bench.publish(claims_of(made), data, grids=[grid_of(made)])
 
 
 def claims_of(made: Sequence[HostileReport]) -> list[Claim]:
     """Return the greatest cost to the honest members, and how many of their exchanges were not averaged in full."""
     costliest = max(made, key=lambda report: report.loss_above)
-    touched = sum(report.attacked.honest_refused + report.attacked.honest_clipped for report in made)
+    touched = sum(report.attacked.honest_touched for report in made)
     return [
         Claim(f"loss above the honest alone, the costliest attack: {costliest.name}", f"{costliest.loss_above:+.1%}"),
         Claim("honest exchanges refused or clipped, all attacks", f"{touched}"),

@@ -18,6 +18,8 @@ from .scenario import LinkSettings, Scenario
 
 # An address in a home may change, and so its nodes listen on all addresses.
 _ANY_IP: Final = "0.0.0.0"
+# A node keeps reservations with so many relays.
+NUM_RELAYS: Final = 2
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
     elif played.home:
         with open_lab(leash) as lab:
             lodgings: list[Lodging] = []
-            # Nodes that can dial nothing but HTTPS must be able to dial the public nodes. Other nodes dial such a port
-            # only if an invite has it, and not on another peer's word.
+            # Nodes that can dial nothing but HTTPS must be able to dial two public nodes, which relay. Other nodes dial
+            # such a port only if an invite has it, and not on another peer's word.
             are_confined = [not kind_named(settings.kind).lets_out(ANY_PORT) for settings in played.home]
             public_port = HTTPS_PORT if any(are_confined) else None
             for settings in itertools.cycle(played.home):
@@ -48,7 +50,8 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
                 home.set_rate(settings.up_mbit, settings.down_mbit)
                 home.set_delay(settings.delay_ms)
                 home.set_loss(settings.loss)
-                port = public_port if home.kind.filtering is Filtering.NONE else None
+                is_relay = home.kind.filtering is Filtering.NONE and len(lodgings) < NUM_RELAYS
+                port = public_port if is_relay else None
                 lodgings += [Lodging(Location(_ANY_IP, port, host.namespace), home) for host in home.hosts]
             yield lodgings[: played.nodes]
     else:

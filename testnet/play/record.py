@@ -144,8 +144,8 @@ class NodeRecord:
     """The report as it was when the present life began."""
     _exchanges: dict[float, ExchangeStatus] = field(default_factory=dict)
     """The newest committed exchanges, by the time when they ended."""
-    _refused: set[float] = field(default_factory=set)
-    """When exchanges ended that the screening of either partner refused; at most `MAX_EXCHANGES`."""
+    _refused: dict[float, ExchangeStatus] = field(default_factory=dict)
+    """Exchanges that the screening of either partner refused, by the time when they ended; at most `MAX_EXCHANGES`."""
     _advanced_at: float | None = None
 
     def observe(self, status: NodeStatus, now: float) -> None:
@@ -169,7 +169,7 @@ class NodeRecord:
             if exchange.verdict == "committed":
                 self._exchanges[exchange.ended_at] = exchange
             elif exchange.verdict.startswith(REFUSED) and len(self._refused) < MAX_EXCHANGES:
-                self._refused.add(exchange.ended_at)
+                self._refused[exchange.ended_at] = exchange
         while len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[min(self._exchanges)]
         for name in _COUNTERS:
@@ -190,6 +190,7 @@ class NodeRecord:
     def reported(self, *, is_alive: bool = False, home: str = "") -> NodeReport:
         """Return a copy of the report, completed."""
         exchanges, growth = [self._exchanges[at] for at in sorted(self._exchanges)], self._samples.growth()
+        clipped = [exchange for exchange in exchanges if exchange.clip < 1.0]
         return msgspec.structs.replace(
             self.report,
             is_alive=is_alive,
@@ -199,8 +200,9 @@ class NodeRecord:
             given_seconds=self.ledger.given,
             exchange_seconds=[exchange.seconds for exchange in exchanges],
             exchange_bytes=min((exchange.bytes_sent for exchange in exchanges), default=0),
-            exchanges_clipped=sum(exchange.clip < 1.0 for exchange in exchanges),
+            exchanges_clipped=len(clipped),
             exchanges_refused=len(self._refused),
+            touched=dict(Counter(exchange.partner for exchange in (*clipped, *self._refused.values()))),
             growths=[*self._past.growths, *([growth] if growth else [])],
         )
 

@@ -90,6 +90,8 @@ class NodeReport(msgspec.Struct):
     """Committed exchanges in which the screening let less of the partner's contribution count, or nothing."""
     exchanges_refused: int = 0
     """Exchanges that the screening of either partner refused."""
+    touched: dict[str, int] = {}
+    """Peer id -> the clipped and refused exchanges with it."""
     links: dict[str, str] = {}
     """Peer id -> ``direct``, ``punched`` or ``relayed``, of each connection at the end of the training."""
 

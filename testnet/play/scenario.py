@@ -89,8 +89,6 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     simulation."""
     min_exchanges: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Smallest number of exchanges among the honest members, as a share of the number that the honest alone had."""
-    max_fair_share: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
-    """Largest share of the honest members' rounds that a hostile one may have, in fair shares; 0: no limit."""
 
 
 # What more nodes on the same cores need more of.

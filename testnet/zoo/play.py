@@ -9,22 +9,68 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from statistics import fmean
+from typing import Final, NamedTuple
 
 import msgspec
+import torch
+
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.training.engine.learner import build_learner
 
 from ..play.launch import Intruder, Testnet, play_and_report
-from ..play.report import PlayReport
+from ..play.report import Merged, PlayReport
 from ..play.scenario import HostileSettings, Scenario, ScenarioError
-from ..report.section import Grid, cell
-from .conduct import Conduct, conduct_of
+from ..report.section import Grid
 from .member_attacks import ATTACKS
 from .plan import environment_of
 
 CLEAN, HOSTILE = "clean", "hostile"
 OUTCOME_NAME: Final = "hostile.json"
+# 32 batches of 16 x 64 tokens measure the loss to about 0.01; both plays use the same ones, so that the error cancels.
+VALIDATION_BATCHES: Final = 32
+
+
+class Conduct(msgspec.Struct, frozen=True):
+    """Figures of all honest members of a play; an exchange between two of them counts at both."""
+
+    loss: float
+    """Mean over members of the loss of their own weights on held-out text, in nats per token."""
+    honest_exchanges: int
+    """Committed exchanges with one another."""
+    honest_touched: int
+    """Exchanges with one another that the screening of either refused, or clipped."""
+    hostile_exchanges: int = 0
+    """Committed exchanges with hostile members."""
+    hostile_touched: int = 0
+    """Exchanges with hostile members that the screening of either refused, or clipped."""
+
+
+def conduct_of(report: PlayReport) -> Conduct:
+    """Return the figures of a play that `measure_members` has measured."""
+    honest = {node.peer_id for node in report.nodes}
+    counts = [
+        sum(
+            number for node in report.nodes for peer, number in getattr(node, name).items() if (peer in honest) == among
+        )
+        for among in (True, False)
+        for name in ("partners", "touched")
+    ]
+    loss = float("nan") if report.loss_merged is None else report.loss_merged
+    return Conduct(loss, *counts)
+
+
+def measure_members(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
+    """Measure the mean loss of the members' own weights, where other plays have the loss of their mean."""
+    torch.set_num_threads(1)
+    learner = build_learner(manifest, run_id=run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
+    losses = [learner.evaluate(VALIDATION_BATCHES)]
+    for path in checkpoints:
+        learner.checkpoint.load(path)
+        losses.append(learner.evaluate(VALIDATION_BATCHES))
+    return Merged(losses[0], fmean(losses[1:]), 0.0)
 
 
 class HostileReport(msgspec.Struct, frozen=True):
@@ -36,22 +82,11 @@ class HostileReport(msgspec.Struct, frozen=True):
     clean: Conduct
     """Conduct of the honest members alone."""
     attacked: Conduct
-    seconds: float
-    """Seconds of both plays."""
-    fair_share: float
-    """Share of the honest members' rounds with a partner that the hostile daemons would get by chance."""
-    hostile_rounds: int = 0
-    """Rounds of honest members with a hostile partner, or, where these never exchange, without any because of them."""
 
     @property
     def loss_above(self) -> float:
         """Return the share by which the honest members' loss exceeds the loss of the honest alone."""
         return self.attacked.loss / self.clean.loss - 1
-
-    @property
-    def hostile_share(self) -> float:
-        """Return `hostile_rounds` as a share."""
-        return self.hostile_rounds / max(self.attacked.rounds, 1)
 
 
 def intruders_of(settings: HostileSettings) -> list[Intruder]:
@@ -63,13 +98,11 @@ def intruders_of(settings: HostileSettings) -> list[Intruder]:
     return [Intruder(command, environment_of(settings), is_daemon)] * settings.members
 
 
-@dataclass(frozen=True)
-class Played:
-    """One play, and the conduct of its honest members."""
+class Played(NamedTuple):
+    """A play of the honest alone, and its folder."""
 
     folder: Path
     report: PlayReport
-    conduct: Conduct
 
 
 def play_hostile(
@@ -83,8 +116,8 @@ def play_hostile(
     intruders = intruders_of(scenario.hostile)
     clean = clean or play_clean(scenario, out / CLEAN, say)
     say(f"attacked: {scenario.nodes} honest nodes and {len(intruders)} hostile processes")
-    attacked = _play(Testnet(scenario, out / HOSTILE, say, intruders=intruders, like=clean.folder))
-    made = judge(scenario, clean, attacked)
+    attacked = Testnet(scenario, out / HOSTILE, say, measure=measure_members, intruders=intruders, like=clean.folder)
+    made = judge(scenario, clean.report, play_and_report(attacked))
     (out / OUTCOME_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
     return made
 
@@ -92,99 +125,40 @@ def play_hostile(
 def play_clean(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Played:
     """Play the honest alone; raises as `play_hostile` does."""
     say(f"alone: {scenario.nodes} honest nodes")
-    return _play(Testnet(msgspec.structs.replace(scenario, hostile=None), folder, say))
+    alone = msgspec.structs.replace(scenario, hostile=None)
+    return Played(folder, play_and_report(Testnet(alone, folder, say, measure=measure_members)))
 
 
-def _play(testnet: Testnet) -> Played:
-    report = play_and_report(testnet)
-    return Played(testnet.out, report, conduct_of(testnet.out, report))
-
-
-def judge(scenario: Scenario, clean: Played, attacked: Played) -> HostileReport:
+def judge(scenario: Scenario, clean: PlayReport, attacked: PlayReport) -> HostileReport:
     """Return the verdict on both plays."""
-    hostile = scenario.hostile
+    made = HostileReport(str(scenario.run.get("name", "")), [], conduct_of(clean), conduct_of(attacked))
+    reasons = [*(f"the honest alone: {reason}" for reason in clean.reasons), *attacked.reasons]
+    return msgspec.structs.replace(made, reasons=[*reasons, *_harm(scenario, made)])
+
+
+def _harm(scenario: Scenario, made: HostileReport) -> Iterator[str]:
+    clean, attacked, hostile = made.clean, made.attacked, scenario.hostile
     assert hostile is not None
-    fair_share = hostile.members / (scenario.nodes + hostile.members - 1) if hostile.program == "daemon" else 0.0
-    seconds = clean.report.seconds + attacked.report.seconds
-    name = str(scenario.run.get("name", ""))
-    lost = max(attacked.conduct.alone - clean.conduct.alone, 0)
-    rounds = lost if hostile.pairing == "absent" else attacked.conduct.hostile_met
-    made = HostileReport(name, [], clean.conduct, attacked.conduct, seconds, fair_share, rounds)
-    reasons = [f"the honest alone: {reason}" for reason in clean.report.reasons]
-    reasons += [*attacked.report.reasons, *_harm(scenario, hostile, made)]
-    return msgspec.structs.replace(made, reasons=reasons)
-
-
-def _harm(scenario: Scenario, hostile: HostileSettings, made: HostileReport) -> Iterator[str]:
-    clean, attacked, most = made.clean, made.attacked, hostile.max_loss_above_clean
-    for name, conduct in (("alone", clean), ("attacked", attacked)):
-        if len(conduct.losses) < scenario.nodes:
-            yield f"{name}: {scenario.nodes - len(conduct.losses)} honest members have left no weights"
-            return
-    if not made.loss_above <= most:
+    if not made.loss_above <= (most := hostile.max_loss_above_clean):
         yield f"the honest members' loss is {made.loss_above:+.1%} of that of the honest alone, not at most {most:+.1%}"
     if attacked.honest_exchanges < hostile.min_exchanges * clean.honest_exchanges:
         yield (
             f"the honest members had {attacked.honest_exchanges} exchanges with one another, "
             f"and {clean.honest_exchanges} alone: less than {hostile.min_exchanges:.0%}"
         )
-    if hostile.max_fair_share and made.hostile_share > hostile.max_fair_share * made.fair_share:
-        yield (
-            f"hostile members took {made.hostile_share:.0%} of the honest members' rounds, "
-            f"more than {hostile.max_fair_share:g} times their fair share of {made.fair_share:.0%}"
-        )
-    if hostile.program == "daemon" and not made.hostile_rounds:
+    has_met = attacked.hostile_exchanges or attacked.hostile_touched
+    if hostile.program == "daemon" and not has_met and attacked.honest_exchanges >= clean.honest_exchanges:
         yield "no honest member met a hostile one: nothing was tried"
 
 
-HEADER: Final = (
-    *("loss", "compared with alone", "worst member", "honest exchanges", "rounds alone", "rounds with hostile ones"),
-    *("hostile used", "of them clipped", "honest refused", "honest clipped", "noticed", "daemon's CPU"),
-)
-
-
-def _cells(conduct: Conduct, clean: Conduct) -> list[str]:
-    """Return one play's figures, in the order of `HEADER`."""
-    known = [after for after in conduct.detected_after if after is not None]
-    met = conduct.hostile_met
-    noticed = f"by {len(known)} of {len(conduct.losses)}" + (
-        f", at meeting {sum(known) / len(known):.1f}" if known else ""
-    )
-    return [
-        f"{conduct.loss:.3f}",
-        f"{conduct.loss / clean.loss - 1:+.1%}",
-        f"{max(conduct.losses) / clean.loss - 1:+.1%}",
-        str(conduct.honest_exchanges),
-        str(conduct.alone),
-        f"{met / max(conduct.rounds, 1):.0%}",
-        f"{conduct.hostile_used / met:.0%}" if met else "",
-        str(conduct.hostile_clipped),
-        str(conduct.honest_refused),
-        str(conduct.honest_clipped),
-        noticed if conduct is not clean else "",
-        cell(conduct.processor_share, "{:.0%}"),
-    ]
-
-
-def play_grid(made: HostileReport) -> Grid:
-    """Return the table of one play: a row for each figure."""
-    columns = zip(HEADER, _cells(made.clean, made.clean), _cells(made.attacked, made.clean), strict=True)
-    return Grid(made.name, ["", "the honest alone", "attacked"], [list(row) for row in columns])
-
-
-def zoo_grid(reports: Sequence[HostileReport]) -> Grid:
-    """Return the table of several plays: a row for each."""
+def grid_of(reports: Sequence[HostileReport]) -> Grid:
+    """Return the table of plays with one honest play in common: a column for each."""
+    names = ["the honest alone", *(made.name.removeprefix("hostile-") for made in reports)]
+    conducts = [reports[0].clean, *(made.attacked for made in reports)]
     rows = [
-        [made.name.removeprefix("hostile-"), f"{made.clean.loss:.3f}", *_cells(made.attacked, made.clean), verdict]
-        for made in reports
-        for verdict in ["FAIL" if made.reasons else "pass"]
+        [name.replace("_", " "), *(f"{getattr(each, name)}" for each in conducts)] for name in Conduct.__struct_fields__
     ]
-    return Grid("Hostile members among real daemons", ["attack", "loss alone", *HEADER, "verdict"], rows)
-
-
-def said_lines(made: HostileReport) -> Iterator[str]:
-    """Yield the honest members' warnings about hostile ones, and the reasons against a pass."""
-    for warning in made.attacked.warnings:
-        yield f"  {warning}"
-    for reason in made.reasons:
-        yield f"  - {reason}"
+    rows[0] = ["loss", *(f"{each.loss:.3f}" for each in conducts)]
+    rows.insert(1, ["above alone", "", *(f"{made.loss_above:+.1%}" for made in reports)])
+    rows.append(["verdict", "", *("FAIL" if made.reasons else "pass" for made in reports)])
+    return Grid("What hostile members cost the honest ones", ["", *names], rows)

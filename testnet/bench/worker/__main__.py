@@ -32,7 +32,6 @@ PARTS: Final = {
     "saving trainer": "training:SavingTrainer",
     "training": "training",
     "DiLoCo member": "race:DiLoCoMember",
-    "home": "nat:HomeNode",
     "attacked node": "hostile:AttackedNode",
     "hostile": "hostile",
 }

@@ -108,7 +108,7 @@ def test_what_the_screening_did_to_exchanges_is_counted_once() -> None:
     for _ in range(2):
         record.observe(status(recent_exchanges=[*exchanges, *clipped]), 0.0)
     report = record.reported(is_alive=True)
-    assert (report.exchanges_clipped, report.exchanges_refused) == (2, 2)
+    assert (report.exchanges_clipped, report.exchanges_refused, report.touched) == (2, 2, {"bob": 4})
 
 
 def test_only_the_time_in_which_it_was_alive_counts() -> None:

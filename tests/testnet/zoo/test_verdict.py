@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from farandole.testnet.bench.zoo import claims_of
+from farandole.testnet.play.report import NodeReport
 from farandole.testnet.play.scenario import ScenarioError, load_scenario, scenario_names
-from farandole.testnet.zoo.conduct import Conduct
 from farandole.testnet.zoo.plan import HostileError, environment_of, plan_of, targets_of
-from farandole.testnet.zoo.play import HostileReport, Played, intruders_of, judge, play_grid, zoo_grid
+from farandole.testnet.zoo.play import Conduct, HostileReport, grid_of, intruders_of, judge
 
-from ..play.reports import PASSED
+from ..play.reports import PASSED, node
 
 SCENARIO = load_scenario("hostile-capture")
-CONDUCT = Conduct(
-    losses=[2.0] * 6,
-    rounds=240,
-    alone=10,
-    honest_exchanges=200,
-    honest_refused=0,
-    honest_clipped=0,
-    hostile_met=60,
-    hostile_used=0,
-    hostile_clipped=0,
-    detected_after=[1, 1, 2, None, 1, 1],
-    warnings=[],
-    processor_share=0.04,
-)
+ALONE = msgspec.structs.replace(PASSED, loss_merged=2.0, nodes=[node(0, 1_000), node(1, 1_000)])
 
 
-def verdict(reasons: tuple[str, ...] = (), **changes: Any) -> HostileReport:
+def verdict(reasons: tuple[str, ...] = (), exchanges: int = 160, hostile: int = 20, **changes: Any) -> HostileReport:
     """Judge a play with these changes for the honest members, compared with a faultless one of honest members alone."""
-    attacked = msgspec.structs.replace(CONDUCT, **changes)
+
+    def meeting(exchanges: int, hostile: int) -> list[NodeReport]:
+        one, other = (each.peer_id for each in ALONE.nodes)
+        partners = [{other: exchanges // 2, "liar": hostile}, {one: exchanges // 2, "liar": 0}]
+        return [
+            msgspec.structs.replace(each, partners=met, touched={"liar": hostile})
+            for each, met in zip(ALONE.nodes, partners, strict=True)
+        ]
+
     return judge(
         SCENARIO,
-        Played(Path(), PASSED, msgspec.structs.replace(CONDUCT, hostile_met=0)),
-        Played(Path(), msgspec.structs.replace(PASSED, reasons=list(reasons)), attacked),
+        msgspec.structs.replace(ALONE, nodes=meeting(200, 0)),
+        msgspec.structs.replace(ALONE, nodes=meeting(exchanges, hostile), reasons=list(reasons), **changes),
     )
 
 
 def test_the_unharmed_pass() -> None:
-    made = verdict(losses=[2.018] * 6)
+    made = verdict(loss_merged=2.018)
     assert made.reasons == []
     assert made.loss_above == pytest.approx(0.009)
-    assert "+0.9%" in {cell for row in play_grid(made).rows for cell in row}
-    assert zoo_grid([made]).rows[0][0] == "capture"
+    assert made.clean == Conduct(2.0, 200, 0)
+    assert made.attacked == Conduct(2.018, 160, 0, 20, 40)
+    table = grid_of([made])
+    assert table.header == ["", "the honest alone", "capture"]
+    assert ["above alone", "", "+0.9%"] in table.rows
+    assert table.rows[-1] == ["verdict", "", "pass"]
     assert [claim.ours for claim in claims_of([made])] == ["+0.9%", "0"]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"losses": [2.0] * 3 + [2.2] * 3}, "loss is +5.0%"),
-        ({"losses": [float("nan")] * 6}, "loss is +nan%"),
-        ({"losses": [2.0] * 5}, "1 honest members have left no weights"),
-        ({"honest_exchanges": 99}, "99 exchanges with one another"),
-        ({"hostile_met": 110}, "took 46% of the honest members' rounds"),
-        ({"hostile_met": 0}, "nothing was tried"),
+        ({"loss_merged": 2.1}, "loss is +5.0%"),
+        ({"loss_merged": float("nan")}, "loss is +nan%"),
+        ({"loss_merged": None}, "loss is +nan%"),
+        ({"exchanges": 112}, "112 exchanges with one another, and 200 alone: less than 57%"),
+        ({"exchanges": 200, "hostile": 0}, "nothing was tried"),
         ({"reasons": ("node 1 died",)}, "node 1 died"),
     ],
 )
@@ -69,11 +66,8 @@ def test_each_harm_fails(changes: dict[str, Any], words: str) -> None:
     assert any(words in reason for reason in made.reasons), made.reasons
 
 
-def test_of_who_never_exchanges_the_rounds_count_in_which_it_was_waited_for() -> None:
-    alone = Played(Path(), PASSED, CONDUCT)
-    attacked = Played(Path(), PASSED, msgspec.structs.replace(CONDUCT, alone=82, hostile_met=0))
-    made = judge(load_scenario("hostile-absent"), alone, attacked)
-    assert (made.reasons, made.hostile_share) == ([], 0.3)
+def test_who_never_exchanges_is_seen_by_what_the_honest_exchange_less() -> None:
+    assert verdict(exchanges=130, hostile=0).reasons == []
 
 
 @pytest.mark.parametrize("name", [name for name in scenario_names() if name.startswith("hostile-")])
