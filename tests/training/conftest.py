@@ -6,25 +6,49 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
+from torch import Tensor, nn
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig, RoundConfig
+from farandole.protocol.run.manifest import DataConfig, InnerConfig, ModelConfig, RoundConfig
 from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.base.device import choose_device
+from farandole.training.base.device import Device, choose_device
 from farandole.training.data.batches import Found
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.engine.learner import Learner
+from farandole.training.data.tokenizer import ByteTokenizer
+from farandole.training.engine.engine import Engine
+from farandole.training.engine.learner import DEFAULTS, Learner
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import Buffer
-from farandole.training.screening.rule import Refuse
+from farandole.training.screening.rule import Encounter, Refuse
 
 from ..tolerance import TOLERANT
 
 RUN_ID = hashlib.sha256(b"a run").digest()
 ALICE, BOB = b"a" * 32, b"b" * 32
+ALL_TEXT = DataConfig()
 
 MakeReplica = Callable[..., Learner]
+
+
+def train(replica: Learner, steps: int = 3) -> list[float]:
+    """Take inner steps; return their losses."""
+    return [float(replica.learn()) for _ in range(steps)]
+
+
+def sent(engine: Engine, fragment: int = 0) -> bytearray:
+    """End a round; return the contribution that a partner gets."""
+    out = bytearray(engine.round_end.contribution_bytes)
+    size, _ = engine.round_end.contribute(out, fragment)
+    return out[:size]
+
+
+def exchange(alice: Engine, bob: Engine, tokens: tuple[int, int] = (1, 1), fragment: int = 0) -> None:
+    """End both rounds, with the outer steps that an exchange leads to."""
+    of_alice, of_bob = sent(alice, fragment), sent(bob, fragment)
+    alice.round_end.apply(of_bob, Encounter(BOB, *tokens), own_first=True)
+    bob.round_end.apply(of_alice, Encounter(ALICE, *tokens[::-1]), own_first=False)
 
 
 def refusal(replica: Learner, contribution: Buffer) -> str:
@@ -33,14 +57,46 @@ def refusal(replica: Learner, contribution: Buffer) -> str:
     return verdict.reason if isinstance(verdict, Refuse) else ""
 
 
-def copy_without(checkpoint: Path, vector: str, out: Path) -> Path:
-    """Copy a checkpoint to ``out``, without one of its vectors; return ``out``."""
+def weights_of(module: nn.Module) -> Tensor:
+    """The parameters in one vector (n,)."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def rewrite(checkpoint: Path, change: Callable[[dict[str, Tensor], dict[str, str]], object], out: Path) -> Path:
+    """Copy a checkpoint to ``out`` with other tensors or metadata, which ``change`` changes; return ``out``."""
     with safetensors.safe_open(checkpoint, framework="pt") as file:
-        metadata = file.metadata()
+        metadata = dict(file.metadata() or {})
     tensors = safetensors.torch.load_file(checkpoint)
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{vector}/")}
-    safetensors.torch.save_file(kept, out, metadata)
+    change(tensors, metadata)
+    safetensors.torch.save_file(tensors, out, metadata)
     return out
+
+
+def copy_without(checkpoint: Path, vectors: str | tuple[str, ...], out: Path) -> Path:
+    """Copy a checkpoint to ``out``, without some of its vectors; return ``out``."""
+    unwanted = tuple(f"{vector}/" for vector in ([vectors] if isinstance(vectors, str) else vectors))
+
+    def change(tensors: dict[str, Tensor], _: dict[str, str]) -> None:
+        for name in [name for name in tensors if name.startswith(unwanted)]:
+            del tensors[name]
+
+    return rewrite(checkpoint, change, out)
+
+
+def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> list[int]:
+    """Sizes of the memory that a forward pass keeps for the backward pass, without the module's parameters."""
+    own = {parameter.data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        assert forward().requires_grad
+    return list(kept.values())
 
 
 @pytest.fixture(scope="session")
@@ -68,28 +124,31 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         run_id: bytes = RUN_ID,
         seed: int = 7,
         *,
+        module: nn.Module | None = None,
         inner_settings: InnerConfig = inner,
         rule: OuterConfig | None = None,
         screening: ScreeningConfig = TOLERANT,
         averages_on_host: bool = False,
-        is_lean: bool = False,
         partners: int = 1,
+        text: Text = text,
+        data: DataConfig = ALL_TEXT,
+        device: Device | None = None,
+        settings: TrainerSettings = DEFAULTS,
         **outer: Any,
     ) -> Learner:
-        sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
+        size = inner_settings.batch_size
+        sampler = Sampler(
+            text, run_id=run_id, author=author, batch_size=size, context=model.context, tokenizer=ByteTokenizer()
+        )
+        outer_settings = NoLoCoConfig(**outer) if rule is None else rule
         return Learner(
-            build_model(model, seed),
-            Recipe(
-                inner_settings,
-                NoLoCoConfig(**outer) if rule is None else rule,
-                screening,
-                RoundConfig(partners=partners),
-            ),
+            build_model(model, seed) if module is None else module,
+            Recipe(inner_settings, outer_settings, screening, RoundConfig(partners=partners), data),
             sampler,
             run_id=run_id,
-            device=choose_device("cpu"),
+            device=choose_device("cpu") if device is None else device,
             author=author,
-            settings=TrainerSettings(lean=is_lean),
+            settings=settings,
             averages_on_host=averages_on_host,
         )
 

@@ -6,9 +6,8 @@ import torch
 
 from farandole.training.base.workers import each_piece, in_order, one_thread
 from farandole.training.outer import codec
-from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica
+from ..conftest import ALICE, BOB, MakeReplica, exchange, sent
 
 PIECES = [slice(start, start + 10) for start in range(0, 200, 10)]
 
@@ -53,19 +52,15 @@ def test_a_round_has_the_same_bits_with_any_number_of_threads(
 ) -> None:
     monkeypatch.setattr(codec, "_SLICE", 512)
 
-    def play(num_threads: int) -> tuple[bytes, torch.Tensor]:
+    def play(num_threads: int) -> tuple[bytearray, torch.Tensor]:
         torch.set_num_threads(num_threads)
         replicas = [make_replica(author, codec=name) for author in (ALICE, BOB)]
-        buffers = [bytearray(each.round_end.contribution_bytes) for each in replicas]
         for _ in range(2):
             with one_thread():  # an inner step's sums depend on the number
                 for each in replicas:
                     each.learn()
-            for each, buffer in zip(replicas, buffers, strict=True):
-                each.round_end.contribute(buffer)
-            for first, each in enumerate(replicas):
-                each.round_end.apply(buffers[1 - first], Encounter(b"", 1, 1), own_first=first == 0)
-        return bytes(buffers[0]), replicas[0].round_end.slow_weights()
+            exchange(replicas[0], replicas[1])
+        return sent(replicas[0]), replicas[0].round_end.slow_weights()
 
     (bytes_of_one, slow_of_one), (bytes_of_many, slow_of_many) = play(1), play(4)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
@@ -25,13 +25,12 @@ from farandole.training.cluster.external import (
 )
 from farandole.training.cluster.ranks import parameters_of
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import adamw_
 from farandole.training.model.model import build_model, language_loss
 
 from ...patience import PATIENCE
 from ...tolerance import TOLERANT
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, sent, train, weights_of
 
 PLAIN = InnerConfig(
     learning_rate=3e-3, warmup_steps=0, total_steps=1, min_learning_rate_ratio=1.0, clip=0.0, batch_size=4
@@ -94,11 +93,6 @@ class Script:
         until = self.engine.totals.steps + count
         self.engine.inner_steps(lambda: self.engine.totals.steps == until)
 
-    def sent(self, fragment: int = 0) -> bytes:
-        buffer = bytearray(self.engine.round_end.contribution_bytes)
-        size, _ = self.engine.round_end.contribute(buffer, fragment)
-        return bytes(buffer[:size])
-
     def end(self) -> None:
         self._is_over.set()
         self.turns.end()
@@ -134,70 +128,30 @@ def language_script(model: ModelConfig, text: Text, scripts: list[Script]) -> Ca
     return make
 
 
-def weights_of(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
 @pytest.mark.parametrize("outer", [{}, {"codec": "int8"}, {"codec": "int4"}, {"codec": "topk"}, {"fragments": 3}])
 @pytest.mark.parametrize("late_steps", [0, 2])
 def test_a_users_loop_exchanges_what_the_local_engine_does_bit_for_bit(
     make_replica: MakeReplica, language_script: Callable[..., Script], outer: dict[str, Any], late_steps: int
 ) -> None:
-    def learner(author: bytes) -> Learner:
-        return make_replica(author, inner_settings=PLAIN, **outer)
-
     scripts = language_script(ALICE, **outer), language_script(BOB, **outer)
-    learners = learner(ALICE), learner(BOB)
+    learners = [make_replica(author, inner_settings=PLAIN, **outer) for author in (ALICE, BOB)]
     for fragment in (0, 1, 0) if outer.get("fragments") else (0, 0, 0):
         for script, oracle in zip(scripts, learners, strict=True):
             script.take_steps(3)
-            for _ in range(3):
-                oracle.learn()
+            train(oracle, 3)
             assert torch.equal(weights_of(script.module), oracle.round_end.fast_weights())
-        expected = []
-        for oracle in learners:
-            buffer = bytearray(oracle.round_end.contribution_bytes)
-            size, _ = oracle.round_end.contribute(buffer, fragment)
-            expected.append(bytes(buffer[:size]))
-        assert [script.sent(fragment) for script in scripts] == expected
+        expected = [sent(oracle, fragment) for oracle in learners]
+        assert [sent(script.engine, fragment) for script in scripts] == expected
         for script, oracle, partner, own_first in zip(scripts, learners, expected[::-1], (True, False), strict=True):
             if late_steps:
                 script.take_steps(late_steps)
-                for _ in range(late_steps):
-                    oracle.learn()
+                train(oracle, late_steps)
             assert script.engine.round_end.apply(partner, own_first=own_first) == late_steps
             assert oracle.round_end.apply(partner, own_first=own_first) == late_steps
             assert torch.equal(script.engine.round_end.slow_weights(), oracle.round_end.slow_weights())
             assert torch.equal(weights_of(script.module), oracle.round_end.fast_weights())
-            assert (script.engine.totals.round, script.engine.totals.steps) == (
-                oracle.totals.round,
-                oracle.totals.steps,
-            )
-            assert script.engine.totals.tokens == oracle.totals.tokens
-
-
-def test_a_checkpoint_is_the_local_engines(
-    make_replica: MakeReplica, language_script: Callable[..., Script], tmp_path: Path
-) -> None:
-    """A node of a normal run, and one whose user trains, keep the same vectors under the same names."""
-    script, oracle, other = language_script(), make_replica(inner_settings=PLAIN), language_script()
-    script.take_steps(2)
-    oracle.learn()
-    oracle.learn()
-    script.engine.round_end.apply(None)
-    oracle.round_end.apply(None)
-    state = script.engine.checkpoint.tensors()
-    assert all(
-        torch.equal(state[name], tensor) for name, tensor in oracle.checkpoint.tensors().items() if name in state
-    )
-    script.engine.checkpoint.save(tmp_path / "checkpoint")
-    script.take_steps(1)
-    other.engine.checkpoint.load(tmp_path / "checkpoint")
-    assert torch.equal(weights_of(other.module), other.engine.round_end.slow_weights())
-    assert (other.engine.totals.round, other.engine.totals.steps) == (1, 2)
-    assert not torch.equal(weights_of(other.module), weights_of(script.module))
-    script.engine.checkpoint.load(tmp_path / "checkpoint")
-    assert torch.equal(weights_of(other.module), weights_of(script.module))
+            done = [(of.totals.round, of.totals.steps, of.totals.tokens) for of in (script.engine, oracle)]
+            assert done[0] == done[1]
 
 
 def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callable[..., Script]) -> None:
@@ -208,8 +162,7 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callab
     start = engine.round_end.slow_weights()
     partner = start + 1e-4
     for _ in range(10):
-        engine.round_end.contribution()
-        engine.round_end.encode(bytearray(engine.round_end.contribution_bytes))
+        sent(engine)
         engine.round_end.apply(partner.numpy().tobytes())
     moved = engine.round_end.slow_weights() - start
     torch.testing.assert_close(moved, torch.full_like(moved, float(moved.median())), rtol=0, atol=1e-5)
@@ -229,7 +182,7 @@ def test_vectors_are_fp32_whatever_dtype_a_users_script_makes_tensors_of() -> No
         torch.set_default_dtype(before)
     moved = engine.round_end.slow_weights() + 2.0**-12
     assert module.weight.dtype == torch.bfloat16
-    engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
+    sent(engine)
     engine.round_end.apply(moved.numpy().tobytes())
     assert {tensor.dtype for tensor in engine.checkpoint.tensors().values()} == {torch.float32}
     assert torch.equal(engine.round_end.fast_weights(), engine.round_end.slow_weights()), (
@@ -268,7 +221,7 @@ def test_a_loop_that_is_over_still_gets_its_outer_step(scripts: list[Script]) ->
     script = linear_script(scripts)
     engine = script.engine
     script.take_steps(1)
-    script.sent()
+    sent(script.engine)
     script.turns.leave()
     asked: list[bool] = []
 
@@ -290,7 +243,7 @@ def test_what_ends_the_engine_is_raised_in_the_users_loop(scripts: list[Script])
     with torch.no_grad():
         script.module.get_parameter("bias").fill_(float("nan"))
     with pytest.raises(DivergedError) as raised:
-        script.sent()
+        sent(script.engine)
     script.turns.end(raised.value)
     script.end()
     assert script.failure is raised.value
@@ -325,7 +278,7 @@ def test_evaluate_runs_in_the_users_thread_on_the_weights_that_are_judged(script
     script.take_steps(1)
     before = weights_of(script.module)
     assert script.engine.evaluate(2) == pytest.approx(float(before.abs().mean()))
-    script.sent()
+    sent(script.engine)
     zeros = torch.zeros_like(before)
     script.engine.round_end.screen(zeros.numpy().tobytes())
     assert torch.equal(weights_of(script.module), before)

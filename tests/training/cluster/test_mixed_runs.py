@@ -14,13 +14,11 @@ from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, 
 from farandole.protocol.run.rules import NoLoCoConfig, OuterRules, PlainConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
-from farandole.training.engine.engine import Engine
-from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate, ramp
 from farandole.training.model.model import build_model
 
 from ...tolerance import TOLERANT
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, sent, train, weights_of
 
 OUTER = [
     NoLoCoConfig(),
@@ -52,7 +50,7 @@ class Script:
 
     @property
     def weights(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
+        return weights_of(self.module)
 
     def step_to(self, weights: Tensor) -> None:
         """Take a step that ends at these weights (n,)."""
@@ -66,36 +64,14 @@ class Script:
         self.step_to(self.weights + 1e-3 * torch.randn(len(self.weights), generator=torch.Generator().manual_seed(3)))
 
 
-def sent(engine: Engine, fragment: int = 0) -> bytes:
-    buffer = bytearray(engine.round_end.contribution_bytes)
-    size = engine.round_end.contribution(fragment)
-    engine.round_end.encode(buffer)
-    return bytes(buffer[:size])
-
-
-@EACH_RULE
-def test_equal_weights_make_equal_bytes(manifest: Manifest, make_replica: MakeReplica, outer: OuterRules) -> None:
-    built_in, loop = make_replica(ALICE, rule=outer), Script(manifest, outer)
-    assert torch.equal(loop.weights, built_in.round_end.fast_weights()), (
-        "the loop begins with the weights of the run's seed"
-    )
-    assert loop.engine.checkpoint.layout.hash == built_in.checkpoint.layout.hash
-    for index in range(4):
-        fragment = index % outer.fragments
-        for _ in range(2):
-            built_in.learn()
-            loop.step_to(built_in.round_end.fast_weights())
-        assert sent(loop.engine, fragment) == sent(built_in, fragment)
-        built_in.round_end.apply(None)
-        loop.engine.round_end.apply(None)
-
-
 @EACH_RULE
 def test_a_built_in_trainer_and_a_loop_come_to_the_means_of_two_built_in_trainers(
     manifest: Manifest, make_replica: MakeReplica, outer: OuterRules
 ) -> None:
     """The third, a built-in trainer, takes the steps of the loop: it is what the loop must come to."""
     alice, loop, oracle = make_replica(ALICE, rule=outer), Script(manifest, outer), make_replica(BOB, rule=outer)
+    assert torch.equal(loop.weights, oracle.round_end.fast_weights()), "it begins with the weights of the run's seed"
+    assert loop.engine.checkpoint.layout.hash == oracle.checkpoint.layout.hash
     for index in range(4):
         fragment = index % outer.fragments
         for _ in range(3):
@@ -116,20 +92,14 @@ def test_a_built_in_trainer_and_a_loop_come_to_the_means_of_two_built_in_trainer
             )
 
 
-def learnt(make_replica: MakeReplica, outer: OuterRules) -> Learner:
-    built_in = make_replica(ALICE, rule=outer)
-    for _ in range(2):
-        built_in.learn()
-        built_in.learn()
-        built_in.round_end.apply(None)
-    return built_in
-
-
 @EACH_RULE
 def test_a_loop_continues_from_a_built_in_trainers_checkpoint(
     manifest: Manifest, make_replica: MakeReplica, outer: OuterRules, tmp_path: Path
 ) -> None:
-    built_in, loop = learnt(make_replica, outer), Script(manifest, outer)
+    built_in, loop = make_replica(ALICE, rule=outer), Script(manifest, outer)
+    for _ in range(2):
+        train(built_in, 2)
+        built_in.round_end.apply(None)
     built_in.checkpoint.save(tmp_path / "checkpoint")
     loop.engine.checkpoint.load(tmp_path / "checkpoint")
     assert loop.engine.checkpoint.counters == built_in.checkpoint.counters
@@ -193,7 +163,7 @@ def test_the_seeds_weights_are_the_same_whatever_a_script_has_set(manifest: Mani
         assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(before)
-    oracle = torch.cat([parameter.detach().flatten() for parameter in build_model(manifest.model, 7).parameters()])
+    oracle = weights_of(build_model(manifest.model, 7))
     assert torch.equal(loop.engine.round_end.slow_weights(), oracle)
     assert torch.equal(loop.weights, oracle.bfloat16())
 

@@ -3,26 +3,26 @@
 import contextlib
 import logging
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
-from farandole.protocol.run.rules import Codec, NoLoCoConfig
+from farandole.protocol.run.rules import DEFAULT_SCREENING, Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.testnet.methods.baselines import Method, Trial, train
 from farandole.testnet.methods.stacked import Stack
 from farandole.training.base.device import CONTEXT_BYTES, choose_device, is_out_of_memory, limit_memory
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import build_model
 from farandole.training.outer import codec
 from farandole.training.outer.copying import CudaCopier, copier_for
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, RUN_ID, refusal
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, refusal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")
 
@@ -39,24 +39,16 @@ def test_no_more_memory_is_taken_than_was_allowed() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, device.torch_device.index)
 
 
-def make(
-    device: str,
-    author: bytes,
-    name: Codec,
-    model: ModelConfig,
-    inner: InnerConfig,
-    text: Text,
-    is_compiled: bool = False,
-) -> Learner:
-    sampler = Sampler(text, run_id=RUN_ID, author=author, batch_size=inner.batch_size, context=model.context)
-    return Learner(
-        build_model(model, 7),
-        Recipe(inner, NoLoCoConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0)),
-        sampler,
-        run_id=RUN_ID,
-        device=choose_device(device),
-        settings=TrainerSettings(compile=is_compiled),
-    )
+@pytest.fixture
+def make(make_replica: MakeReplica) -> Callable[..., Learner]:
+    """Of a run whose outer step is the mean."""
+
+    def make(device: str, author: bytes = ALICE, name: Codec = "fp32", *, is_compiled: bool = False) -> Learner:
+        outer = NoLoCoConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0)
+        settings, screening = TrainerSettings(compile=is_compiled), DEFAULT_SCREENING
+        return make_replica(author, rule=outer, screening=screening, device=choose_device(device), settings=settings)
+
+    return make
 
 
 @pytest.mark.parametrize("rel", [1e-4, 3e-2])
@@ -72,10 +64,10 @@ def test_a_gpu_masks_documents(model: ModelConfig, rel: float) -> None:
 
 @pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 def test_a_gpu_and_a_cpu_come_to_the_same_mean(
-    model: ModelConfig, inner: InnerConfig, text: Text, name: Codec, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Learner], name: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec, "_SLICE", 512)
-    gpu, cpu = make("cuda", ALICE, name, model, inner, text), make("cpu", BOB, name, model, inner, text)
+    gpu, cpu = make("cuda", ALICE, name), make("cpu", BOB, name)
     memory = {each: mmap.mmap(-1, each.round_end.contribution_bytes) for each in (gpu, cpu)}
     for each in (gpu, cpu):
         each.round_end.outer.copier.pin(memoryview(memory[each]))
@@ -98,10 +90,8 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
         torch.testing.assert_close(difference, errors[0] - errors[1], rtol=0, atol=1e-6)
 
 
-def test_a_snapshot_holds_up_nothing_and_is_of_before(
-    model: ModelConfig, inner: InnerConfig, text: Text, tmp_path: Path
-) -> None:
-    node = make("cuda", ALICE, "int8", model, inner, text)
+def test_a_snapshot_holds_up_nothing_and_is_of_before(make: Callable[..., Learner], tmp_path: Path) -> None:
+    node = make("cuda", name="int8")
     for _ in range(3):  # into the same memory
         node.learn()
         node.round_end.apply(None)
@@ -161,8 +151,8 @@ def test_copies_arrive_by_either_way(is_pinned: bool) -> None:
         assert bool((copier.fetch(host) == 7).all())
 
 
-def test_compiled_inner_steps_learn_the_same(model: ModelConfig, inner: InnerConfig, text: Text) -> None:
-    plain, compiled = (make("cuda", ALICE, "fp32", model, inner, text, flag) for flag in (False, True))
+def test_compiled_inner_steps_learn_the_same(make: Callable[..., Learner]) -> None:
+    plain, compiled = (make("cuda", is_compiled=flag) for flag in (False, True))
     for _ in range(3):
         torch.testing.assert_close(plain.learn(), compiled.learn(), rtol=2e-2, atol=2e-2)
 

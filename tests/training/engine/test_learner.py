@@ -11,50 +11,41 @@ import torch
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.base.device import choose_device, is_out_of_memory
+from farandole.training.base.device import is_out_of_memory
 from farandole.training.base.errors import DataError, TrainingError
-from farandole.training.data.dataset import Sampler, Text
+from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import build_model
 
 from ...token_arrays import array_of
-from ..conftest import ALICE, RUN_ID
-
-BATCH = 6
+from ..conftest import MakeReplica
 
 
 def learner(
-    model: ModelConfig, text: Text, microbatch_size: int, *, is_compiled: bool = False, z_loss: float = 0.0
+    make_replica: MakeReplica, microbatch_size: int, *, is_compiled: bool = False, z_loss: float = 0.0
 ) -> Learner:
-    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=BATCH, context=model.context)
-    return Learner(
-        build_model(model, 7),
-        Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH, z_loss=z_loss)),
-        sampler,
-        run_id=RUN_ID,
-        device=choose_device("cpu"),
+    return make_replica(
+        inner_settings=InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=6, z_loss=z_loss),
         settings=TrainerSettings(microbatch=microbatch_size, compile=is_compiled),
     )
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 3, 4, 5])  # of 6: equal parts, and a shorter last one
-def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, text: Text, microbatch_size: int) -> None:
-    whole, parts = learner(model, text, 0), learner(model, text, microbatch_size)
+def test_microbatches_sum_to_the_batchs_gradient_and_loss(make_replica: MakeReplica, microbatch_size: int) -> None:
+    whole, parts = learner(make_replica, 0), learner(make_replica, microbatch_size)
     for _ in range(3):
         loss = whole.learn()
         torch.testing.assert_close(parts.learn(), loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(parts.replica.gradient, whole.replica.gradient, rtol=1e-4, atol=1e-7)
-        parts.round_end.weights.flat.copy_(
-            whole.round_end.weights.flat
-        )  # AdamW makes more of a rounding where a gradient is nearly 0
+        # AdamW makes more of a rounding where a gradient is nearly 0.
+        parts.round_end.weights.flat.copy_(whole.round_end.weights.flat)
     assert (parts.totals.steps, parts.totals.tokens) == (whole.totals.steps, whole.totals.tokens)
     assert parts.evaluate(2) == pytest.approx(whole.evaluate(2), rel=1e-6)
 
 
-def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
+def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(make_replica: MakeReplica, text: Text) -> None:
     """One's own module may have dropout, which is off while the loss is measured."""
-    without = learner(model, replace(text, held_out=array_of(text.held_out)[:1]), 0)
+    without = make_replica(text=replace(text, held_out=array_of(text.held_out)[:1]))
     for _ in range(2):
         without.learn()
         with pytest.raises(DataError, match="too little text is held out"):
@@ -66,7 +57,7 @@ Forward = Callable[..., object]
 
 
 def test_inner_steps_run_through_the_compiled_module(
-    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a compiler that leaves everything as it is, and counts."""
     calls: list[int] = []
@@ -79,7 +70,7 @@ def test_inner_steps_run_through_the_compiled_module(
         return forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    plain, compiled = learner(model, text, 3), learner(model, text, 3, is_compiled=True)
+    plain, compiled = learner(make_replica, 3), learner(make_replica, 3, is_compiled=True)
     assert len(calls) == 1, "compiled before the first inner step"
     for _ in range(2):
         torch.testing.assert_close(compiled.learn(), plain.learn())
@@ -88,14 +79,14 @@ def test_inner_steps_run_through_the_compiled_module(
 
 
 def test_a_compiler_that_is_missing_is_told_with_what_to_do(
-    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
         raise FileNotFoundError("No working C++ compiler found")
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     with pytest.raises(TrainingError, match=r"No working C\+\+ compiler found.* apt install g\+\+ .* --compile"):
-        learner(model, text, 0, is_compiled=True)
+        learner(make_replica, 0, is_compiled=True)
 
 
 def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:
@@ -111,8 +102,10 @@ def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> No
     assert not is_out_of_memory(mismatch.value)
 
 
-def test_the_z_loss_is_in_the_training_loss_and_not_in_the_held_out_loss(model: ModelConfig, text: Text) -> None:
-    plain, other = learner(model, text, 0), learner(model, text, 0, z_loss=0.01)
+def test_the_z_loss_is_in_the_training_loss_and_not_in_the_held_out_loss(
+    make_replica: MakeReplica, model: ModelConfig
+) -> None:
+    plain, other = learner(make_replica, 0), learner(make_replica, 0, z_loss=0.01)
     tokens = torch.from_numpy(plain.sampler.batch(0))
     with torch.no_grad():
         denominators = build_model(model, 7)(tokens[:, :-1]).logsumexp(-1)

@@ -13,7 +13,7 @@ from farandole.protocol.run.models import num_parameters, preset
 from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.training.model.model import build_model, language_loss
 
-from ..conftest import MakeReplica
+from ..conftest import MakeReplica, kept_bytes, sent
 
 
 def held_bytes() -> int:
@@ -46,7 +46,7 @@ def test_a_trainer_holds_the_vectors_that_are_counted(
     before = held_bytes()
     replica = make_replica(inner_settings=inner, codec=codec, fragments=fragments, drift=drift)
     replica.learn()
-    replica.round_end.contribute(bytearray(replica.round_end.contribution_bytes))
+    sent(replica)
     snapshot = replica.checkpoint.snapshot()
     held = held_bytes() - before
 
@@ -65,19 +65,7 @@ def test_a_trainer_holds_the_vectors_that_are_counted(
 def test_a_backward_pass_keeps_what_is_counted(name: str, context: int) -> None:
     model = msgspec.structs.replace(preset(name), context=context)
     module = build_model(model, seed=0)
-    own = {parameter.data_ptr() for parameter in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = language_loss(module, torch.zeros(1, context + 1, dtype=torch.long))
-
-    assert loss.requires_grad
+    kept = kept_bytes(lambda: language_loss(module, torch.zeros(1, context + 1, dtype=torch.long)), module)
     counted = activation_bytes(Manifest(name="a", model=model), 0)
-    assert sum(kept.values()) == pytest.approx(counted, rel=0.1)
+    assert sum(kept) == pytest.approx(counted, rel=0.1)
     assert num_parameters(model) == needs_of(Manifest(name="a", model=model)).num_parameters

@@ -9,33 +9,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 from torch import Tensor
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.run.rules import Codec, GuardConfig, Momentum, NoLoCoConfig
 from farandole.training.base.errors import DivergedError
-from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
-from farandole.training.inner.optimizer import learning_rate, ramp
-from farandole.training.model.model import build_model, language_loss
+from farandole.training.inner.optimizer import ramp
 from farandole.training.outer import codec, outer_state
 from farandole.training.outer.outer_state import MAX_DRIFT, MAX_MOMENTUM
 from farandole.training.outer.rule import OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter, Refuse
 
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, copy_without, refusal
-
-
-def train(replica: Learner, steps: int = 5) -> list[float]:
-    return [float(replica.learn()) for _ in range(steps)]
-
-
-def sent(replica: Learner) -> bytes:
-    buffer = bytearray(replica.round_end.contribution_bytes)
-    size, digest = replica.round_end.contribute(buffer)
-    assert (size, digest) == (len(buffer), blake3(buffer).digest())
-    return bytes(buffer)
+from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, refusal, sent, train
 
 
 def state(replica: Learner) -> list[Tensor]:
@@ -46,82 +32,30 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def exchange(alice: Learner, bob: Learner, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
-    of_alice, of_bob = sent(alice), sent(bob)
-    alice.round_end.apply(of_bob, Encounter(b"", alice_tokens, bob_tokens), own_first=True)
-    bob.round_end.apply(of_alice, Encounter(b"", bob_tokens, alice_tokens), own_first=False)
-
-
-@pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
-def test_a_run_of_one_is_plain_training_bit_for_bit(
-    make_replica: MakeReplica, model: ModelConfig, inner: InnerConfig, text: Text, momentum: str
-) -> None:
-    """With alpha 0 and beta 1 the outer step alone changes nothing: what is left is a loop anybody would write."""
-    node = make_replica(alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
-    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=inner.batch_size, context=model.context)
-    plain = build_model(model, seed=7)
-    matrices = [parameter for parameter in plain.parameters() if parameter.ndim > 1]
-    gains = [parameter for parameter in plain.parameters() if parameter.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": gains, "weight_decay": 0.0}],
-        betas=(inner.beta1, inner.beta2),
-        eps=inner.epsilon,
-        foreach=False,
-    )
-
-    for step in range(30):
-        optimizer.zero_grad()
-        loss = language_loss(plain, torch.from_numpy(sampler.batch(step)))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), inner.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, inner)
-        optimizer.step()
-
-        assert float(node.learn()) == float(loss.detach())
-        if step % 5 == 4:
-            node.round_end.apply(None)
-
-    weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
-    assert torch.equal(node.round_end.fast_weights(), weights)
-    assert torch.equal(node.round_end.slow_weights(), weights)
-    assert (node.totals.round, node.totals.steps, node.totals.tokens, node.round_end.tokens_this_round) == (
-        6,
-        30,
-        30 * 4 * 16,
-        0,
-    )
-
-
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
 @pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("gamma", [0.7, 0.5])
 def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentum, name: Codec, gamma: float) -> None:
     outer = NoLoCoConfig(codec=name, momentum=momentum, gamma=gamma)
-    settings = {"codec": name, "momentum": momentum, "gamma": gamma}
-    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
+    alice, bob = (make_replica(author, rule=outer) for author in (ALICE, BOB))
     for node in (alice, bob):
         train(node)
         node.round_end.apply(None)  # so that slow weights differ and there is momentum
         train(node)
     before = {node: [vector.double() for vector in state(node)] for node in (alice, bob)}
 
-    def as_sent(node: Learner) -> Tensor:
-        theta, phi = node.round_end.fast_weights(), node.round_end.slow_weights()
-        buffer = bytearray(node.round_end.contribution_bytes)
-        codec.encode(name, rule_of(outer).contribution(OwnVectors(theta, phi, {})), buffer)
-        return codec.decode(name, buffer, len(theta)).double()
-
     def exact(node: Learner) -> Tensor:
-        return (
-            rule_of(outer)
-            .contribution(OwnVectors(node.round_end.fast_weights(), node.round_end.slow_weights(), {}))
-            .double()
-        )
+        own = OwnVectors(node.round_end.fast_weights(), node.round_end.slow_weights(), {})
+        return rule_of(outer).contribution(own)
+
+    def as_sent(node: Learner) -> Tensor:
+        buffer = bytearray(node.round_end.contribution_bytes)
+        codec.encode(name, exact(node), buffer)
+        return codec.decode(name, buffer, node.checkpoint.layout.num_elements).double()
 
     difference = as_sent(alice) - as_sent(bob)
-    means = {alice: exact(alice) - 0.25 * difference, bob: exact(bob) + 0.75 * difference}
-    exchange(alice, bob)
+    means = {alice: exact(alice).double() - 0.25 * difference, bob: exact(bob).double() + 0.75 * difference}
+    exchange(alice, bob, tokens=(300, 100))
 
     for node in (alice, bob):
         _, phi, m, *_ = before[node]
@@ -134,33 +68,6 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
         assert torch.equal(node.round_end.fast_weights(), node.round_end.slow_weights())
 
 
-def plain_averages(name: str) -> dict[str, object]:
-    """Settings with which an outer step is the mean itself."""
-    return {"alpha": 0.0, "beta": 1.0, "gamma": 1.0, "codec": name}
-
-
-@pytest.mark.parametrize("name", [name for name in codec.CODECS if name != "fp32"])
-def test_with_a_lossy_codec_partners_keep_their_sum_and_differ_by_its_errors(
-    make_replica: MakeReplica, name: str
-) -> None:
-    alice, bob = make_replica(ALICE, **plain_averages(name)), make_replica(BOB, **plain_averages(name))
-    train(alice)
-    train(bob)
-    before = {node: node.round_end.fast_weights().double() for node in (alice, bob)}
-    errors = {
-        node: (before[node] - codec.decode(name, sent(node), node.checkpoint.layout.num_elements).double()).abs()
-        for node in (alice, bob)
-    }
-
-    exchange(alice, bob, 1, 1)
-
-    after = [node.round_end.slow_weights().double() for node in (alice, bob)]
-    torch.testing.assert_close(sum(after), before[alice] + before[bob], rtol=0, atol=1e-6)
-    apart = (after[0] - after[1]).abs()
-    assert float(apart.max()) > 1e-5
-    assert bool((apart <= errors[alice] + errors[bob] + 1e-6).all())
-
-
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_progress_below_half_a_quantum_is_not_rounded_away(make_replica: MakeReplica, name: str) -> None:
     """In each round both replicas move by a twentieth of int8's quantum, or less."""
@@ -170,7 +77,7 @@ def test_progress_below_half_a_quantum_is_not_rounded_away(make_replica: MakeRep
         for _ in range(num_rounds):
             alice.round_end.weights.flat.add_(1e-5)
             bob.round_end.weights.flat.add_(3e-5)
-            exchange(alice, bob, 1, 1)
+            exchange(alice, bob)
         return alice.round_end.slow_weights(), bob.round_end.slow_weights()
 
     start = make_replica().round_end.slow_weights()
@@ -201,17 +108,11 @@ def test_the_drift_correction_is_the_formula_and_moves_the_inner_steps(
             alice.learn()
             bob.learn()
         part = alice.checkpoint.layout.fragment(fragment, fragments)
-        of_alice, of_bob = (bytearray(node.round_end.contribution_bytes) for node in (alice, bob))
-        sizes = [node.round_end.contribute(out, fragment)[0] for node, out in ((alice, of_alice), (bob, of_bob))]
-        decoded = [
-            codec.decode(codec_name, out[:size], part.stop - part.start)
-            for out, size in zip((of_alice, of_bob), sizes, strict=True)
-        ]
+        decoded = [codec.decode(codec_name, sent(node, fragment), part.stop - part.start) for node in (alice, bob)]
         since = rates - rates_before[fragment]
         expected[part] = 0.98 * expected[part] + 0.1 * 0.5 * (decoded[1] - decoded[0]) / since
         rates_before[fragment] = rates
-        alice.round_end.apply(of_bob[: sizes[1]], Encounter(b"", 1, 1))
-        bob.round_end.apply(of_alice[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
+        exchange(alice, bob, fragment=fragment)
 
         torch.testing.assert_close(alice.checkpoint.vectors()["drift"], expected, rtol=1e-3, atol=1e-5)
     assert bool(expected.any())
@@ -256,24 +157,23 @@ def test_a_newcomer_claims_nothing_until_it_has_met_a_member_and_little_while_it
 ) -> None:
     donor, newcomer = make_replica(ALICE), make_replica(BOB)
     for _ in range(2):
-        train(donor)
+        train(donor, 5)
         donor.round_end.apply(None)
     donor.checkpoint.save(tmp_path / "whole")
-    part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
-    newcomer.checkpoint.load(copy_without(part, "square", tmp_path / "fetched"))
+    newcomer.checkpoint.load(copy_without(tmp_path / "whole", ("mean", "square"), tmp_path / "fetched"))
     newcomer.catch_up(4)
     assert (newcomer.totals.round, newcomer.totals.steps, newcomer.replica.optimizer.begun_at) == (2, 20, 20), (
         "the schedule is at the run's place"
     )
     for partner_tokens in (0, 300):
-        train(newcomer)
+        train(newcomer, 5)
         train(donor)
         of_donor = sent(donor)
         sent(newcomer)
         assert newcomer.round_end.tokens_claimed == 0
         newcomer.round_end.apply(of_donor, Encounter(b"", 0, partner_tokens))
         donor.round_end.apply(None)
-    train(newcomer)
+    train(newcomer, 5)
     ramps = [ramp(step, inner) for step in range(10, 15)]
     assert 0 < newcomer.round_end.tokens_claimed < newcomer.round_end.tokens_contributed
     assert newcomer.round_end.tokens_claimed == round(newcomer.round_end.tokens_contributed * fmean(ramps))
@@ -292,33 +192,18 @@ def test_a_newcomer_claims_nothing_for_each_fragment_that_it_has_not_exchanged_y
         for fragment in (0, 1, 0):
             train(newcomer)
             train(met)
-            contribution = bytearray(met.round_end.contribution_bytes)
-            size, _ = met.round_end.contribute(contribution, fragment)
-            newcomer.round_end.contribute(bytearray(newcomer.round_end.contribution_bytes), fragment)
+            contribution = sent(met, fragment)
+            sent(newcomer, fragment)
             found.append(newcomer.round_end.tokens_claimed > 0)
-            newcomer.round_end.apply(
-                memoryview(contribution)[:size], Encounter(b"", newcomer.round_end.tokens_claimed, 100)
-            )
+            newcomer.round_end.apply(contribution, Encounter(b"", newcomer.round_end.tokens_claimed, 100))
             met.round_end.apply(None)
         assert found == claims
 
 
-def test_the_same_calls_give_the_same_bits(make_replica: MakeReplica) -> None:
-    def run() -> list[Tensor]:
-        alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")
-        for _ in range(3):
-            train(alice, 2)
-            train(bob, 2)
-            exchange(alice, bob)
-        return state(alice) + state(bob)
-
-    assert same(run(), run())
-
-
 def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica) -> None:
     alice, bob = make_replica(ALICE), make_replica(BOB)
-    train(alice)
-    train(bob)
+    train(alice, 5)
+    train(bob, 5)
     of_alice, snapshot = sent(alice), alice.round_end.fast_weights()
     of_bob = sent(bob)
     train(alice, 2)
@@ -360,10 +245,9 @@ def test_what_averages_on_the_host_comes_to_the_same_bits(
     apart, plain = (make_replica(**settings, averages_on_host=averages_on_host) for averages_on_host in (True, False))
     partner = make_replica(BOB, **settings)
     for index in range(6):
-        contributions = [bytearray(each.round_end.contribution_bytes) for each in (apart, plain, partner)]
-        for each, out in zip((apart, plain, partner), contributions, strict=True):
+        for each in (apart, plain, partner):
             each.learn()
-            del out[each.round_end.contribute(out, index % fragments)[0] :]
+        contributions = [sent(each, index % fragments) for each in (apart, plain, partner)]
         assert contributions[0] == contributions[1]
         for each in (apart, plain):
             for _ in range(late):
@@ -385,7 +269,7 @@ def test_what_averages_on_the_host_comes_to_the_same_bits(
     assert apart.learn().equal(plain.learn())
 
 
-def corrupt(raw: bytes, value: float) -> bytes:
+def corrupt(raw: bytearray, value: float) -> bytes:
     values = np.frombuffer(raw, np.float32).copy()
     values[len(values) // 2] = value
     return values.tobytes()
@@ -462,14 +346,6 @@ def test_momentum_that_no_rounds_have_made_is_clipped(make_replica: MakeReplica,
     assert float((replica.round_end.slow_weights() - before).norm()) <= settings.alpha * limit + 2 * movement
 
 
-def test_the_momentum_of_honest_rounds_is_left_as_it_is(
-    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limited = play_rounds(make_replica)
-    monkeypatch.setattr(outer_state, "MAX_MOMENTUM", math.inf)
-    assert torch.equal(limited, play_rounds(make_replica))
-
-
 def test_after_a_restart_with_fragments_the_drift_correction_waits_for_a_whole_turn(
     make_replica: MakeReplica, tmp_path: Path
 ) -> None:
@@ -480,10 +356,7 @@ def test_after_a_restart_with_fragments_the_drift_correction_waits_for_a_whole_t
     def meet(number: int) -> None:
         train(alice, 4)
         train(bob, 4)
-        outs = [bytearray(node.round_end.contribution_bytes) for node in (alice, bob)]
-        sizes = [node.round_end.contribute(out, number % 2)[0] for node, out in zip((alice, bob), outs, strict=True)]
-        alice.round_end.apply(outs[1][: sizes[1]], Encounter(b"", 1, 1))
-        bob.round_end.apply(outs[0][: sizes[0]], Encounter(b"", 1, 1), own_first=False)
+        exchange(alice, bob, fragment=number % 2)
 
     for number in range(2):
         meet(number)
@@ -506,21 +379,21 @@ def test_a_liar_cannot_wind_the_drift_correction_up(make_replica: MakeReplica, f
     for number in range(4 * fragments):
         train(alice, 4)
         movement = float((alice.round_end.fast_weights() - alice.round_end.slow_weights()).norm())
-        size, _ = alice.round_end.contribute(out := bytearray(alice.round_end.contribution_bytes), number % fragments)
-        codec.encode("fp32", 3.0 * codec.decode("fp32", out[:size], size // 4), memoryview(out)[:size])
-        alice.round_end.apply(out[:size], Encounter(b"", 1, 1))
+        lie = 3.0 * np.frombuffer(sent(alice, number % fragments), np.float32)
+        alice.round_end.apply(lie.tobytes(), Encounter(b"", 1, 1))
         rates = fragments * 4 * alice.replica.learning_rate  # of a fragment's next steps, nearly
         added = float(alice.checkpoint.vectors()["drift"].norm()) * rates
 
         assert added <= 2 * fragments * MAX_DRIFT * movement
 
 
-def test_the_drift_correction_of_honest_rounds_is_left_as_it_is(
-    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "settings"), [("MAX_MOMENTUM", {}), ("MAX_DRIFT", {"drift": 0.1})])
+def test_momentum_and_drift_correction_of_honest_rounds_are_left_as_they_are(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, limit: str, settings: dict[str, float]
 ) -> None:
-    limited = play_rounds(make_replica, drift=0.1)
-    monkeypatch.setattr(outer_state, "MAX_DRIFT", math.inf)
-    assert torch.equal(limited, play_rounds(make_replica, drift=0.1))
+    limited = play_rounds(make_replica, **settings)
+    monkeypatch.setattr(outer_state, limit, math.inf)
+    assert torch.equal(limited, play_rounds(make_replica, **settings))
 
 
 def play_rounds(make_replica: MakeReplica, **settings: object) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from farandole.training.outer import round_end
 from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
 
-from ..conftest import ALICE, BOB, MakeReplica
+from ..conftest import ALICE, BOB, MakeReplica, sent, train
 
 
 class Asking(ScreeningRule):
@@ -39,13 +39,10 @@ def test_a_round_without_inner_steps_is_judged_by_the_steps_before_it(
     monkeypatch.setattr(round_end, "rule_of", lambda settings: rule)
     alice, bob = (make_replica(author, codec="int8", partners=2) for author in (ALICE, BOB))
     for steps in (2, 0, 2):
-        for _ in range(steps):
-            alice.learn()
-            bob.learn()
-        contributions = [bytearray(each.round_end.contribution_bytes) for each in (alice, bob)]
-        alice.round_end.contribute(contributions[0])
-        bob.round_end.contribute(contributions[1])
-        alice.round_end.apply(contributions[1])
+        train(alice, steps)
+        train(bob, steps)
+        sent(alice)
+        alice.round_end.apply(sent(bob))
     (first, before), second, (third, _) = rule.asked
     assert first > 0.0
     assert before is not None
@@ -67,11 +64,9 @@ def test_a_newcomer_claims_nothing_in_all_meetings_until_it_has_met_a_member(
     claims = []
     for takes_steps, partner_claim in ((True, 0), (False, 1), (True, 100), (False, 1)):
         for each in (member, newcomer):
-            if takes_steps:
-                each.learn()
-        of_member = bytearray(member.round_end.contribution_bytes)
-        member.round_end.contribute(of_member)
-        newcomer.round_end.contribute(bytearray(newcomer.round_end.contribution_bytes))
+            train(each, int(takes_steps))
+        of_member = sent(member)
+        sent(newcomer)
         claims.append(newcomer.round_end.claim(takes_steps=takes_steps) > 0)
         newcomer.round_end.apply(of_member, Encounter(b"", int(claims[-1]), partner_claim))
         member.round_end.apply(None)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.training.base.errors import CheckpointError
@@ -14,7 +13,7 @@ from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate
 
-from ..conftest import MakeReplica
+from ..conftest import MakeReplica, copy_without, rewrite, train
 from .test_stage_worker import workers_of
 
 
@@ -23,14 +22,10 @@ def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
     """A replica that has learnt, and a file with its weights as another run's consolidated checkpoint has them."""
     learnt = make_replica()
     for _ in range(2):
-        for _ in range(4):
-            learnt.learn()
+        train(learnt, 4)
         learnt.round_end.apply(None)
     learnt.checkpoint.save(tmp_path / "whole")
-    tensors = load_file(tmp_path / "whole")
-    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
-    save_file(kept, tmp_path / "start")
-    return learnt, tmp_path / "start"
+    return learnt, copy_without(tmp_path / "whole", ("mean", "square"), tmp_path / "start")
 
 
 def test_weights_momentum_and_schedule_go_on(
@@ -51,8 +46,7 @@ def test_weights_momentum_and_schedule_go_on(
     begun.totals.steps = 8
     assert begun.evaluate() == pytest.approx(learnt.evaluate(), rel=1e-6)
     before = begun.evaluate()
-    for _ in range(8):
-        begun.learn()
+    train(begun, 8)
     begun.round_end.apply(None)
     assert begun.evaluate() < before
 
@@ -88,9 +82,7 @@ def test_what_does_not_fit_changes_nothing(
     says: str,
 ) -> None:
     path = start[1]
-    tensors = load_file(path)
-    spoil(tensors)
-    save_file(tensors, path)
+    rewrite(path, lambda tensors, _: spoil(tensors), path)
     begun = make_replica(seed=1)
     before = begun.round_end.slow_weights()
     with pytest.raises(CheckpointError, match=says):

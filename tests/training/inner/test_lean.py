@@ -11,41 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
+from farandole.protocol.run.manifest import InnerConfig, InnerName
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
-from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.inner.lean import Rounding
-from farandole.training.model.model import build_model
-from farandole.training.screening.rule import UNKNOWN, Encounter
+from farandole.training.screening.rule import UNKNOWN
 
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, copy_without
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, copy_without, exchange, sent, train, weights_of
 
 CPU = torch.device("cpu")
 
 
-def train(replica: Learner, steps: int = 5) -> None:
-    for _ in range(steps):
-        replica.learn()
-
-
-def sent(replica: Learner) -> bytes:
-    buffer = bytearray(replica.round_end.contribution_bytes)
-    replica.round_end.contribute(buffer)
-    return bytes(buffer)
-
-
-def exchange(alice: Learner, bob: Learner) -> None:
-    of_alice, of_bob = sent(alice), sent(bob)
-    alice.round_end.apply(of_bob, Encounter(b"", 1, 1), own_first=True)
-    bob.round_end.apply(of_alice, Encounter(b"", 1, 1), own_first=False)
+LEAN = TrainerSettings(lean=True)
 
 
 def trained(replica: Learner) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in replica.replica.module.parameters()])
+    return weights_of(replica.replica.module)
 
 
 def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> None:
@@ -84,8 +67,8 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
     make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName
 ) -> None:
     """Both take a step with the same bf16 weights, gradient and means."""
-    settings = msgspec.structs.replace(inner, optimizer=optimizer, ends_rate=0.5)
-    lean, plain = make_replica(inner_settings=settings, is_lean=True, drift=0.1), make_replica(inner_settings=settings)
+    inner = msgspec.structs.replace(inner, optimizer=optimizer, ends_rate=0.5)
+    lean, plain = make_replica(inner_settings=inner, settings=LEAN, drift=0.1), make_replica(inner_settings=inner)
     train(lean, 4)
     plain.round_end.weights.flat.copy_(trained(lean))
     for name, vector in plain.checkpoint.vectors().items():
@@ -110,20 +93,18 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
 def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
     make_replica: MakeReplica, inner: InnerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = msgspec.structs.replace(
-        inner, learning_rate=2e-4, warmup_steps=0, total_steps=1_000_000, weight_decay=0.0
-    )
+    slow = msgspec.structs.replace(inner, learning_rate=2e-4, warmup_steps=0, total_steps=1_000_000, weight_decay=0.0)
 
-    def loss_after(*, is_lean: bool) -> tuple[float, float]:
-        node = make_replica(inner_settings=settings, is_lean=is_lean)
+    def loss_after(settings: TrainerSettings) -> tuple[float, float]:
+        node = make_replica(inner_settings=slow, settings=settings)
         before = node.evaluate()
         train(node, 150)
         return before, node.evaluate()
 
-    first, plain = loss_after(is_lean=False)
-    _, lean = loss_after(is_lean=True)
+    first, plain = loss_after(TrainerSettings())
+    _, lean = loss_after(LEAN)
     monkeypatch.setattr(Rounding, "write_", lambda _, target, values: target.copy_(values))
-    _, nearest = loss_after(is_lean=True)
+    _, nearest = loss_after(LEAN)
 
     progress = first - plain
     assert progress > 0.01
@@ -132,7 +113,7 @@ def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
 
 
 def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeReplica) -> None:
-    node = make_replica(is_lean=True)
+    node = make_replica(settings=LEAN)
     train(node, 3)
     before = [vector.clone() for vector in (trained(node), *node.checkpoint.vectors().values())]
     loss_of = node.loss
@@ -144,20 +125,15 @@ def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeRepli
 
 
 def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: MakeReplica) -> None:
-    alice = make_replica(ALICE, is_lean=True)
+    alice = make_replica(ALICE, settings=LEAN)
     bob = make_replica(BOB)
     assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights()), "the run's seed, in fp32"
     for _ in range(3):
-        train(alice)
-        train(bob)
+        train(alice, 5)
+        train(bob, 5)
         exchange(alice, bob)
         assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
-        assert bool(
-            (
-                (alice.round_end.fast_weights() - bob.round_end.fast_weights()).abs()
-                <= 2**-7 * bob.round_end.fast_weights().abs()
-            ).all()
-        )
+        torch.testing.assert_close(alice.round_end.fast_weights(), bob.round_end.fast_weights(), rtol=2**-7, atol=0)
     assert torch.equal(alice.round_end.fast_weights(), trained(alice).float()), "read exactly"
 
 
@@ -166,16 +142,16 @@ def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: Mak
 def test_checkpoints_are_fp32_and_training_goes_on_from_them(
     make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path, fragments: int, optimizer: InnerName
 ) -> None:
-    settings = {
+    of_run = {
         "inner_settings": msgspec.structs.replace(inner, optimizer=optimizer),
         "fragments": fragments,
         "codec": "int8",
         "drift": 0.1,
     }
-    node, again = (make_replica(**settings, is_lean=True) for _ in range(2))
+    node, again = (make_replica(**of_run, settings=LEAN) for _ in range(2))
     for fragment in range(2):
         train(node, 3)
-        node.round_end.contribute(bytearray(node.round_end.contribution_bytes), fragment % fragments)
+        sent(node, fragment % fragments)
         node.round_end.apply(None)
     node.checkpoint.save(tmp_path / "saved")
     node.checkpoint.snapshot().save(tmp_path / "snapshot")
@@ -186,16 +162,14 @@ def test_checkpoints_are_fp32_and_training_goes_on_from_them(
     assert torch.equal(again.round_end.slow_weights(), node.round_end.slow_weights())
     for name in ("mean", "square"):
         assert torch.equal(again.checkpoint.vectors()[name], node.checkpoint.vectors()[name])
-    plain = make_replica(**settings)
+    plain = make_replica(**of_run)
     plain.checkpoint.load(tmp_path / "saved")  # a member that is lean no more
     assert torch.equal(plain.checkpoint.vectors()["mean"], node.checkpoint.vectors()["mean"].float())
     train(plain, 2)
     plain.round_end.apply(None)
     plain.checkpoint.save(tmp_path / "plain")
-    newcomer = make_replica(BOB, **settings, is_lean=True)
-    newcomer.checkpoint.load(
-        copy_without(copy_without(tmp_path / "plain", "mean", tmp_path / "a"), "square", tmp_path / "b")
-    )
+    newcomer = make_replica(BOB, **of_run, settings=LEAN)
+    newcomer.checkpoint.load(copy_without(tmp_path / "plain", ("mean", "square"), tmp_path / "fetched"))
     assert newcomer.replica.optimizer.begun_at == newcomer.totals.steps == plain.totals.steps, "the rate is ramped up"
     for each in (again, newcomer):
         before = each.evaluate()
@@ -205,9 +179,9 @@ def test_checkpoints_are_fp32_and_training_goes_on_from_them(
 
 
 def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeReplica) -> None:
-    node, partner = make_replica(is_lean=True), make_replica(BOB)
-    train(node)
-    train(partner)
+    node, partner = make_replica(settings=LEAN), make_replica(BOB)
+    train(node, 5)
+    train(partner, 5)
     sent(node)
     before = trained(node)
     ended = node.round_end.ended
@@ -219,27 +193,14 @@ def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeRepl
     assert torch.equal(trained(node), before)
 
 
-def make(model: ModelConfig, text: Text, *, autocast: bool = False, recomputes: bool = False, lean: bool) -> Learner:
-    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=model.context)
-    device = replace(choose_device("cpu"), autocast_dtype=torch.bfloat16 if autocast else None)
-    recipe = Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3))
-    return Learner(
-        build_model(model, 7),
-        recipe,
-        sampler,
-        run_id=RUN_ID,
-        device=device,
-        author=ALICE,
-        settings=TrainerSettings(lean=lean, recompute=recomputes),
-    )
-
-
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_what_is_computed_again_has_the_same_gradient(
-    model: ModelConfig, text: Text, lean: bool, autocast: bool
-) -> None:
-    plain, again = (make(model, text, autocast=autocast, lean=lean, recomputes=flag) for flag in (False, True))
+def test_what_is_computed_again_has_the_same_gradient(make_replica: MakeReplica, lean: bool, autocast: bool) -> None:
+    device = replace(choose_device("cpu"), autocast_dtype=torch.bfloat16 if autocast else None)
+    plain, again = (
+        make_replica(device=device, settings=TrainerSettings(lean=lean, recompute=recompute))
+        for recompute in (False, True)
+    )
     for _ in range(3):
         assert torch.equal(plain.learn(), again.learn())
         assert torch.equal(plain.replica.gradient, again.replica.gradient)
@@ -247,7 +208,6 @@ def test_what_is_computed_again_has_the_same_gradient(
 
 
 def test_what_cannot_be_lean_says_why(make_replica: MakeReplica) -> None:
-    node = make_replica()
     for settings in (TrainerSettings(lean=True), TrainerSettings(recompute=True)):
         with pytest.raises(TrainingError, match="for farandole's own models"):
-            Learner(nn.Linear(2, 2), Recipe(), node.sampler, run_id=RUN_ID, device=node.device, settings=settings)
+            make_replica(module=nn.Linear(2, 2), settings=settings)

@@ -11,7 +11,7 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.inner.optimizer import learning_rate, matrices_of
 from farandole.training.model.model import build_model, language_loss
 
-from ..conftest import ALICE, RUN_ID, MakeReplica
+from ..conftest import ALICE, RUN_ID, MakeReplica, train, weights_of
 
 MUON = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, optimizer="muon")
 
@@ -38,57 +38,54 @@ def test_matrices_are_all_but_the_models_ends() -> None:
 
 
 @pytest.mark.parametrize("ends_rate", [1.0, 0.3])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_node_alone_is_torchs_optimizers_bit_for_bit(
+@pytest.mark.parametrize(
+    ("optimizer", "momentum"), [("muon", "nesterov"), ("adamw", "nesterov"), ("adamw", "heavy_ball")]
+)
+def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
     make_replica: MakeReplica,
     model: ModelConfig,
     text: Text,
     optimizer: str,
+    momentum: str,
     ends_rate: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Muon or AdamW for matrices, and AdamW with a rate of its own for the rest."""
+    """Muon or AdamW for matrices, and AdamW with a rate of its own for the rest.
+
+    With alpha 0 and beta 1 the outer step alone changes nothing: what is left is a loop anybody would write.
+    """
     # torch's Muon iterates in bf16 on any device, a node on the CPU in fp32; nothing else of either uses bf16 here.
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(torch.float32, copy=True))
     inner = msgspec.structs.replace(MUON, optimizer=optimizer, ends_rate=ends_rate)
-    node = make_replica(inner_settings=inner, alpha=0.0, beta=1.0, gamma=1.0)
+    node = make_replica(inner_settings=inner, alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
     plain = build_model(model, 7)
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=MUON.batch_size, context=model.context)
-    matrices = matrices_of(plain)
-    named = dict(plain.named_parameters())
-    rest = [parameter for name, parameter in named.items() if name not in matrices]
-    matrix_parameters = [named[name] for name in named if name in matrices]
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in rest if parameter.ndim > 1]},
-        {"params": [parameter for parameter in rest if parameter.ndim == 1], "weight_decay": 0.0},
-    ]
+    matrices = [parameter for name, parameter in plain.named_parameters() if name in matrices_of(plain)]
+    rest = [parameter for name, parameter in plain.named_parameters() if name not in matrices_of(plain)]
+    decay = MUON.weight_decay
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            parameters,
-            betas=(MUON.beta1, MUON.beta2),
-            eps=MUON.epsilon,
-            weight_decay=MUON.weight_decay,
-            foreach=False,
-        )
+        betas = MUON.beta1, MUON.beta2
+        return torch.optim.AdamW(parameters, betas=betas, eps=MUON.epsilon, weight_decay=decay, foreach=False)
 
+    of_rest = adamw(
+        [
+            {"params": [parameter for parameter in rest if parameter.ndim > 1]},
+            {"params": [parameter for parameter in rest if parameter.ndim == 1], "weight_decay": 0.0},
+        ]
+    )
+    of_matrices = adamw(matrices)
     if optimizer == "muon":
-        of_matrices: torch.optim.Optimizer = torch.optim.Muon(
-            matrix_parameters,
-            weight_decay=MUON.weight_decay,
-            momentum=MUON.momentum,
-            adjust_lr_fn="match_rms_adamw",
+        of_matrices = torch.optim.Muon(
+            matrices, weight_decay=decay, momentum=MUON.momentum, adjust_lr_fn="match_rms_adamw"
         )
-    else:
-        of_matrices = adamw(matrix_parameters)
-    optimizers = {of_matrices: 1.0, adamw(groups): ends_rate}
 
     for step in range(30):
         plain.zero_grad()
         loss = language_loss(plain, torch.from_numpy(sampler.batch(step)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), MUON.clip)
-        for each, factor in optimizers.items():
+        for each, factor in ((of_matrices, 1.0), (of_rest, ends_rate)):
             for group in each.param_groups:
                 group["lr"] = factor * learning_rate(step, MUON)
             each.step()
@@ -97,14 +94,15 @@ def test_a_node_alone_is_torchs_optimizers_bit_for_bit(
         if step % 5 == 4:
             node.round_end.apply(None)
 
-    weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
-    assert torch.equal(node.round_end.fast_weights(), weights)
+    assert torch.equal(node.round_end.fast_weights(), weights_of(plain))
+    assert torch.equal(node.round_end.slow_weights(), weights_of(plain))
+    assert (node.totals.round, node.totals.steps, node.totals.tokens) == (6, 30, 30 * 4 * 16)
+    assert node.round_end.tokens_this_round == 0
 
 
 def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica: MakeReplica, tmp_path: Path) -> None:
     node, again = (make_replica(inner_settings=MUON) for _ in range(2))
-    for _ in range(4):
-        node.learn()
+    train(node, 4)
     node.round_end.apply(None)
     node.checkpoint.save(tmp_path / "saved")
     node.checkpoint.snapshot().save(tmp_path / "snapshot")
@@ -124,8 +122,7 @@ def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica:
 def test_another_optimizers_vectors_are_not_continued(make_replica: MakeReplica, tmp_path: Path) -> None:
     """A run that starts from another one's checkpoint may have another inner optimizer."""
     node, successor = make_replica(inner_settings=MUON), make_replica()
-    for _ in range(4):
-        node.learn()
+    train(node, 4)
     node.round_end.apply(None)
     node.checkpoint.save(tmp_path / "checkpoint")
 

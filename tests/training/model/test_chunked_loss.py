@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.families import hf_config_from_dict
 from farandole.protocol.run.manifest import Manifest, ModelConfig
-from farandole.training.data.dataset import Text
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.model import model as model_file
 from farandole.training.model.model import language_loss
 from farandole.training.model.stages import build_module
 
-from ..engine.test_learner import learner
+from ..conftest import MakeReplica, kept_bytes
 from .test_hf import GPT2, LLAMA
 
 V = 4_096
@@ -72,23 +72,6 @@ def test_chunks_make_the_plain_loss_and_its_gradients(
         torch.testing.assert_close(language_loss(module, TOKENS, z_loss), plain[0])
 
 
-def kept_bytes(module: nn.Module) -> tuple[int, int]:
-    """Bytes that a forward pass keeps for the backward pass, in all and in the largest tensor, without parameters."""
-    own = {parameter.data_ptr() for parameter in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = language_loss(module, TOKENS)
-    assert loss.requires_grad
-    return sum(kept.values()), max(kept.values())
-
-
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
     """Watches the size of everything that is computed, forward and backward."""
 
@@ -108,14 +91,14 @@ def test_no_logits_are_kept_and_no_more_than_a_chunk_is_made(
     module: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_logits = 4 * 32 * V
-    whole, largest = kept_bytes(module)
-    assert largest >= 4 * num_logits
+    whole = kept_bytes(lambda: language_loss(module, TOKENS), module)
+    assert max(whole) >= 4 * num_logits
     monkeypatch.setattr(model_file, "MAX_LOGITS", LIMIT)
 
-    in_all, largest = kept_bytes(module)
+    kept = kept_bytes(lambda: language_loss(module, TOKENS), module)
 
-    assert largest < 4 * LIMIT / 2
-    assert in_all < whole - 4 * num_logits
+    assert max(kept) < 4 * LIMIT / 2
+    assert sum(kept) < sum(whole) - 4 * num_logits
     with LargestTensor() as watch:  # type: ignore[no-untyped-call]
         language_loss(module, TOKENS).backward()
     assert max(LIMIT, V * 32) / 2 < watch.numel <= max(LIMIT, V * 32)  # a chunk's logits, or the head's own gradient
@@ -130,14 +113,14 @@ def test_what_a_run_needs_counts_a_chunk() -> None:
 
 
 def test_compiled_inner_steps_compute_the_loss_in_chunks(
-    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+    make_replica: MakeReplica, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    plain = learner(model, text, 0)
+    plain = make_replica()
     expected = plain.learn()
     monkeypatch.setattr(model_file, "MAX_LOGITS", 20 * model.vocabulary)
 
-    compiled = learner(model, text, 0, is_compiled=True)
+    compiled = make_replica(settings=TrainerSettings(compile=True))
 
     torch.testing.assert_close(compiled.learn(), expected)
     torch.testing.assert_close(compiled.round_end.weights.flat, plain.round_end.weights.flat, rtol=1e-3, atol=1e-5)

@@ -23,14 +23,14 @@ from farandole.training.base.device import Device, choose_device
 from farandole.training.base.errors import DataError
 from farandole.training.data.batches import Batches
 from farandole.training.data.dataset import Bring, Sampler, Text, build_sampler
-from farandole.training.data.tokenizer import ByteTokenizer, load_tokenizer
+from farandole.training.data.tokenizer import load_tokenizer
 from farandole.training.engine.learner import Learner, replay_round
 from farandole.training.engine.replica import Recipe
 from farandole.training.model.generation import generate, last_logits, load_model
 from farandole.training.model.model import Transformer, build_model, document_mask, language_loss
 from farandole.training.model.sampling import GREEDY, Sampling
 
-from ..conftest import ALICE, BOB, RUN_ID
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, kept_bytes, train
 
 CPU = choose_device("cpu")
 SEPARATOR = 0
@@ -56,29 +56,6 @@ def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:
 def gap(first: list[Tensor], second: list[Tensor]) -> float:
     """The largest difference, relative to the largest value."""
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(first, second, strict=True))
-
-
-def learner(
-    model: ModelConfig, inner: InnerConfig, text: Text, device: Device = CPU, data: DataConfig = MASKED, **settings: Any
-) -> Learner:
-    sampler = Sampler(
-        text,
-        run_id=RUN_ID,
-        author=ALICE,
-        batch_size=inner.batch_size,
-        context=model.context,
-        tokenizer=ByteTokenizer(),
-    )
-    recipe = Recipe(inner, data=data)
-    return Learner(
-        build_model(model, 7),
-        recipe,
-        sampler,
-        run_id=RUN_ID,
-        device=device,
-        author=ALICE,
-        settings=TrainerSettings(**settings),
-    )
 
 
 @torch.no_grad()
@@ -110,37 +87,27 @@ def test_the_mask_is_causal_and_each_row_has_its_own() -> None:
 def test_the_mask_is_kept_once_for_all_layers_and_is_counted() -> None:
     model = msgspec.structs.replace(preset("0.5M"), context=512)
     module = build_model(model, seed=0)
-    kept: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def kept_bytes(separator: int | None, dtype: torch.dtype | None) -> int:
+    def kept_by(separator: int | None, dtype: torch.dtype | None) -> int:
         module.separator = separator
-        kept.clear()
-        device = Device(torch.device("cpu"), dtype, "CPU")
-        with device.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            assert language_loss(module, torch.zeros(1, model.context + 1, dtype=torch.long)).requires_grad
-        return sum(kept.values())
+        tokens = torch.zeros(1, model.context + 1, dtype=torch.long)
+        with Device(torch.device("cpu"), dtype, "CPU").autocast():
+            return sum(kept_bytes(lambda: language_loss(module, tokens), module))
 
     run = Manifest("a", model)
     counted = activation_bytes(msgspec.structs.replace(run, data=MASKED), 0) - activation_bytes(run, 0)
     assert counted == 4 * 512 * 512
-    assert kept_bytes(SEPARATOR, None) - kept_bytes(None, None) == pytest.approx(counted, rel=0.01)
-    assert kept_bytes(SEPARATOR, torch.bfloat16) - kept_bytes(None, torch.bfloat16) == pytest.approx(
-        counted / 2, rel=0.01
-    )
+    for dtype, expected in ((None, counted), (torch.bfloat16, counted / 2)):
+        assert kept_by(SEPARATOR, dtype) - kept_by(None, dtype) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"microbatch": 1}, {"lean": True}])
 def test_a_learner_learns_with_it(
-    model: ModelConfig, inner: InnerConfig, text: Text, dtype: torch.dtype | None, settings: dict[str, Any]
+    make_replica: MakeReplica, model: ModelConfig, dtype: torch.dtype | None, settings: dict[str, Any]
 ) -> None:
     device = Device(torch.device("cpu"), dtype, "CPU")
-    masked = learner(model, inner, text, device, **settings)
+    masked = make_replica(data=MASKED, device=device, settings=TrainerSettings(**settings))
     masked.totals.steps = 10  # behind the warm-up, where the rate is not near 0
     before = masked.evaluate(2)
     with torch.no_grad():
@@ -150,7 +117,7 @@ def test_a_learner_learns_with_it(
         module.separator = SEPARATOR
         masked_loss = float(language_loss(module, torch.from_numpy(batch)))
 
-    losses = [float(masked.learn()) for _ in range(2)]
+    losses = train(masked, 2)
 
     assert all(np.isfinite(losses))
     assert masked.evaluate(2) < before
@@ -159,23 +126,22 @@ def test_a_learner_learns_with_it(
     if not is_rounded:
         assert before != pytest.approx(plain_loss, rel=1e-5), "a held-out loss has the mask too"
     # fp32: the same steps whatever saves memory.
-    plain = learner(model, inner, text, device)
+    plain = make_replica(data=MASKED, device=device)
     plain.totals.steps = 10
-    again = [float(plain.learn()) for _ in range(2)]
-    assert losses == pytest.approx(again, rel=1e-2 if is_rounded else 1e-5)
+    assert losses == pytest.approx(train(plain, 2), rel=1e-2 if is_rounded else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_compiled_model_has_the_mask(
-    model: ModelConfig, inner: InnerConfig, text: Text, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    make_replica: MakeReplica, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one graph; the backend needs no compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     device = Device(torch.device("cpu"), dtype, "CPU")
-    compiled, plain = learner(model, inner, text, device, compile=True), learner(model, inner, text, device)
-    without = learner(model, inner, text, device, data=DataConfig())
+    compiled = make_replica(data=MASKED, device=device, settings=TrainerSettings(compile=True))
+    plain, without = (make_replica(data=data, device=device) for data in (MASKED, DataConfig()))
 
-    losses = [[float(each.learn()) for _ in range(2)] for each in (compiled, plain, without)]
+    losses = [train(each, 2) for each in (compiled, plain, without)]
 
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[1] != pytest.approx(losses[2], rel=1e-6)
@@ -204,13 +170,13 @@ def test_a_prompt_is_one_document(model: ModelConfig) -> None:
     assert unmasked.separator is None
 
 
-def test_a_round_is_replayed_with_the_mask(inner: InnerConfig, text: Text, tmp_path: Path) -> None:
+def test_a_round_is_replayed_with_the_mask(make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path) -> None:
     small = ModelConfig(2, 16, 2, 24, 16, 256)
     inner = msgspec.structs.replace(inner, deterministic=True)
     run = Manifest("a", small, data=MASKED, inner=inner, audits=0.1)
 
     def round_of(manifest: Manifest) -> tuple[Learner, bytes, bytes]:
-        node = learner(small, inner, text, data=manifest.data)
+        node = make_replica(module=build_model(small, 7), inner_settings=inner, data=manifest.data)
         path = tmp_path / "start.safetensors"
         node.checkpoint.save(path)
         node.inner_steps(lambda: node.totals.steps == 3)

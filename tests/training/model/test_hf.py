@@ -11,18 +11,15 @@ from msgspec.structs import replace
 from farandole.protocol.run.families import hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.models import names_of_stage, num_parameters, parts_of, preset, shapes_of, stage_parameters
-from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.data.dataset import Text
-from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import cross_entropy
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
-from ..conftest import RUN_ID
-from ..engine.test_stage_worker import by_name, learn, sampler_of, workers_of
+from ..conftest import RUN_ID, MakeReplica
+from ..engine.test_stage_worker import by_name, learn, workers_of
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -174,25 +171,14 @@ def test_a_stage_takes_memory_for_its_own_parameters_alone(name: str, stage: int
     assert torch.equal(torch.get_rng_state(), state)  # and nothing was drawn for what is thrown away
 
 
-@pytest.fixture(scope="module")
-def no_clip(inner: InnerConfig) -> InnerConfig:
-    return replace(inner, clip=0.0)  # stages clip each for itself
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["llama", "llama-3", "gpt2"])
 def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
-    name: str, no_clip: InnerConfig, text: Text, recompute: bool
+    make_replica: MakeReplica, name: str, inner: InnerConfig, text: Text, recompute: bool
 ) -> None:
-    model = hf_model(name)
+    model, no_clip = hf_model(name), replace(inner, clip=0.0)  # stages clip each for itself
     workers = workers_of(model, no_clip, text, 3, recompute=recompute)
-    learner = Learner(
-        build_module(model, 7),
-        Recipe(no_clip),
-        sampler_of(text, no_clip, model),
-        run_id=RUN_ID,
-        device=choose_device("cpu"),
-    )
+    learner = make_replica(module=build_module(model, 7), inner_settings=no_clip)
 
     losses = []
     for _ in range(20):

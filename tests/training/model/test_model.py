@@ -8,7 +8,7 @@ import torch
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import PRESETS, num_parameters, preset
 from farandole.protocol.wire.errors import ManifestError
-from farandole.training.model.model import Transformer, build_model, initialise_, language_loss, rotary_tables, rotate
+from farandole.training.model.model import Transformer, build_model, language_loss, rotary_tables, rotate
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.5M", "3M"])
@@ -32,16 +32,6 @@ def test_no_position_sees_a_later_token(model: ModelConfig) -> None:
 
     assert torch.equal(before[0, :7], after[0, :7])
     assert not torch.equal(before[0, 7:], after[0, 7:])
-
-
-def test_a_part_of_the_model_starts_as_in_the_whole(model: ModelConfig) -> None:
-    whole, part = build_model(model, seed=1), build_model(model, seed=99)
-    del part.layers["0"], part.embedding
-
-    initialise_(part, seed=1, num_layers=model.num_layers)
-
-    parameters = dict(whole.named_parameters())
-    assert all(torch.equal(parameters[name], value) for name, value in part.named_parameters())
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:

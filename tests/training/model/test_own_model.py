@@ -10,18 +10,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import names_of_stage, num_parameters, shapes_of, stage_parameters
 from farandole.protocol.run.own_model import OwnModel, Settings
-from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
-from farandole.training.data.dataset import Sampler, Text
-from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.model.own_model import Tried, try_own_model
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
-from ..conftest import ALICE, RUN_ID
+from ..conftest import MakeReplica
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
 BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_whole"
@@ -237,10 +233,9 @@ def test_another_version_of_the_code_is_found_out() -> None:
 
 
 @pytest.mark.usefixtures("faulty")
-def test_validation_is_without_dropout(inner: InnerConfig, text: Text) -> None:
+def test_validation_is_without_dropout(make_replica: MakeReplica) -> None:
     module = build_module(model_of("faulty_models:dropping", 64), 0, allowed_models=["faulty_models:dropping"])
-    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=12, vocabulary=64)
-    learner = Learner(module, Recipe(inner), sampler, run_id=RUN_ID, device=choose_device("cpu"))
+    learner = make_replica(module=module)
 
     assert learner.evaluate(2) == learner.evaluate(2)
     assert module.training

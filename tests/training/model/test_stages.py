@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.models import (
-    cut,
-    layers_of,
-    preset,
-    stage_parameters,
-)
+from farandole.protocol.run.models import cut, layers_of, preset, stage_parameters
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.model.model import build_model
 from farandole.training.model.stages import as_stage, build_stage
@@ -50,7 +45,7 @@ def test_too_many_stages_are_refused(num_stages: int) -> None:
 
 
 def test_every_node_cuts_alike(model: ModelConfig) -> None:
-    staged = with_stages(model, 3)
+    staged = msgspec.structs.replace(model, num_stages=3)
     assert layers_of(staged) == (range(0, 0), range(0, 1), range(1, 2))
     given = msgspec.structs.replace(staged, stage_layers=(0, 1, 1), num_layers=2)
     assert layers_of(given) == (range(0, 0), range(0, 1), range(1, 2))
@@ -68,7 +63,7 @@ def test_every_release_cuts_alike(vocabulary: int, context: int, num_layers: lis
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_all_stages_together_are_the_whole_model(model: ModelConfig, num_stages: int) -> None:
-    staged = with_stages(model, num_stages)
+    staged = msgspec.structs.replace(model, num_stages=num_stages)
     stages = [build_stage(staged, 7, stage) for stage in range(num_stages)]
     whole = build_model(model, 7)
 
@@ -77,28 +72,10 @@ def test_all_stages_together_are_the_whole_model(model: ModelConfig, num_stages:
     for stage in stages:
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name))
+    counted = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
+    assert counted == [stage_parameters(staged, stage) for stage in range(num_stages)]
     tokens = torch.arange(32).view(2, 16)
     x = as_stage(stages[0]).embed(tokens)
     for stage in stages:
         x = as_stage(stage).advance(x)
     assert torch.equal(as_stage(stages[0]).logits(x), whole(tokens))
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_a_stages_numbers_are_counted_without_building_it(model: ModelConfig, num_stages: int) -> None:
-    staged = with_stages(model, num_stages)
-    for stage in range(num_stages):
-        built = build_stage(staged, 7, stage)
-        assert stage_parameters(staged, stage) == sum(parameter.numel() for parameter in built.parameters())
-
-
-def with_stages(model: ModelConfig, num_stages: int) -> ModelConfig:
-    return ModelConfig(
-        num_layers=model.num_layers,
-        width=model.width,
-        num_heads=model.num_heads,
-        hidden=model.hidden,
-        context=model.context,
-        vocabulary=model.vocabulary,
-        num_stages=num_stages,
-    )

@@ -12,7 +12,7 @@ from farandole.training.outer import codec, round_end
 from farandole.training.outer.copying import Copier, DeviceCopier, Wait
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, refusal
+from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train
 
 EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 
@@ -46,8 +46,7 @@ def _many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(make_replica: MakeReplica, name: str) -> tuple[Learner, Learner]:
     both = make_replica(ALICE, codec=name), make_replica(BOB, codec=name)
     for each in both:
-        each.learn()
-        each.learn()
+        train(each, 2)
     return both
 
 
@@ -89,7 +88,7 @@ def test_inner_steps_may_change_the_weights_while_they_are_sent(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = pair(make_replica, "int8")
-    plain.round_end.contribute(expected := bytearray(plain.round_end.contribution_bytes))
+    expected = sent(plain)
     monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier())
     moving, _ = pair(make_replica, "int8")
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +15,7 @@ from farandole.training.outer import codec
 from farandole.training.outer.partner import Exam
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, refusal
+from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train
 
 EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 
@@ -28,29 +27,8 @@ def _many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(make_replica: MakeReplica, author: bytes, **outer: object) -> Learner:
     replica = make_replica(author, **outer)
-    for _ in range(3):
-        replica.learn()
+    train(replica)
     return replica
-
-
-def sent(replica: Learner) -> bytearray:
-    out = bytearray(replica.round_end.contribution_bytes)
-    replica.round_end.contribute(out)
-    return out
-
-
-@EVERY_CODEC
-def test_the_bytes_that_progress_names_are_final(make_replica: MakeReplica, name: str) -> None:
-    alice = trained(make_replica, ALICE, codec=name)
-    out = bytearray(alice.round_end.contribution_bytes)
-    seen: list[bytes] = []
-
-    size, digest = alice.round_end.contribute(out, progress=lambda ready: seen.append(bytes(out[:ready])))
-
-    assert len(seen) == math.ceil(alice.checkpoint.layout.num_elements / 512)
-    assert all(bytes(out).startswith(part) for part in seen)
-    assert len(seen[-1]) == size == len(out)
-    assert digest == blake3(out).digest()
 
 
 @EVERY_CODEC

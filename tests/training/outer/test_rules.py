@@ -22,33 +22,19 @@ from farandole.training.engine.learner import Learner
 from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica
+from ..conftest import ALICE, BOB, MakeReplica, exchange, sent, train
 
 RULES: list[OuterConfig] = [rule() for rule in typing.get_args(OuterRules)]
 every_rule = pytest.mark.parametrize("settings", RULES, ids=lambda settings: settings.kind)
 
 
-def trained(make_replica: MakeReplica, author: bytes, settings: OuterConfig, steps: int = 3) -> Learner:
+def trained(make_replica: MakeReplica, author: bytes, settings: OuterConfig) -> Learner:
     """One that has taken an outer step alone, so that its rule has a state, and then inner steps."""
     replica = make_replica(author, rule=settings)
-    for _ in range(2):
-        for _ in range(steps):
-            replica.learn()
-        if not replica.totals.round:
-            replica.round_end.apply(None)
+    train(replica)
+    replica.round_end.apply(None)
+    train(replica)
     return replica
-
-
-def sent(replica: Learner, fragment: int = 0) -> bytearray:
-    out = bytearray(replica.round_end.contribution(fragment))
-    replica.round_end.encode(out)
-    return out
-
-
-def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
-    of_alice, of_bob = sent(alice, fragment), sent(bob, fragment)
-    alice.round_end.apply(of_bob, Encounter(BOB, 300, 100), own_first=True)
-    bob.round_end.apply(of_alice, Encounter(ALICE, 100, 300), own_first=False)
 
 
 def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,7 +81,7 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
     make_replica: MakeReplica, settings: OuterConfig, tmp_path: Path
 ) -> None:
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
-    meet(alice, bob)
+    exchange(alice, bob)
     assert all(bool(alice.checkpoint.vectors()[name].any()) for name in required_vectors(settings))
 
     alice.checkpoint.save(tmp_path / "checkpoint")
@@ -131,7 +117,7 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
     before = copies(alice.checkpoint.vectors())
 
-    meet(alice, bob, fragment=1)
+    exchange(alice, bob, fragment=1)
 
     part = alice.checkpoint.layout.fragment(1, 3)
     for name in required_vectors(settings):

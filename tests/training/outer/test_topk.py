@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farandole.training.base.errors import CodecError
-from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec
 from farandole.training.outer.codec import MIN_SCALE, TopK
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica
+from ..conftest import ALICE, BOB, MakeReplica, exchange, sent, train
 
 SETTINGS: dict[str, object] = {"codec": "topk", "topk": 40, "alpha": 0.0, "beta": 1.0, "gamma": 1.0}
 
@@ -28,12 +27,6 @@ def places_sent(form: TopK, data: Tensor, num_elements: int) -> Tensor:
     """(n,) bool."""
     form.decode(data, values := torch.full((num_elements,), math.nan))
     return ~values.isnan()
-
-
-def sent(replica: Learner) -> bytearray:
-    out = bytearray(replica.round_end.contribution_bytes)
-    replica.round_end.contribute(out)
-    return out
 
 
 def test_a_block_is_a_scale_levels_and_places() -> None:
@@ -111,8 +104,7 @@ def test_any_bytes_decode_to_finite_numbers_or_are_refused(data: bytes, num_elem
 def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_replica: MakeReplica) -> None:
     alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
     for node in (alice, bob):
-        for _ in range(3):
-            node.learn()
+        train(node)
     form, num_elements = TopK(40), alice.checkpoint.layout.num_elements
     own = {node: node.round_end.fast_weights() for node in (alice, bob)}
     data = {node: torch.frombuffer(sent(node), dtype=torch.uint8) for node in (alice, bob)}
@@ -170,11 +162,8 @@ def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> Non
     alice.learn()
     bob.learn()
     part, before = alice.checkpoint.layout.fragment(1, 3), alice.checkpoint.vectors()["sent"].clone()
-    buffers = {node: bytearray(TopK(40).size(part.stop - part.start)) for node in (alice, bob)}
-    for node, buffer in buffers.items():
-        node.round_end.contribute(buffer, 1)
 
-    alice.round_end.apply(buffers[bob], Encounter(b"", 1, 1))
+    exchange(alice, bob, fragment=1)
 
     after = alice.checkpoint.vectors()["sent"]
     assert torch.equal(after[: part.start], before[: part.start])

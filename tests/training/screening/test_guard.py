@@ -16,7 +16,7 @@ from farandole.training.outer.codec import CODECS
 from farandole.training.screening.guard import CHECKED_RADIUS, GAIN_SHARE, MAX_APART, MIN_KNOWN, MOST_NOISE, WINDOW
 from farandole.training.screening.rule import Accept, Encounter, History, Partner, Refuse, Verdict, rule_of
 
-from ..conftest import ALICE, BOB, MakeReplica
+from ..conftest import ALICE, BOB, MakeReplica, sent, train
 
 OWN = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
 MOVEMENT = 1.0
@@ -353,12 +353,9 @@ def test_what_is_far_beyond_all_that_was_accepted_is_refused_without_asking_for_
 def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeReplica, codec: str) -> None:
     alice, bob = (make_replica(author, screening=GuardConfig(), codec=codec) for author in (ALICE, BOB))
     for _ in range(2 * MIN_KNOWN):
-        for node in (alice, bob):
-            for _ in range(3):
-                node.learn()
-        of_alice, of_bob = (bytearray(node.round_end.contribution_bytes) for node in (alice, bob))
-        alice.round_end.contribute(of_alice)
-        bob.round_end.contribute(of_bob)
+        train(alice)
+        train(bob)
+        of_alice, of_bob = sent(alice), sent(bob)
         met = Encounter(BOB, 100, 100, chance=0.0), Encounter(ALICE, 100, 100, chance=0.0)
         assert alice.round_end.screen(of_bob, met[0]) == bob.round_end.screen(of_alice, met[1]) == Accept()
         alice.round_end.apply(of_bob, met[0])
