@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-import trio
-
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
@@ -22,8 +20,6 @@ NEIGHBOUR_DIAL_TIMEOUT = 5.0
 DIAL_BACK_TIMEOUT = 4.0
 # A peer that is silent, to find out whether it is gone.
 SUSPICION_DIAL_TIMEOUT = 3.0
-# Time for sent data to leave; no more data is expected.
-CLOSE_TIMEOUT = 2.0
 
 
 class Stream(Protocol):
@@ -54,7 +50,7 @@ class Stream(Protocol):
         """Return at least one byte, or none at the end of the stream; raise `trio.BrokenResourceError`."""
 
     async def aclose(self) -> None:
-        """Close both sides; forcefully if cancelled."""
+        """Close both sides; data that was sent still arrives. It waits for nothing."""
 
 
 class StreamHost(Protocol):
@@ -81,6 +77,26 @@ async def read_exactly(read: Callable[[int], Awaitable[bytes | bytearray]], size
     return bytes(received)
 
 
+async def read_delimited(read: Callable[[int], Awaitable[bytes | bytearray]], max_bytes: int) -> bytes | None:
+    """Return a message after its length as a varint, None at the end; `RemoteProtocolError` if too long or cut short.
+
+    Nothing after the message is read. (libp2p's functions for this either allocate whatever length they read, or do not
+    distinguish the end of the stream from half a message.) ``read``: as for `read_exactly`.
+    """
+    size = shift = 0
+    while True:
+        if not (byte := await read(1)):
+            if shift:
+                raise RemoteProtocolError("the stream ended inside a length")
+            return None
+        size |= (byte[0] & 0x7F) << shift
+        shift += 7
+        if size > max_bytes or shift > 21:
+            raise RemoteProtocolError(f"a message of more than {max_bytes} bytes")
+        if byte[0] < 0x80:
+            return await read_exactly(read, size)
+
+
 async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:
     """Read one frame; `RemoteProtocolError` if the stream ends before."""
     while (payload := parser.next_frame()) is None:
@@ -89,9 +105,3 @@ async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:
             raise RemoteProtocolError("the stream ended before its frame")
         parser.receive_data(data)
     return payload
-
-
-async def close_stream(stream: Stream) -> None:
-    """Close, so that sent data still arrives; abort if that takes too long, or when cancelled."""
-    with trio.move_on_after(CLOSE_TIMEOUT):
-        await stream.aclose()

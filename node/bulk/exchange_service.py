@@ -49,7 +49,7 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
-from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, receive_frame
 from ..status.status import NO_STREAM, NOT_BEGUN
 from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing, Patience
@@ -390,7 +390,7 @@ class ExchangeService:
         try:
             await session.hold(BulkPipe(pipe, stream, self.channels, self._shaping), b"")
         finally:
-            await close_stream(stream)
+            await stream.aclose()
 
     async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> None:
         self._expected[start.session] = session
@@ -447,7 +447,7 @@ class ExchangeService:
                     await stream.send_all(frame(encode((start.session,)), MAX_RESOLVE_BYTES))
                     (outcome,) = decode_answer(await receive_frame(stream, FrameParser(MAX_RESOLVE_BYTES)))
                 finally:
-                    await close_stream(stream)
+                    await stream.aclose()
                 if outcome != "undecided":
                     return outcome
             await trio.sleep(RESOLVE_INTERVAL)

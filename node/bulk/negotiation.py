@@ -46,7 +46,7 @@ from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..base.streams import READ_BYTES, Stream, close_stream, receive_frame
+from ..base.streams import READ_BYTES, Stream, receive_frame
 from ..base.system.sockets import prefer_congestion_control, share_port
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
@@ -272,7 +272,7 @@ class BulkService:
                             raise RemoteProtocolError("an answer to another proposal")
                         channel = await self._run_race(race, stream, theirs)
                 finally:
-                    await close_stream(stream)
+                    await stream.aclose()
         except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
             if channel is not None:
                 channel.close()

@@ -30,7 +30,7 @@ from ..base.backoff import pauses
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.figures import plural
 from ..base.settings import NodeSettings
-from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, receive_frame
 from ..mesh.host import Host
 from ..state.gossip import GossipService
 from ..status.journal import Journal
@@ -337,7 +337,7 @@ async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
                 await stream.send_all(frame(run_id, RUN_ID_BYTES))
                 raw = await receive_frame(stream, FrameParser(2 * MAX_MANIFEST_BYTES))
             finally:
-                await close_stream(stream)
+                await stream.aclose()
     except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
         raise PeerUnreachableError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
     if not raw:

@@ -45,7 +45,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
-from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream
+from ..base.streams import READ_BYTES, Stream, StreamHost
 from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
 
@@ -159,7 +159,7 @@ class ActivationLink:
                 await self._write_greeting()
         finally:
             if not self.link.is_open:
-                await close_stream(self._stream)
+                await self._stream.aclose()
 
     async def _write_greeting(self) -> None:
         greeting, self._greeting = self._greeting, b""
@@ -187,7 +187,7 @@ class ActivationLink:
                     await self._until_broken(partial(self._read, on_event))
         finally:
             self._bulk.close(is_clean=False)
-            await close_stream(self._stream)
+            await self._stream.aclose()
 
     async def _until_broken(self, task: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -342,7 +342,7 @@ class Links:
         """Serve a link from the stage before, or from the last stage, which returns what was drawn here."""
         worker = self._worker
         if worker is None or stream.peer not in self.nodes[worker.stage - 1]:
-            await close_stream(stream)
+            await stream.aclose()
             return
         hello = msgspec.structs.replace(self._hello, stage=worker.stage)
         link = self._link(stream, Link(False, hello, worker.size))

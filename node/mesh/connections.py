@@ -18,7 +18,7 @@ from farandole.protocol.wire.token_bucket import TokenBucket
 from ..base.errors import PeerUnreachableError
 from .addresses import dial_target
 from .admission import STRANGER_SECONDS, FloodedNetworks, Turns
-from .upgrading import ProtocolHandlers, propose
+from .upgrading import NEGOTIATION_TIMEOUT, Negotiation, ProtocolHandlers
 from .yamux import CLOSE_TIMEOUT, Libp2pStream, MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,17 @@ class Connection:
     async def open_stream(self, protocol: str) -> Libp2pStream:
         """Open a stream of this protocol; raise `PeerUnreachableError` if that fails."""
         try:
-            return await propose(await self.muxed.open_stream(), protocol)
+            stream = await self.muxed.open_stream()
+            try:
+                with trio.fail_after(NEGOTIATION_TIMEOUT):
+                    await Negotiation(stream.receive_some, stream.send_all).propose(protocol)
+            except BaseException:  # also when cancelled: nothing else owns the stream
+                stream.reset()
+                raise
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             raise PeerUnreachableError(f"{peer_id_of(self.peer)} gives no stream of {protocol}: {error!r}") from error
+        stream.protocol = protocol
+        return stream
 
     async def close(self) -> None:
         """Ask the connection to end, and wait until it has."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec, module_from_spec
 from typing import Final, TypeVar
@@ -20,7 +20,7 @@ from multiaddr import Multiaddr
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 
-from ..base.streams import Stream, read_exactly
+from ..base.streams import Stream, read_delimited
 from .addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES, is_multiaddr
 
 # Packages that import what no node needs; each after the one that it is in.
@@ -111,27 +111,6 @@ M = TypeVar("M", bound=Message)
 def encode_delimited(message: Message) -> bytes:
     """Return a message with its length in front."""
     return encode_varint_prefixed(message.SerializeToString())
-
-
-async def read_delimited(read: Callable[[int], Awaitable[bytes | bytearray]], max_bytes: int) -> bytes | None:
-    """Return the bytes after the length, or None at the end; `RemoteProtocolError` if too long or cut short.
-
-    Nothing after the message is read. (The library's functions for this either allocate whatever length they read, or
-    do not distinguish the end of the stream from half a message.) ``read`` returns at most that many bytes, none at the
-    end.
-    """
-    size = shift = 0
-    while True:
-        if not (byte := await read(1)):
-            if shift:
-                raise RemoteProtocolError("the stream ended inside a length")
-            return None
-        size |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if size > max_bytes or shift > 21:
-            raise RemoteProtocolError(f"a message of more than {max_bytes} bytes")
-        if byte[0] < 0x80:
-            return await read_exactly(read, size)
 
 
 async def next_message(stream: Stream, kind: type[M], max_bytes: int) -> M | None:

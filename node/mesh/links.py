@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.run.invite import NONCE_BYTES, cipher_of
 
-from ..base.system.sockets import leave_nothing, prefer_congestion_control, send_now, share_port
+from ..base.system.sockets import leave_nothing, prefer_congestion_control, share_port
 from .addresses import multiaddr_of
 from .admission import Site, Turns, site_of
 from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession
@@ -173,7 +173,10 @@ class Socket(RawLink):
             self.waiting_since = math.inf
 
     def _send_now(self, data: bytes) -> int:
-        return send_now(self._stream.socket.fileno(), data)
+        try:
+            return os.write(self._stream.socket.fileno(), data)
+        except OSError:  # it takes nothing now, or is broken: the wait for it raises the error
+            return 0
 
     def leave_nothing(self) -> None:
         """See `farandole.node.base.system.sockets.leave_nothing`."""

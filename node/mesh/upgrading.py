@@ -24,6 +24,7 @@ from farandole.protocol.wire.identity import SMALL_ORDER_KEYS, peer_id_bytes, pe
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError, StrangerError
+from ..base.streams import read_delimited
 from .libp2p_parts import (
     ID,
     IRawConnection,
@@ -33,7 +34,6 @@ from .libp2p_parts import (
     create_new_key_pair,
     create_new_x25519_key_pair,
     encode_delim,
-    read_delimited,
 )
 from .links import NoiseSession, RawLink, Socket
 from .yamux import Libp2pStream, MuxedConn, UnreadBudget
@@ -171,18 +171,6 @@ class ProtocolHandlers:
             logger.exception("the handler of %s failed", stream.protocol)
         finally:
             stream.reset()
-
-
-async def propose(stream: Libp2pStream, protocol: str) -> Libp2pStream:
-    """Negotiate a protocol for a stream that we have opened; raise as `Negotiation.propose`, and reset it then."""
-    try:
-        with trio.fail_after(NEGOTIATION_TIMEOUT):
-            await Negotiation(stream.receive_some, stream.send_all).propose(protocol)
-    except BaseException:  # also when cancelled: nothing else owns the stream
-        stream.reset()
-        raise
-    stream.protocol = protocol
-    return stream
 
 
 @contextmanager

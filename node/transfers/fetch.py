@@ -42,7 +42,7 @@ from farandole.protocol.wire.safetensors import header_size, parse_header
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import Stream, StreamHost, receive_frame
 from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Patience
 from ..join.bootstrap import reachable_providers
@@ -135,7 +135,7 @@ async def open_donor(
             case messages.Here():
                 yield stream, parser, answer
     finally:
-        await close_stream(stream)
+        await stream.aclose()
 
 
 class DonorSession:

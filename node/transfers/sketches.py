@@ -42,7 +42,7 @@ from farandole.training.engine.sketch import Read, Sketcher, header_of
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+from ..base.streams import Stream, StreamHost, receive_frame
 from ..base.system.files import open_private
 from .fetch import Downloads
 from .holdings import Holding
@@ -147,7 +147,7 @@ async def ask_for_sketch(host: StreamHost, member: bytes, question: SketchQuesti
             await stream.send_all(frame(encode(question), MAX_QUESTION_BYTES))
             return decode_answer(await receive_frame(stream, FrameParser(MAX_ANSWER_BYTES)))
         finally:
-            await close_stream(stream)
+            await stream.aclose()
     except (trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
         raise PeerUnreachableError(f"no sketch from this peer: {error}") from error
 

@@ -66,17 +66,6 @@ def leave_nothing(connection: _Socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
 
 
-def send_now(descriptor: int, data: bytes) -> int:
-    """Send as much as a non-blocking socket takes; return the number of bytes.
-
-    It is 0 for a broken socket: the next wait for the socket raises the error.
-    """
-    try:
-        return os.write(descriptor, data)
-    except OSError:
-        return 0
-
-
 @contextlib.contextmanager
 def bound_socket(path: Path) -> Iterator[trio.socket.SocketType]:
     """Bind a socket for ``path`` with mode 0600 within the block, and remove it afterwards.
