@@ -96,28 +96,13 @@ class ActivationLink:
         self.link = link
         self._stream = stream
         self._channels = channels
-        self._bulk = BulkPipe(link.pipe, stream, channels, shaping)
+        self.bulk = BulkPipe(link.pipe, stream, channels, shaping)
         self._scope = trio.CancelScope()
         self._greeting = b""  # of this node, to be written
         # Messages whose data follow them; and each `Settled`, which must not overtake its `Forward`.
         self._transfers: deque[tuple[Control, memoryview | None]] = deque()
         self._wakeup = trio.Event()
         self._is_posted = False  # something, since the last `flush`
-
-    @property
-    def peer(self) -> bytes:
-        """Return the peer's public key."""
-        return self._stream.peer
-
-    @property
-    def bytes_sent(self) -> int:
-        """Return the bytes sent over stream and channel."""
-        return self._bulk.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Return the bytes received over stream and channel."""
-        return self._bulk.bytes_received
 
     def close(self) -> None:
         """Cancel `run`, which ends soon after."""
@@ -140,7 +125,7 @@ class ActivationLink:
         """Send what is queued, in as few Noise messages as possible."""
         if self._is_posted:
             self._is_posted = False
-            self._bulk.flush()
+            self.bulk.flush()
 
     async def greet(self, on_event: Callable[[Event], None]) -> None:
         """Read until both have greeted; call it before `run`, which handles what came with the greeting.
@@ -179,14 +164,14 @@ class ActivationLink:
                 async with trio.open_nursery() as nursery:
 
                     async def await_route() -> None:
-                        await self._bulk.wait_routed()
+                        await self.bulk.wait_routed()
                         on_routed()
 
                     for task in (self._write_data, self._watch_progress, await_route):
                         nursery.start_soon(self._until_broken, task)
                     await self._until_broken(partial(self._read, on_event))
         finally:
-            self._bulk.close(is_clean=False)
+            self.bulk.close(is_clean=False)
             await self._stream.aclose()
 
     async def _until_broken(self, task: Callable[[], Awaitable[None]]) -> None:
@@ -207,8 +192,8 @@ class ActivationLink:
             if (event := self.link.receive(index)) is not None:
                 on_event(self, event)
 
-        self._bulk.begin(PATIENCE)
-        await self._bulk.run(hear, receive)
+        self.bulk.begin(PATIENCE)
+        await self.bulk.run(hear, receive)
         self.close()
 
     async def _watch_progress(self) -> None:
@@ -226,9 +211,9 @@ class ActivationLink:
 
         On the stream data count; on the channel all bytes, which are sealed in pieces.
         """
-        pipe, channel = self.link.pipe, self._bulk.channel
+        pipe, channel = self.link.pipe, self.bulk.channel
         num_come = pipe.num_received if channel is None else channel.num_received
-        return (self.link.awaited, pipe.num_routes), num_come, self._bulk.seconds_capped
+        return (self.link.awaited, pipe.num_routes), num_come, self.bulk.seconds_capped
 
     # Writing
 
@@ -238,7 +223,7 @@ class ActivationLink:
             wakeup = self._wakeup = trio.Event()
             while self._transfers:
                 if self._transfers[0][1] is not None:
-                    await self._bulk.wait_offerable()
+                    await self.bulk.wait_offerable()
                 self._send_next()
                 self.flush()
             await wakeup.wait()
@@ -252,10 +237,10 @@ class ActivationLink:
             # A gradient cannot be taken back once a thread sends it: its slot may become another microbatch's, its
             # bytes must not. A microbatch that goes forward in that time is dropped at the end, whatever its bytes are.
             is_copied = isinstance(message, Gradient) and self.link.pipe.channel is not None
-            self._bulk.add(Outgoing(memoryview(bytes(data)) if is_copied else data), is_held=True)
+            self.bulk.add(Outgoing(memoryview(bytes(data)) if is_copied else data), is_held=True)
 
     def _post(self, message: Control) -> None:
-        self._bulk.post(self.link.send(message), is_held=True)
+        self.bulk.post(self.link.send(message), is_held=True)
         self._is_posted = True
 
 
@@ -313,12 +298,12 @@ class Links:
     @property
     def bytes_sent(self) -> int:
         """Return the bytes sent over all links since the node began."""
-        return self._bytes_sent + sum(link.bytes_sent for link in self.by_number.values())
+        return self._bytes_sent + sum(link.bulk.bytes_sent for link in self.by_number.values())
 
     @property
     def bytes_received(self) -> int:
         """Return the bytes received over all links since the node began."""
-        return self._bytes_received + sum(link.bytes_received for link in self.by_number.values())
+        return self._bytes_received + sum(link.bulk.bytes_received for link in self.by_number.values())
 
     async def open(self, peer: bytes, is_return: bool) -> None:
         """Open a link to a node of the next stage, or (``is_return``) to an origin, and run it to its end."""
@@ -383,6 +368,6 @@ class Links:
             await link.run(hear, on_routed)
         finally:
             self.by_number.pop(link.number, None)
-            self._bytes_sent += link.bytes_sent
-            self._bytes_received += link.bytes_received
+            self._bytes_sent += link.bulk.bytes_sent
+            self._bytes_received += link.bulk.bytes_received
             self._handle(LinkClosed(link.number))

@@ -11,6 +11,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.mesh.kademlia import run_key, shard_key
+from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.stages.stage_choice import LEASE_SECONDS, StageChoice, View, first_stage
 from farandole.protocol.state.entries import Member
 
@@ -89,7 +90,7 @@ class StageService:
         while True:
             await trio.sleep(DECIDE_INTERVAL)
             if self._weights.provider.trainer_stage not in (None, membership.stage):
-                self._training.restart_trainer()  # it was still being started when this node moved
+                self._training.handle(Signal.RESTART)  # it was still being started when this node moved
             if self._wanted is not None:
                 continue
             match self._choice.decide(self._view(), trio.current_time()):
@@ -99,7 +100,7 @@ class StageService:
                     await membership.lease(membership.stage, is_settled=False)
                 case ("move", target) if membership.is_young:
                     await self._hold(target)
-                    self._training.restart_trainer()
+                    self._training.handle(Signal.RESTART)
                 case ("move", target):
                     await self._move(target)
 
@@ -129,7 +130,7 @@ class StageService:
             nursery.start_soon(renew_lease)
             if await self._weights.fetch_ahead(target):
                 await self._hold(target)
-                self._training.restart_trainer()
+                self._training.handle(Signal.RESTART)
                 await trio.sleep(LEASE_SECONDS)  # so that all know that this node is there before others may follow
             else:
                 self._journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")

@@ -206,7 +206,7 @@ class Training:
             PAIRING_PROTOCOL,
             MAX_PAIRING_MESSAGE,
             lambda peer, payload: self.handle(pairing.MessageReceived(peer, payload)),
-            lambda peer, protocol: self.lose_peer(peer),
+            lambda peer, protocol: self.handle(pairing.PeerLost(peer)),
         )
 
     async def run(self, prepare: Callable[[], Awaitable[messages.Prepare]]) -> None:
@@ -254,22 +254,6 @@ class Training:
         """Stop pairing, end the exchange that runs, save what the last outer step gave, and end."""
         self.handle(machine.Signal.LEAVE)
         await self._over.wait()
-
-    def save_soon(self) -> None:
-        """Write a checkpoint now, for a peer that asks for weights."""
-        self.handle(machine.Signal.SAVE)
-
-    def restart_trainer(self) -> None:
-        """Start another trainer with the weights that are there at that time; unsaved work is lost."""
-        self.handle(machine.Signal.RESTART)
-
-    def set_peers(self, peers: frozenset[bytes]) -> None:
-        """Set the live peers of this node's stage."""
-        self.handle(pairing.PeersChanged(peers))
-
-    def lose_peer(self, peer: bytes) -> None:
-        """Note that a connection broke, or a message was not delivered."""
-        self.handle(pairing.PeerLost(peer))
 
     def handle(self, event: machine.Event) -> None:
         """Pass an event to the loop and carry out its outputs."""
@@ -344,6 +328,10 @@ class Training:
         """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
         door, journal, tenth_told = self._parts.door, self._journal, 0
 
+        def note_pid(pid: int) -> None:
+            """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
+            journal.update(trainer_pid=pid)
+
         def show(preparing: messages.Preparing) -> None:
             """Show how much of the text is tokenised; print each tenth."""
             nonlocal tenth_told
@@ -358,7 +346,7 @@ class Training:
             prepare = await self._prepare()
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
-            async with open_trainer(prepare, None, show, self._note_pid) as child:
+            async with open_trainer(prepare, None, show, note_pid) as child:
                 yield child
         else:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
@@ -366,52 +354,46 @@ class Training:
             await door.wait()
             prepare = await self._prepare()
             async with door.open_trainer(prepare) as attached:
+                note_pid(attached.prepared.pid)
                 yield attached
-
-    def _note_pid(self, pid: int) -> None:
-        """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
-        self._journal.update(trainer_pid=pid)
 
     async def _use(self, trainer: Trainer) -> None:
         """Pass on the trainer's reports until it ends. Raises `TrainerError` if it dies."""
         failure: TrainerError | None = None
+        prepared, parts = trainer.prepared, self._parts
         async with trio.open_nursery() as nursery:
             self._session = session = TrainerSession(
-                trainer, self._loop.config, self._exchanges, nursery, self._parts.membership, self._journal
+                trainer, self._loop.config, self._exchanges, nursery, parts.membership, self._journal
             )
             nursery.start_soon(trainer.write)
             try:
                 with trio.CancelScope() as self._receiving:
-                    self._begin(trainer)
+                    self._exchange_bytes = 2 * prepared.contribution_bytes
+                    if prepared.resumed is not None:
+                        parts.provider.note_saved(prepared.resumed)
+                    if parts.pipeline is not None:
+                        memory = trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
+                        parts.pipeline.begin(
+                            Worker(prepared.stage, prepared.activation_bytes, memory, trainer.tell, self.handle)
+                        )
+                    if parts.leases is not None:
+                        parts.leases.begin(prepared, trainer.tell)
+                    if parts.audits is not None:
+                        parts.audits.begin(self.handle)
+                    self.handle(machine.OthersMoved(parts.membership.current_round()))
+                    self.handle(prepared)
                     while True:
                         self._hear(session, await trainer.receive())
             except TrainerError as error:
                 failure = error  # raised below, out of the nursery, which would wrap it in a group
             finally:
                 self._session = None
-                for part in (self._parts.pipeline, self._parts.leases, self._parts.audits):
+                for part in (parts.pipeline, parts.leases, parts.audits):
                     if part is not None:
                         part.end()
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-
-    def _begin(self, trainer: Trainer) -> None:
-        prepared, parts = trainer.prepared, self._parts
-        self._exchange_bytes = 2 * prepared.contribution_bytes
-        if parts.door is not None:
-            self._note_pid(prepared.pid)
-        if prepared.resumed is not None:
-            parts.provider.note_saved(prepared.resumed)
-        if parts.pipeline is not None:
-            memory = trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-            parts.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, trainer.tell, self.handle))
-        if parts.leases is not None:
-            parts.leases.begin(prepared, trainer.tell)
-        if parts.audits is not None:
-            parts.audits.begin(self.handle)
-        self.handle(machine.OthersMoved(parts.membership.current_round()))
-        self.handle(prepared)
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
         """Pass a report to the part that handles it; most go to the loop."""

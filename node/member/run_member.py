@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
 import trio
 
+from farandole.protocol.rounds.pairing_events import PeerLost, PeersChanged
+from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
 from farandole.protocol.trainer import trainer_messages as messages
@@ -129,7 +132,9 @@ class RunMember:
                 nursery.start_soon(self.leases.run)
             if is_cut:
                 nursery.start_soon(self.stages.run)
-            connections = ConnectionKeeper(host, membership, self.gossip.liveness, self.training.lose_peer)
+            connections = ConnectionKeeper(
+                host, membership, self.gossip.liveness, lambda peer: self.training.handle(PeerLost(peer))
+            )
             reconnector = Reconnector(host, self.daemon.book, target, lambda: membership.everyone, self.daemon.journal)
             services = membership, membership.announcer, connections, reconnector, self.weights.provider, self.notices
             for service in services:
@@ -139,7 +144,8 @@ class RunMember:
             if self.audits is not None:
                 nursery.start_soon(self.audits.run)
                 nursery.start_soon(self._call_after_each, self.audits.avoided_changed, self._set_peers)
-            nursery.start_soon(self._call_after_each, self.weights.provider.save_wanted, self.training.save_soon)
+            save = partial(self.training.handle, Signal.SAVE)
+            nursery.start_soon(self._call_after_each, self.weights.provider.save_wanted, save)
             nursery.start_soon(remember, self.daemon, host, membership)
             failure = await self._train()
             with trio.move_on_after(FAREWELL_TIMEOUT):
@@ -235,7 +241,7 @@ class RunMember:
     def _set_peers(self) -> None:
         """Set the possible partners: the live members, except the ones that audits have caught."""
         avoided = frozenset() if self.audits is None else self.audits.avoided
-        self.training.set_peers(self.membership.live - avoided)
+        self.training.handle(PeersChanged(self.membership.live - avoided))
 
     async def _call_after_each(self, awaited: Callable[[], Awaitable[None]], call: Callable[[], None]) -> None:
         while True:

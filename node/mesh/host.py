@@ -280,7 +280,7 @@ class Host:
         self.dialler = Dialler(self.author, nursery, self.connections, self.upgrader, self.own, self.gate)
         self.dht = Dht(self.dialler, self.handlers)
         self.relays = RelayClient(self.dialler, self.handlers)
-        self._identify = IdentifyService(self.dialler, self.handlers)
+        self.identify = IdentifyService(self.dialler, self.handlers)
         nursery.start_soon(self.dht.run)
         nursery.start_soon(self._greet_newcomers)
 
@@ -288,9 +288,9 @@ class Host:
         async for peer, is_connected in self.connections.events():
             if is_connected:
                 self.dht.note_connection()
-                self.nursery.start_soon(self._identify.ask, peer)
+                self.nursery.start_soon(self.identify.ask, peer)
             else:
-                self._identify.software.pop(peer, None)
+                self.identify.software.pop(peer, None)
 
     # What services ask of a host, so that they run on one in memory too (`farandole.node.base.streams.StreamHost`)
 
@@ -315,14 +315,6 @@ class Host:
     async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:
         """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds."""
         await self.dialler.connect(peer, addresses, timeout)
-
-    def software_of(self, peer: bytes) -> Software | None:
-        """Return what a connected peer runs, as it says; None if it has not said."""
-        return self._identify.software.get(peer)
-
-    async def identify(self, peer: bytes) -> None:
-        """Ask a connected peer again what it runs. Raises nothing."""
-        await self._identify.ask(peer)
 
     async def close(self) -> None:
         """Stop listening and end every connection."""

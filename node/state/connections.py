@@ -134,12 +134,12 @@ class ReleaseWatch:
                 await trio.sleep(LOOK_INTERVAL)
             async with trio.open_nursery() as nursery:
                 for peer in self._host.connected:
-                    if is_incomplete(self._host.software_of(peer), self._needed):
-                        nursery.start_soon(self._host.identify, peer)
+                    if is_incomplete(self._host.identify.software.get(peer), self._needed):
+                        nursery.start_soon(self._host.identify.ask, peer)
 
     def look(self) -> ReleaseConflict:
         """Judge what the connected peers have said; warn once of older ones and once of newer ones."""
-        known = {peer: self._host.software_of(peer) for peer in sorted(self._host.connected)}
+        known = {peer: self._host.identify.software.get(peer) for peer in sorted(self._host.connected)}
         own = self._host.handlers.protocols
         self.apart = {
             peer: found

@@ -13,6 +13,7 @@ import trio.testing
 from farandole.node.base.errors import JoinError
 from farandole.node.loop.stage_service import StageService, wait_quiet
 from farandole.node.status.journal import Journal
+from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.stages.stage_choice import View, even_stages
 from farandole.protocol.state.entries import Member, StageLease
 
@@ -81,8 +82,8 @@ class World:
 
     # rounds
 
-    def restart_trainer(self) -> None:
-        self.done.append("restart")
+    def handle(self, event: Signal) -> None:
+        self.done.append(event.value)
         self.trainer_stage = self.stage
 
     # the store, and the DHT

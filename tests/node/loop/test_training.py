@@ -25,9 +25,17 @@ from farandole.node.status.round_log import RoundRecord
 from farandole.node.trainer.trainer import TrainerError
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
-from farandole.protocol.rounds.pairing_events import ExchangeEnded, MessageReceived, StartExchange, State
+from farandole.protocol.rounds.pairing_events import (
+    ExchangeEnded,
+    MessageReceived,
+    PeerLost,
+    PeersChanged,
+    StartExchange,
+    State,
+)
 from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
 from farandole.protocol.rounds.trainer_rounds import NEWS_SECONDS, LoopConfig
+from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
@@ -166,7 +174,7 @@ class Story:
         if isinstance(decode_message(payload), Propose):
             self.proposed_to.append(peer)
         if peer not in self.peers_that_answer:
-            self.training.lose_peer(peer)
+            self.training.handle(PeerLost(peer))
             return
         message = decode_message(payload)
         if isinstance(message, Propose):
@@ -214,7 +222,7 @@ class Story:
     def know(self, *peers: bytes) -> None:
         """Know these peers, all of which answer."""
         self.peers_that_answer = set(peers)
-        self.training.set_peers(frozenset(peers))
+        self.training.handle(PeersChanged(frozenset(peers)))
 
     async def leave(self) -> None:
         await self.training.leave()
@@ -249,7 +257,7 @@ async def story(
 async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
-    story.training.set_peers(frozenset({b"b" * 32}))
+    story.training.handle(PeersChanged(frozenset({b"b" * 32})))
     await story.trainers[0].report(contributed(0))
     assert story.proposed_to == [b"b" * 32]
     await trio.sleep(1.1 * MIN_RETRY)
@@ -288,11 +296,11 @@ async def test_what_the_loop_publishes_leaves_the_rest_of_the_state_alone(story:
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:
     (trainer,) = story.trainers
     for _ in range(1_000):
-        story.training.save_soon()
+        story.training.handle(Signal.SAVE)
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.num_saves() == 1
     await trainer.report(saved("the disk is full"))
-    story.training.save_soon()
+    story.training.handle(Signal.SAVE)
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.num_saves() == 2
 
@@ -334,7 +342,7 @@ async def test_what_a_trainer_goes_on_from_is_told_as_if_it_had_saved_it(
 
 async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, nursery: trio.Nursery) -> None:
     (trainer,) = story.trainers
-    story.training.save_soon()
+    story.training.handle(Signal.SAVE)
     nursery.start_soon(story.leave)
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.num_saves() == 2
@@ -472,7 +480,7 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
         yield story.trainers[0]
 
     monkeypatch.setattr(training_module, "open_trainer", never_ready)
-    story.training.restart_trainer()
+    story.training.handle(Signal.RESTART)
     await trio.testing.wait_all_tasks_blocked()
     assert [story.journal.state.trainer_pid] == [42]  # its use of the machine does not count as another program's
     await story.set_rest("the owner plays")

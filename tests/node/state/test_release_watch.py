@@ -24,17 +24,14 @@ class Host:
         self.software: dict[bytes, Software] = {}
         self.connected: frozenset[bytes] = frozenset()
         self.protocols = list(NEEDED)
-        self.handlers = self
+        self.handlers = self.identify = self
         self.asked: list[float] = []
 
     def says(self, peer: bytes, version: str, *protocols: str) -> None:
         self.connected |= {peer}
         self.software[peer] = Software(version, frozenset(protocols))
 
-    def software_of(self, peer: bytes) -> Software | None:
-        return self.software.get(peer)
-
-    async def identify(self, peer: bytes) -> None:
+    async def ask(self, peer: bytes) -> None:
         await trio.lowlevel.checkpoint()
         self.asked.append(trio.current_time())
 
