@@ -142,7 +142,7 @@ class MemberSeeker:
         self._mesh = mesh
         self._runs = runs
         self._named = named
-        self._members: dict[bytes, list[bytes]] = {}
+        self._members: dict[bytes, list[bytes]] = {run: [] for run in runs}
 
     async def run(self) -> None:
         """Look for members until cancelled."""
@@ -155,28 +155,23 @@ class MemberSeeker:
             if traffic.is_spent:
                 journal.update(isolation=self._daemon.rest.words)
                 await traffic.wait_online()
-            known = {**self._daemon.book.peers(), **self._named}
+            named = {**self._daemon.book.peers(), **self._named}
             if not host.connected:
-                await dial(host, known, is_one_enough=True)
+                await dial(host, named, is_one_enough=True)
             if host.connected:
-                for run in self._runs:
-                    await self._look_for(run)
+                for run, known in self._members.items():  # in the DHT, if too few of the known ones are still connected
+                    there = [peer for peer in known if peer in host.connected]
+                    if len(there) < NUM_MEMBERS:
+                        there = await find_members(host, run)
+                        for peer in set(there) - set(known):
+                            journal.say(f"found {short_name(peer)}, a member of run {run.hex()[:16]}")
+                    self._members[run] = there
+                    host.relays.members = frozenset(chain(*self._members.values()))
                 journal.update(isolation="", waits_for="")
-            elif known and not journal.state.waits_for:
-                journal.update(isolation=f"{NO_ANSWER}: {how_many(known)} tried; still trying")
+            elif named and not journal.state.waits_for:
+                journal.update(isolation=f"{NO_ANSWER}: {how_many(named)} tried; still trying")
             await self.remember()
             await trio.sleep(next(waits))
-
-    async def _look_for(self, run: bytes) -> None:
-        """Look up members in the DHT, if too few of the known ones are still connected."""
-        host = self._mesh.host
-        there = [peer for peer in self._members.get(run, ()) if peer in host.connected]
-        if len(there) < NUM_MEMBERS:
-            there = await find_members(host, run)
-            for peer in set(there) - set(self._members.get(run, ())):
-                self._daemon.journal.say(f"found {short_name(peer)}, a member of run {run.hex()[:16]}")
-        self._members[run] = there
-        host.relays.members = frozenset().union(*self._members.values())
 
     async def remember(self, *, is_last: bool = False) -> None:
         """Store the addresses of the connected members."""

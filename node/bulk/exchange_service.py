@@ -153,7 +153,7 @@ class ExchangeSession:
             try:
                 with self._script:
                     await self._share_contributions(bulk)
-                    await (self._decide(bulk) if self._exchange.is_initiator else self._await_decision(bulk))
+                    await self._settle(bulk)
                 if self._script.cancelled_caught:
                     raise self.failure
             except _FailedError as error:
@@ -209,25 +209,26 @@ class ExchangeSession:
         if isinstance(theirs, Offer):
             self._deadline = min(self._deadline, trio.current_time() + theirs.seconds_left)
 
-    async def _decide(self, bulk: BulkPipe) -> None:
-        decide_by = self._at(DECIDE_UNTIL)
-        with _until(decide_by, "the partner's verdict took too long"):
-            await self._next()  # the table lets nothing come but Accepted
-        if trio.current_time() >= decide_by:  # this process was frozen in between
-            raise _FailedError("too late to decide")
-        self.is_committed = self._outcomes.decide(self._exchange.offer.session, committed=True)
-        with trio.move_on_after(FAREWELL_TIMEOUT), contextlib.suppress(_FailedError):
-            self._say(bulk, Commit())
-            await self._next()
-
-    async def _await_decision(self, bulk: BulkPipe) -> None:
-        with _until(self._at(ASK_FROM), "the decision took too long"):
-            self._say(bulk, Accepted())
-            await self._next()
-        self.is_committed = True
-        with trio.move_on_after(FAREWELL_TIMEOUT):
-            self._say(bulk, Committed())
-            await bulk.drain()
+    async def _settle(self, bulk: BulkPipe) -> None:
+        """Decide, or as the responder wait for the decision; the table lets nothing come but the next message."""
+        if self._exchange.is_initiator:
+            decide_by = self._at(DECIDE_UNTIL)
+            with _until(decide_by, "the partner's verdict took too long"):
+                await self._next()
+            if trio.current_time() >= decide_by:  # this process was frozen in between
+                raise _FailedError("too late to decide")
+            self.is_committed = self._outcomes.decide(self._exchange.offer.session, committed=True)
+            with trio.move_on_after(FAREWELL_TIMEOUT), contextlib.suppress(_FailedError):
+                self._say(bulk, Commit())
+                await self._next()
+        else:
+            with _until(self._at(ASK_FROM), "the decision took too long"):
+                self._say(bulk, Accepted())
+                await self._next()
+            self.is_committed = True
+            with trio.move_on_after(FAREWELL_TIMEOUT):
+                self._say(bulk, Committed())
+                await bulk.drain()
 
     # Messages
 

@@ -140,29 +140,23 @@ class LeaseService:
             self._manifest.data.epochs,
             exchange_seconds=self._manifest.rounds.exchange_seconds,
         )
-        self._go_on_from_start(leases)
+        start = self._manifest.start
+        epochs = None if start is None else start.epochs
+        if epochs is not None and bytes.fromhex(epochs.corpus) != corpus:
+            self._journal.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
+        elif epochs is not None:  # as if this node had published the progress of the run that this one goes on from
+            done = [Lease(epochs.epoch, corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
+            for index, lease in enumerate((Lease(epochs.epoch, corpus), *done)):
+                leases.hear(self._author, index, lease)
+            if self._restored is None:  # an earlier life of this run is further
+                share = leases.done.count / leases.sections.num_slices
+                where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
+                self._journal.say(f"the data goes on in {where}, {share:.0%} of it done")
         if self._restored is not None and self._restored[0] == corpus:
             for index, lease in self._restored[1]:
                 leases.hear(self._author, index, lease)
         leases.follow(self._state)
         return leases
-
-    def _go_on_from_start(self, leases: Leases) -> None:
-        """Take over the progress of the run whose checkpoint this run starts from, as if this node had published it."""
-        start = self._manifest.start
-        if start is None or start.epochs is None:
-            return
-        epochs = start.epochs
-        if bytes.fromhex(epochs.corpus) != leases.corpus:
-            self._journal.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
-            return
-        done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
-        for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
-            leases.hear(self._author, index, lease)
-        if self._restored is None:  # an earlier life of this run is further
-            share = leases.done.count / leases.sections.num_slices
-            where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
-            self._journal.say(f"the data goes on in {where}, {share:.0%} of it done")
 
     def trained(self, report: messages.SlicesTrained) -> None:
         """Note that the trainer has trained on slices."""

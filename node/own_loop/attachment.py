@@ -166,8 +166,20 @@ class Attachment:
     def _run(self) -> None:
         try:
             while not (self._ended.is_set() or self.over):
-                with contextlib.suppress(EOFError, ConnectionError):  # `_connect` finds out why
-                    self._attach()
+                # Follow the loop until the node, or the loop, ends it; `_connect` finds out why the node is gone.
+                with contextlib.suppress(EOFError, ConnectionError), self._connect() as connection:
+                    _connections.add(connection)
+                    self._connection = connection
+                    if self._ended.is_set():  # since the connection was made: there was none yet to hang up
+                        break
+                    channel = TrainerSocket(connection)
+                    match channel.receive():
+                        case Prepare() as prepare:
+                            self._follow(channel, prepare, decode_body(prepare.manifest))
+                        case Dismiss() as dismissal:
+                            self._take_dismissal(dismissal)
+                        case command:
+                            raise EOFError(f"the first command must be Prepare, not {type(command).__name__}")
         except BaseException as error:  # raised again in the loop's thread, which waits for its turn
             self._dismiss_ranks(Order.FAILED)
             self.turns.end(error)
@@ -178,22 +190,6 @@ class Attachment:
     def _dismiss_ranks(self, order: Order) -> None:
         with contextlib.suppress(RuntimeError):  # one of them is gone: the error that ends this rank's thread says more
             self._loop.ranks.tell(order)
-
-    def _attach(self) -> None:
-        """Follow the loop until the node, or the loop, ends it."""
-        with self._connect() as connection:
-            _connections.add(connection)
-            self._connection = connection
-            if self._ended.is_set():  # since the connection was made: there was none yet to hang up
-                return
-            channel = TrainerSocket(connection)
-            match channel.receive():
-                case Prepare() as prepare:
-                    self._follow(channel, prepare, decode_body(prepare.manifest))
-                case Dismiss() as dismissal:
-                    self._take_dismissal(dismissal)
-                case command:
-                    raise EOFError(f"the first command must be Prepare, not {type(command).__name__}")
 
     def _take_dismissal(self, dismissal: Dismiss) -> None:
         if not dismissal.is_over:

@@ -72,7 +72,9 @@ class NoLoCo:
         self._ranks = ranks = open_ranks()
         # Another rank may be on a machine without the run's folder.
         run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
-        own_home = Path(home) if home is not None else folder or _home_of(run_id)
+        own_home = Path(home) if home is not None else folder or default_home()
+        if home is None and folder is None and run_id and await_node(own_home) != run_id.hex():
+            own_home = own_home / "runs" / run_id.hex()[:16]  # no node of this run is in the usual directory
         self.home = Path(ranks.of_leader(str(own_home)))
         self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
         self._member: Attachment | Follower
@@ -183,9 +185,3 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
         )
     manifest = start / MANIFEST_NAME
     return decode_manifest(manifest.read_bytes())[1].run_id, [str(manifest), "--start", str(start)], folder
-
-
-def _home_of(run_id: bytes) -> Path:
-    """Return the usual data directory if a node of this run runs or starts there, else one of the run below it."""
-    home = default_home()
-    return home if not run_id or await_node(home) == run_id.hex() else home / "runs" / run_id.hex()[:16]

@@ -148,7 +148,12 @@ class GossipService:
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Load what is stored, then gossip until cancelled."""
         await self._load()
-        self._messenger.set_receiver(PUSH_PROTOCOL, MAX_PUSH_BYTES, self._receive_push, self._note_failure)
+        self._messenger.set_receiver(
+            PUSH_PROTOCOL,
+            MAX_PUSH_BYTES,
+            self._receive_push,
+            lambda peer, protocol: self._gossip.unreachable(peer, trio.current_time()),
+        )
         self._host.set_handler(SYNC_PROTOCOL, self._serve)
         try:
             async with trio.open_nursery() as nursery:
@@ -232,9 +237,6 @@ class GossipService:
     def _note_crowd(self, report: MergeReport) -> None:
         if report.introducer is not None and report.num_too_many >= CROWD:
             self.on_deed(report.introducer.peer, "crowded")
-
-    def _note_failure(self, peer: bytes, protocol: str) -> None:
-        self._gossip.unreachable(peer, trio.current_time())
 
     def _take_note(self, entries: Sequence[Entry]) -> None:
         """React to new entries, from either push or sync."""

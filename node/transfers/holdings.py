@@ -130,8 +130,8 @@ def open_own(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0
 
 
 def write_index(path: Path, signed: SignedIndex) -> None:
-    """Write the index of a checkpoint next to it, durably. Raises `OSError`."""
-    with replacing(index_of(path)) as file:
+    """Write the index of a checkpoint, durably. Raises `OSError`."""
+    with replacing(path) as file:
         file.write(blocks.encode_signed_index(signed))
 
 
@@ -233,8 +233,6 @@ class Provider:
         self._has_saved = trio.Event()
         self._save_wanted = trio.Event()
         self._passed_over: dict[bytes, float] = {}  # until when
-        self._provided: bytes | None = None
-        self._provide_after = -math.inf
 
     @property
     def newest(self) -> Holding | None:
@@ -318,7 +316,7 @@ class Provider:
                 logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
             else:
                 try:
-                    await trio.to_thread.run_sync(write_index, Path(saved.path), holding.signed)
+                    await trio.to_thread.run_sync(write_index, index_of(Path(saved.path)), holding.signed)
                 except OSError as error:  # a full disk: the checkpoint is there all the same
                     logger.warning("the index of %s is not written: %s", saved.path, error)
                 told = self._membership.told_checkpoints()
@@ -354,12 +352,21 @@ class Provider:
                 await self._take(path, await trio.to_thread.run_sync(open_copy, path))
                 break
         pause = interval = self._files.settings.backup_seconds
+        provided, provide_after = None, -math.inf
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
             began_at = trio.current_time()
             await self._copy_newest()
             pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
-            await self._provide()
+            # The DHT may have more providers than the run state knows.
+            newest, held, dht = self.newest, self.copy, self._downloads.host.dht
+            if newest is not None and self._membership.holders(newest.index.stage, newest.id):
+                held = newest  # others have copied this node's own
+            if held is not None and held.id != provided and trio.current_time() >= provide_after:
+                if provided is not None:
+                    dht.withdraw(checkpoint_key(run_id, provided))
+                provided, provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
+                await dht.provide(checkpoint_key(run_id, provided))
 
     def _has_room(self) -> bool:
         return self._files.plan(self._membership.stage).has_copy
@@ -401,7 +408,7 @@ class Provider:
         path = self.copy_path(stage, signed.id)
 
         def keep() -> Holding:
-            write_index(path, signed)
+            write_index(index_of(path), signed)
             return Holding.open(path, signed, index)
 
         with contextlib.suppress(OSError):  # the download says what is wrong
@@ -428,16 +435,3 @@ class Provider:
         if self._files.num_stages == 1 and not is_copier(conditions.run_id, stage, members, author, own):
             return None
         return author, announced[author]
-
-    async def _provide(self) -> None:
-        """Announce the copied checkpoint in the DHT, which may have more providers than the run state knows."""
-        newest, held = self.newest, self.copy
-        host, run_id = self._downloads.host, self._downloads.conditions.run_id
-        if newest is not None and self._membership.holders(newest.index.stage, newest.id):
-            held = newest  # others have copied this node's own
-        if held is None or held.id == self._provided or trio.current_time() < self._provide_after:
-            return
-        if self._provided is not None:
-            host.dht.withdraw(checkpoint_key(run_id, self._provided))
-        self._provided, self._provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
-        await host.dht.provide(checkpoint_key(run_id, held.id))

@@ -6,6 +6,7 @@ fetched.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -48,6 +49,8 @@ from .fetch import Downloads
 from .holdings import Holding
 from .partial_file import read
 
+logger = logging.getLogger(__name__)
+
 # A small message, either way.
 MESSAGE_TIMEOUT: Final = 10.0
 # Sketches for one peer: the burst, and the number a second. A newcomer asks once for each checkpoint that it tries.
@@ -80,7 +83,7 @@ class SketchService:
         self._host.set_handler(SKETCH_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
-        """Answer one question."""
+        """Answer one question; with an empty sketch if this node has no weights of the stage."""
         with trio.fail_after(MESSAGE_TIMEOUT):
             question = decode_question(await receive_frame(stream, FrameParser(MAX_QUESTION_BYTES)))
         sketch, now = b"", trio.current_time()
@@ -92,26 +95,19 @@ class SketchService:
                     async with self._turn:
                         await trio.sleep_until(self._rests_until)
                         patience.deadline = math.inf
-                        sketch = await self._sketch_own(question)
+                        if (holding := await self._find_own(question.stage)) is not None:
+                            began_at = trio.current_time()
+                            try:
+                                sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
+                            except (OSError, RemoteProtocolError) as error:  # the node's own trainer says more
+                                logger.debug("no sketch: %s", error)
+                            finally:
+                                holding.let_go()
+                            self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
             finally:
                 self._num_waiting -= 1
         with trio.fail_after(MESSAGE_TIMEOUT):
             await stream.send_all(frame(encode_answer(sketch), MAX_ANSWER_BYTES))
-
-    async def _sketch_own(self, question: SketchQuestion) -> bytes:
-        """Return a sketch; empty if this node has no weights of the stage."""
-        holding = await self._find_own(question.stage)
-        if holding is None:
-            return b""
-        try:
-            began_at = trio.current_time()
-            sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
-            self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
-            return sketch
-        except (OSError, RemoteProtocolError):  # a disk that fails; the node's own trainer says more
-            return b""
-        finally:
-            holding.let_go()
 
 
 async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:

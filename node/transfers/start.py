@@ -12,13 +12,15 @@ import math
 import os
 import random
 import shutil
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import trio
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.checkpoints.blocks import decode_signed_index, encode_signed_index
+from farandole.protocol.checkpoints.blocks import decode_signed_index
 from farandole.protocol.run.manifest import StartConfig
 from farandole.protocol.run.models import names_of_stage
 from farandole.protocol.state.entries import CheckpointNotice
@@ -32,7 +34,7 @@ from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
 from .fetch import Downloads, FetchProgress, ask_for_index, fetch_checkpoint
-from .holdings import TELL_INTERVAL, Holding
+from .holdings import TELL_INTERVAL, Holding, write_index
 
 # Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0
@@ -164,50 +166,47 @@ class Start:
 
     async def _fetch(self, stage: int) -> bool:
         """Fetch a stage's weights from the announced holders, or if none, providers in the DHT; then from members."""
-        holders = self._membership.start_holders(self._start.checkpoint)
+        wanted_id = self._start.checkpoint
+        holders = self._membership.start_holders(wanted_id)
         if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
             self._asked_dht_at = trio.current_time()
-            holders = await reachable_providers(self._host, self._start.checkpoint)
+            holders = await reachable_providers(self._host, wanted_id)
         others = list(self._membership.everyone.difference(holders))  # may announce it soon
+        names, is_whole = names_of_stage(self._files.manifest.model, stage), self._files.num_stages == 1
+        path = self._whole if is_whole else self._part(stage)
+
+        def show(progress: FetchProgress) -> None:
+            self._journal.enter("fetching weights", f"what this run starts from: {progress}", "donors")
+
+        def known(donor: bytes) -> Collection[bytes]:
+            return dict.fromkeys((donor, *self._membership.start_holders(wanted_id)))
+
         for donor in [*holders, *random.sample(others, len(others))][:MAX_ASKED]:
             try:
-                await self._fetch_from(donor, stage)
+                signed, index = await ask_for_index(
+                    self._conditions, donor, 0, max_file_bytes(self._files.manifest), wanted_id, self._start.run
+                )
+                self._folder.mkdir(parents=True, exist_ok=True)
+                if is_whole:
+                    await trio.to_thread.run_sync(write_index, path.with_name(INDEX_NAME), signed)
+                await fetch_checkpoint(
+                    self._conditions,
+                    signed,
+                    index,
+                    partial(known, donor),
+                    lambda tensor: is_whole or tensor.partition("/")[2] in names,
+                    path,
+                    show,
+                )
             except PeerUnreachableError as error:
                 self._journal.enter("fetching weights", f"{short_name(donor)}: {error}", "another node")
                 continue
             except OSError as error:
                 self._journal.warn(f"the weights that this run starts from cannot be stored: {error}; trying again")
                 return False
+            what = "the model" if is_whole else f"stage {stage}"
+            self._journal.say(f"{what} begins with the weights from which this run starts: hashes verified")
+            if is_whole:
+                await self._hold()
             return True
         return False
-
-    async def _fetch_from(self, donor: bytes, stage: int) -> None:
-        max_bytes, wanted_id = max_file_bytes(self._files.manifest), self._start.checkpoint
-        signed, index = await ask_for_index(self._conditions, donor, 0, max_bytes, wanted_id, self._start.run)
-        names = names_of_stage(self._files.manifest.model, stage)
-        is_whole = self._files.num_stages == 1
-        path = self._whole if is_whole else self._part(stage)
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-        def write_index() -> None:
-            with replacing(self._folder / INDEX_NAME) as file:
-                file.write(encode_signed_index(signed))
-
-        def show(progress: FetchProgress) -> None:
-            self._journal.enter("fetching weights", f"what this run starts from: {progress}", "donors")
-
-        if is_whole:
-            await trio.to_thread.run_sync(write_index)
-        await fetch_checkpoint(
-            self._conditions,
-            signed,
-            index,
-            lambda: dict.fromkeys((donor, *self._membership.start_holders(wanted_id))),
-            lambda tensor: is_whole or tensor.partition("/")[2] in names,
-            path,
-            show,
-        )
-        what = "the model" if is_whole else f"stage {stage}"
-        self._journal.say(f"{what} begins with the weights from which this run starts: hashes verified")
-        if is_whole:
-            await self._hold()
