@@ -68,8 +68,8 @@ def manifest_of(
     if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
         tokenizer = hf_tokenizer(model["hf"], folder)
     complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
-    if isinstance(screening := settings.get("screening"), Mapping):
-        complete["screening"] = {"kind": DEFAULT_SCREENING.kind, **screening}
+    if "screening" in settings:
+        complete["screening"] = with_kind(settings["screening"], DEFAULT_SCREENING.kind)
     if "model" not in settings and not settings.keys() - set(Manifest.__struct_fields__):
         raise ManifestError(f"model is missing: expected {_MODEL_FORM}")
     if "model" in settings:

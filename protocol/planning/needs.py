@@ -121,12 +121,12 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     num_parameters = stage_parameters(manifest.model, stage)
     num_fragment = -(-num_parameters // outer.fragments)
     contribution = encoded_bytes(outer.codec, num_fragment, outer.topk)
-    corrects_drift, is_cut = outer.drift > 0.0, manifest.model.num_stages > 1
+    is_cut = manifest.model.num_stages > 1
     # Vectors of a checkpoint; of outer steps; of a fragment: before, as sent if the codec changes it, as received, and
     # the codec's memory.
     num_saved = len(required_vectors(outer)) + len(OPTIMIZER_VECTORS) + (outer.fragments > 1)
-    num_saved += outer.remembers_sent + corrects_drift
-    num_outer = _NUM_OUTER + len(outer.vectors) + outer.remembers_sent + corrects_drift
+    num_saved += outer.remembers_sent
+    num_outer = _NUM_OUTER + len(outer.vectors) + outer.remembers_sent
     num_outer += rounds.partners > 1  # the last movement
     num_exchanged = 2 + (outer.codec != "fp32") + outer.remembers_sent
     # With Muon the layers have no mean of squares. Their norms and biases do, and are not worth counting.
@@ -149,12 +149,11 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     verdict = FP32_BYTES * _VERDICT_VECTORS * num_fragment
     copied = FP32_BYTES * _NUM_COPIED * num_parameters
     learning = kept + _AUTOCAST_BYTES * num_parameters
-    drift = FP32_BYTES * corrects_drift * num_parameters  # inner steps read a copy of it
     all_on_gpu = Memory(beside, inner + averaging + max(verdict, learning))
-    on_gpu = all_on_gpu if is_cut else Memory(beside + averaging + copied + verdict, inner + drift + learning)
+    on_gpu = all_on_gpu if is_cut else Memory(beside + averaging + copied + verdict, inner + learning)
     means = FP32_BYTES * len(OPTIMIZER_VECTORS) * num_parameters - spared
     halved = _BF16_BYTES / FP32_BYTES
-    lean_on_gpu = Memory(int(on_gpu.host - halved * means), int(halved * (inner + drift)) + kept)
+    lean_on_gpu = Memory(int(on_gpu.host - halved * means), int(halved * inner) + kept)
     return Needs(
         num_parameters=num_parameters,
         contribution_bytes=contribution,

@@ -49,7 +49,7 @@ EXCLUSIONS: Final = (
     ),
     Exclusion(
         "model.external",
-        ("tokenizer", "data", "inner", "pipeline", "audits", "outer.drift"),
+        ("tokenizer", "data", "inner", "pipeline", "audits"),
         "each member's own loop chooses its text and its inner steps",
     ),
     Exclusion(
@@ -59,7 +59,7 @@ EXCLUSIONS: Final = (
     ),
     Exclusion(
         LOOP,
-        (STAGES, "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners", "outer.drift"),
+        (STAGES, "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"),
         "a member's own loop brings its own model, text and inner steps, and takes steps before each exchange",
     ),
     Exclusion("--recompute", OTHER_MODELS, "these models' layers are computed by code of others"),

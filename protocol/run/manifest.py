@@ -22,7 +22,7 @@ from .families import HFConfig
 from .families.base import NumLayers
 from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
 from .roster import Roster
-from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_kind
+from .rules import DEFAULT_KIND, DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_kind
 from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without
@@ -435,8 +435,8 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
     """Sign a manifest. The result is final, and determines the run id.
 
-    A setting that is later than a release (`_LATER`) is left out where it has its default. So older releases read the
-    manifests of runs that do not use it, and the same settings have the same run id in all releases.
+    A setting that is later than a release (`_LATER`) is left out where it has its default, so older releases read the
+    manifests of runs that do not use it.
     """
     fields = msgspec.structs.asdict(manifest)
     for section, names in _LATER.items():
@@ -483,8 +483,10 @@ def decode_body(body: bytes) -> Manifest:
 
 
 def _converted(settings: object) -> Manifest:
-    if isinstance(settings, dict) and "outer" in settings:
-        settings = {**settings, "outer": with_kind(settings["outer"])}
+    if isinstance(settings, dict):
+        defaults = {"outer": DEFAULT_KIND, "screening": DEFAULT_SCREENING.kind}
+        rules = {name: with_kind(settings[name], kind) for name, kind in defaults.items() if name in settings}
+        settings = {**settings, **rules}
     return msgspec.convert(settings, type=Manifest, strict=True)
 
 

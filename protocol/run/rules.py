@@ -37,10 +37,6 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 64
     """Of each 256 elements, how many the codec ``topk`` sends, in 4 + 2 topk bytes. 70 take what int4 takes and learn
     more; 32 take half of that and learn clearly less (BENCHMARKS.md)."""
-    drift: Annotated[float, msgspec.Meta(ge=0, le=0.3)] = 0.0
-    """Strength of the drift correction: replicas learn from partners where their own text pulls too hard
-    (`farandole.training.outer.outer_state`). 0: none. Costs no traffic, 8 bytes of memory for each parameter (12 with
-    a GPU), and 4 in each checkpoint."""
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Parts of the parameters, of which a round exchanges one (Streaming DiLoCo, arXiv 2501.18512)."""
 
@@ -118,19 +114,21 @@ class PlainConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=
 OuterRules = NoLoCoConfig | PlainConfig
 """The rules that a manifest may name, by ``kind``."""
 
-# Older manifests name no kind, because there was no choice of rules, and say whether codec errors are fed back, which
-# replicas that keep their own contribution exact do not need.
+# Older manifests name no kind, because there was no choice of rules, and have settings that went since: whether codec
+# errors are fed back, when the guard compares losses, and the strength of a correction of the inner steps, which made a
+# difference unless it was 0.
 DEFAULT_KIND = "noloco"
-_DROPPED = "error_feedback"
+_DROPPED = frozenset({"error_feedback", "first_checks", "checked_share"})
+_DROPPED_AT_ZERO = "drift"
 
 
-def with_kind(section: object) -> object:
-    """Return a parsed section ``[outer]``, with the default kind if it names none, and without dropped settings."""
+def with_kind(section: object, kind: str = DEFAULT_KIND) -> object:
+    """Return a parsed section of a rule, with this kind if it names none, and without dropped settings."""
     if not isinstance(section, Mapping):
         return section
-    settings: dict[Any, Any] = {"kind": DEFAULT_KIND, **section}
-    settings.pop(_DROPPED, None)
-    return settings
+    settings: dict[Any, Any] = {"kind": kind, **section}
+    at_zero = {_DROPPED_AT_ZERO} if settings.get(_DROPPED_AT_ZERO) == 0 else frozenset[str]()
+    return {name: value for name, value in settings.items() if name not in _DROPPED | at_zero}
 
 
 _LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "its limit"}
@@ -213,12 +211,10 @@ OPTIMIZER_VECTORS: Final = ("mean", "square")
 dozen steps, which a replica without them takes slowly (`farandole.training.inner.optimizer.ramp`)."""
 SENT: Final = "sent"
 """The value of each element that the codec topk has last sent."""
-DROPPED: Final = ("error",)
-"""Vectors that older checkpoints may have, and nothing reads: what a codec had rounded away."""
-DRIFT: Final = "drift"
-"""The drift correction of a replica (`OuterConfig.drift`)."""
+DROPPED: Final = ("error", "drift")
+"""Vectors that older checkpoints may have, and nothing reads: what a codec had rounded away, and a correction."""
 # Vectors of a checkpoint in addition to the required ones: the optimizer's two, the fast weights, one of the codec, and
-# the drift correction.
+# a dropped one.
 _NUM_OPTIONAL: Final = 5
 
 
@@ -281,10 +277,6 @@ class GuardConfig(
     """What would have to be clipped to less than this share of its distance is refused."""
     min_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 1 / 3
     """The least share of the mean that the tokens behind a contribution may leave to either partner."""
-    checked_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1 / 8
-    """Not read: the loss is compared in every exchange. Older releases read it."""
-    first_checks: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
-    """Not read, as `checked_share`."""
     least_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     """As a share of the loss on the text that a rule judges by: a mean may be worse by this, which is noise. More than
     0.003 counts as 0.003; older releases allow all of it."""

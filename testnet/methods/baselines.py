@@ -31,7 +31,7 @@ from farandole.training.model.model import build_model, language_loss
 from farandole.training.outer.codec import TopK, bytes_to_read
 from farandole.training.outer.contribution import Contribution
 from farandole.training.outer.copying import Copier
-from farandole.training.outer.outer_state import OuterState, RateSums
+from farandole.training.outer.outer_state import OuterState
 from farandole.training.outer.rule import OuterRule, rule_of
 
 from .co2 import CO2, CO2Config
@@ -107,7 +107,6 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
 
     half, quarter = -(-interval // 2), -(-interval // 4)
     plain = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
-    often = msgspec.structs.replace(nesterov("int8"), drift=0.1)
     # 70 of 256 elements take 144 bytes, as they do in int4.
     return (
         Method("synchronous data parallel", "gradients"),
@@ -132,24 +131,8 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, int8, half of it", "pairs", interval, nesterov("int8", fragments=2)),
         Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, nesterov("int8", fragments=2)),
         Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, plain),
-        Method(
-            "NoLoCo, plain, int8, four times as often, drift 0.1",
-            "pairs",
-            quarter,
-            msgspec.structs.replace(plain, drift=0.1),
-        ),
         Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, plain, exchanges=2),
         Method("NoLoCo, Muon, Nesterov, fp32", "pairs", interval, nesterov(), optimizer="muon"),
-        Method(
-            "NoLoCo, Muon, Nesterov, int8, four times as often, drift 0.1", "pairs", quarter, often, optimizer="muon"
-        ),
-        Method(
-            "NoLoCo, Muon, plain, int8, four times as often, drift 0.1",
-            "pairs",
-            quarter,
-            msgspec.structs.replace(plain, drift=0.1),
-            optimizer="muon",
-        ),
         Method("NoLoCo, Muon, plain, int8", "pairs", interval, plain, optimizer="muon"),
         *(
             Method(f"NoLoCo, Muon, plain, int8, {words}", "pairs", steps, plain, optimizer="muon", exchanges=exchanges)
@@ -193,7 +176,7 @@ class OuterReplica:
     def __init__(self, settings: OuterConfig, fast: Tensor) -> None:
         self._state = OuterState(settings, fast, Copier(), rule=rule_for(settings))
         self._form = self._state.contributor.form
-        self.slow, self.drift = self._state.slow, self._state.drift
+        self.slow = self._state.slow
         self._made: Contribution | None = None
         self._encoded = bytearray()
 
@@ -217,14 +200,13 @@ class OuterReplica:
         self._form.decode(bytes_to_read(np.frombuffer(self._encoded, dtype=np.uint8)), values)
         return values
 
-    def step(self, received: Sequence[Tensor], shares: Sequence[float], rates: float, *, is_late: bool) -> None:
+    def step(self, received: Sequence[Tensor], shares: Sequence[float], *, is_late: bool) -> None:
         """Take the outer step with the contributions of a group, its own among them; none: alone.
 
-        ``rates``: the sum of the learning rates of the inner steps before the contribution. ``is_late``: inner steps
-        were taken since.
+        ``is_late``: inner steps were taken since the contribution.
         """
         assert self._made is not None, "it has contributed"
-        self._state.step(self._made, received, shares, is_late=is_late, rates=rates)
+        self._state.step(self._made, received, shares, is_late=is_late)
 
 
 class Ensemble:
@@ -248,11 +230,9 @@ class Ensemble:
             for row in self.theta
         ]
         self._optimizers = [
-            InnerOptimizer(inner, module, self.layout, row, gradient, state.drift)
-            for row, gradient, module, state in zip(self.theta, self.gradient, self.modules, self._outer, strict=True)
+            InnerOptimizer(inner, module, self.layout, row, gradient)
+            for row, gradient, module in zip(self.theta, self.gradient, self.modules, strict=True)
         ]
-        self._rates = RateSums(outer.fragments)
-        self._rates_sent = 0.0  # of the contributions
 
     @property
     def phi(self) -> Tensor:
@@ -265,15 +245,12 @@ class Ensemble:
         for module, batch, optimizer in zip(self.modules, torch.from_numpy(tokens), self._optimizers, strict=True):
             language_loss(module, batch).backward()
             with torch.no_grad():
-                rate = optimizer.step(self.steps, 1)
-        self._rates.add(rate)
+                optimizer.step(self.steps, 1)
         self.steps += 1
 
     @torch.no_grad()
     def contribute(self, fragment: int = 0) -> None:
         """Make every replica's contribution of a fragment, for the next `outer_step`."""
-        self._rates_sent = self._rates.since(fragment)
-        self._rates.settle(fragment, self._rates.total)
         for replica in self._outer:
             replica.contribute(self.layout.fragment(fragment, self._fragments))
 
@@ -288,7 +265,7 @@ class Ensemble:
             for row in rows:
                 replica = self._outer[row]
                 received = [self._outer[other].decoded(replica.filling) for other in rows] if shares else []
-                replica.step(received, shares, self._rates_sent, is_late=is_late)
+                replica.step(received, shares, is_late=is_late)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> list[float]:

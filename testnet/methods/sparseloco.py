@@ -50,8 +50,6 @@ class SparseLoCoConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind",
 class SparseLoCo:
     """The outer state of one replica, whose fast weights are ``fast`` (n,)."""
 
-    drift: Tensor | None = None
-
     def __init__(self, settings: SparseLoCoConfig, fast: Tensor) -> None:
         self.fast, self.slow, self.residual = fast, fast.clone(), torch.zeros_like(fast)
         self._settings = settings
@@ -76,7 +74,7 @@ class SparseLoCo:
         self._form.decode(self._encoded, values)
         return values
 
-    def step(self, received: Sequence[Tensor], shares: Sequence[float], rates: float, *, is_late: bool) -> None:
+    def step(self, received: Sequence[Tensor], shares: Sequence[float], *, is_late: bool) -> None:
         """Take the outer step by the formulas above; alone, without any contribution, everything counts as sent."""
         rate = self._settings.learning_rate
         self.residual = self._exact - (self.decoded(self.slow) if received else self._exact)

@@ -37,7 +37,6 @@ from farandole.training.inner.optimizer import (
 )
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import BLOCK, form_of
-from farandole.training.outer.outer_state import RateSums, correct_
 from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Method, Trial, rule_for
@@ -84,7 +83,7 @@ class Stack:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
         self._gradients.compute(torch.from_numpy(tokens))
         with torch.no_grad():
-            self._outer.rates.add(self._optimizer.step(self.steps, self._outer.drift))
+            self._optimizer.step(self.steps)
         self.steps += 1
 
     @torch.no_grad()
@@ -251,8 +250,8 @@ class _Optimizer:
         self._scale = factors * scale
         self._decay = self._scale * decay
 
-    def step(self, steps: int, drift: Tensor | None) -> float:
-        """Take inner step ``steps`` (from 0) with the gradients; return the rate of a row with the factor 1."""
+    def step(self, steps: int) -> None:
+        """Take inner step ``steps`` (from 0) with the gradients."""
         rate = learning_rate(steps, self._settings)
         update, gradient, mean, square = (
             each.view(-1) for each in (self._update.zero_(), self._gradients.gradient, self._mean, self._square)
@@ -262,9 +261,6 @@ class _Optimizer:
             self._update.lerp_(self._gradients.direction, self._is_muon)
         self._theta.addcmul_(self._theta, self._decay, value=-rate)
         self._theta.addcmul_(self._update, self._scale, value=rate)
-        if drift is not None:
-            self._theta.add_(drift, alpha=rate)
-        return rate
 
 
 class _Outer:
@@ -277,17 +273,11 @@ class _Outer:
         self._theta = theta
         self._slow = theta.flatten().clone()
         self._vectors = {name: torch.zeros_like(self._slow) for name in settings.vectors}
-        self.drift = torch.zeros_like(theta) if settings.drift else None
-        """The drift correction times the row's factor of the rate (N, W): these factors cancel in its formula."""
-        self.rates = RateSums(1)
-        self._rates_sent = 0.0
         self._fast = self._exact = self._sent = self._slow
         self._encoded = torch.empty(self._form.size(len(self._slow)), dtype=torch.uint8, device=theta.device)
 
     def contribute(self) -> None:
         """Make the contributions of all rows, exact and as their receivers decode them."""
-        self._rates_sent = self.rates.since(0)
-        self.rates.settle(0, self.rates.total)
         self._fast = self._theta.flatten().clone()
         self._exact = self._sent = self._rule.contribution(OwnVectors(self._fast, self._slow, self._vectors))
         if self._settings.codec != "fp32":
@@ -312,8 +302,6 @@ class _Outer:
             contributions = [self._exact + (each - self._sent) for each in contributions]
         own = OwnVectors(self._fast, self._slow, self._vectors)
         meeting = Meeting(contributions, [1 / size] * size, 0, is_late)
-        if self.drift is not None and self._rates_sent > 0.0:
-            correct_(self.drift.view(-1), meeting, self._settings.drift / self._rates_sent)
         self._rule.step(own, meeting)
         theta = self._theta.view(-1)
         if is_late:

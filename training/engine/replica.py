@@ -113,11 +113,9 @@ class Replica:
         """The model, or a stage of it; its parameters are views of a flat vector: the flat fast weights, or a copy."""
         self.gradient = gradient
         """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
-        drift = torch.zeros_like(weights) if recipe.outer.drift and trained is not None else None
-        fast = FastWeights(theta, trained, drift)
+        fast = FastWeights(theta, trained)
         self.round_end = RoundEnd(fast, layout, recipe.outer, recipe.screening, measure, recipe.rounds.partners, exam)
-        drift = self.round_end.outer.drift if drift is None else drift
-        self.optimizer = make_optimizer(recipe.inner, module, layout, weights, gradient, drift)
+        self.optimizer = make_optimizer(recipe.inner, module, layout, weights, gradient)
         if lean_author is not None:
             fast.write()
         self.checkpoint = Checkpoint(self.round_end, run_id, device, self.optimizer)
@@ -135,5 +133,5 @@ class Replica:
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
         """Clip, and take one step, with the gradients that the backward passes summed, over ``divisor``."""
         steps = self.round_end.totals.steps
-        rate = self.optimizer.step(steps, divisor)
-        self.round_end.count_step(num_tokens, rate, self.optimizer.ramp(steps))
+        self.optimizer.step(steps, divisor)
+        self.round_end.count_step(num_tokens, self.optimizer.ramp(steps))

@@ -136,7 +136,6 @@ class _Span:
     mean: Tensor
     square: Tensor | None
     """None for Muon."""
-    drift: Tensor | None
     factor: float
     """Factor of the rate."""
     is_decayed: bool
@@ -153,28 +152,25 @@ class LeanOptimizer(InnerOptimizer):
         layout: Layout,
         weights: Tensor,
         gradient: Tensor,
-        drift: Tensor | None = None,
     ) -> None:
-        super().__init__(settings, module, layout, weights, gradient, drift)
+        super().__init__(settings, module, layout, weights, gradient)
         self._rounding = rounding
         self._spans: list[_Span] = []
         squares = self.parts[OPTIMIZER_VECTORS[1]]
         views = [layout.views(vector) for vector in (weights, gradient, self._mean)]
-        drifts = {} if drift is None else layout.views(drift)
         for name in layout.names:
             if name not in squares.names:
                 matrix, its_gradient, mean = (by_name[name] for by_name in views)
-                self._spans.append(_Span(matrix, its_gradient, mean, None, drifts.get(name), self.factors[name], True))
+                self._spans.append(_Span(matrix, its_gradient, mean, None, self.factors[name], True))
         shapes = dict(zip(squares.names, squares.shapes, strict=True))
         kinds = {name: (self.factors[name], len(shape) > 1) for name, shape in shapes.items()}
         for factor, is_decayed in dict.fromkeys(kinds.values()):
             names = {name for name, kind in kinds.items() if kind == (factor, is_decayed)}
             for place, square_place in runs_of(layout, squares, names):
                 vectors = weights[place], gradient[place], self._mean[place], self._square[square_place]
-                part = None if drift is None else drift[place]
-                self._spans.append(_Span(*vectors, part, factor, is_decayed))
+                self._spans.append(_Span(*vectors, factor, is_decayed))
 
-    def step(self, steps: int, divisor: int) -> float:
+    def step(self, steps: int, divisor: int) -> None:
         """Implement `InnerOptimizer.step`; the gradient stays as it is."""
         rate, number = self.rate(steps), steps - self.begun_at
         self._rounding.begin(steps)
@@ -191,11 +187,8 @@ class LeanOptimizer(InnerOptimizer):
             weights, momentum = span.weights.float(), span.mean.float()
             decay_(weights, span.factor * rate, self._settings)
             muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
-            if span.drift is not None:
-                weights.add_(span.drift, alpha=rate)
             self._store(span.weights, weights, is_fit)
             self._store(span.mean, momentum, is_fit)
-        return rate
 
     def _step_vectors(
         self, span: _Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor
@@ -206,8 +199,6 @@ class LeanOptimizer(InnerOptimizer):
                 decay_(weights, span.factor * rate, self._settings)
             gradient = span.gradient[piece].float().mul_(scale)
             adamw_(weights, gradient, mean, square, number, span.factor * rate, self._settings)
-            if span.drift is not None:
-                weights.add_(span.drift[piece], alpha=rate)
             self._store(span.weights[piece], weights, is_fit)
             self._store(span.mean[piece], mean, is_fit)
             self._store(squares[piece], square, is_fit)

@@ -225,17 +225,11 @@ class InnerOptimizer:
         layout: Layout,
         weights: Tensor,
         gradient: Tensor,
-        drift: Tensor | None = None,
         *,
         is_queued: bool | None = None,
     ) -> None:
-        """``drift``: a correction (n,) fp32, of which each step adds its rate's share (`outer_state.correct_`).
-
-        ``is_queued``: whether a step must not wait for the device; None: as the weights' device requires.
-        """
+        """``is_queued``: whether a step must not wait for the device; None: as the weights' device requires."""
         self._settings = settings
-        self._drift = drift
-        self._weights = weights
         self._gradient = gradient
         # On the device "meta" there is nothing to read: memory is counted there, where there is no GPU.
         self._is_queued = weights.is_cuda or weights.is_meta if is_queued is None else is_queued
@@ -278,8 +272,8 @@ class InnerOptimizer:
         """Return the share of the schedule's rate that inner step ``steps`` (from 0) is taken at."""
         return ramp(max(steps - self.begun_at, 0), self._settings) if self.begun_at else 1.0
 
-    def step(self, steps: int, divisor: int) -> float:
-        """Take inner step ``steps`` (from 0), with the gradient over ``divisor``, clipped; return its rate.
+    def step(self, steps: int, divisor: int) -> None:
+        """Take inner step ``steps`` (from 0), with the gradient over ``divisor``, clipped.
 
         The gradient is changed. A gradient that is not finite changes nothing: one overflow would otherwise spoil
         weights and means for good.
@@ -299,7 +293,6 @@ class InnerOptimizer:
             self._step(steps - self.begun_at, rate)
         else:
             self._num_skipped += 1
-        return rate
 
     def _step(self, number: int, rate: float) -> None:
         for group in self._groups:
@@ -312,8 +305,6 @@ class InnerOptimizer:
                 for start in range(0, len(vectors[0]), PIECE):
                     weights, gradient, mean, square = (vector[start : start + PIECE] for vector in vectors)
                     adamw_(weights, gradient, mean, square, number, group.factor * rate, self._settings)
-        if self._drift is not None:
-            self._weights.add_(self._drift, alpha=rate)
 
     def _queue_step(self, number: int, rate: float, fit: Tensor) -> None:
         """Queue `_step`, and nothing if ``fit``, a number on the device, is 0: reading it would wait for the device."""
@@ -327,8 +318,6 @@ class InnerOptimizer:
             if group.weights:
                 vectors = group.weights, group.gradients, group.means, group.squares
                 fused_adamw_(*vectors, number, group.factor * rate, self._settings, unfit)
-        if self._drift is not None:
-            self._weights.addcmul_(self._drift, fit, value=rate)
 
     def restart(self, steps: int, begun_at: int) -> None:
         """Continue after ``steps`` inner steps with means that were loaded, and that began at ``begun_at``.

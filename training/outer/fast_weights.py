@@ -46,15 +46,11 @@ class PartialWeights(TrainedWeights, Protocol):
 
 
 class FastWeights:
-    """The flat vector ``flat`` (n,) fp32, and the ``trained`` weights; None: inner steps move the flat vector.
+    """The flat vector ``flat`` (n,) fp32, and the ``trained`` weights; None: inner steps move the flat vector."""
 
-    ``drift``: a vector (n,) for the drift correction, where inner steps read another than the outer state's.
-    """
-
-    def __init__(self, flat: Tensor, trained: TrainedWeights | None = None, drift: Tensor | None = None) -> None:
+    def __init__(self, flat: Tensor, trained: TrainedWeights | None = None) -> None:
         self.flat = flat
         """The fast weights, as far as they were read; see above."""
-        self.drift = drift
         self._trained = trained
         self._copier = copier_for(trained.device) if isinstance(trained, PartialWeights) else Copier()
         self._room = flat.new_empty(0)
@@ -80,11 +76,6 @@ class FastWeights:
         """Add a part of the flat vector, which is a difference here, to the trained weights."""
         assert isinstance(self._trained, PartialWeights)
         self._trained.add(self.flat[part], part)
-
-    def write_drift(self, drift: Tensor) -> None:
-        """Give inner steps the drift correction (n,) fp32."""
-        if self.drift is not None:
-            self.drift.copy_(drift)
 
     def room(self, num_elements: int) -> Tensor:
         """Return memory for `replaced`, (n,) fp32. For a GPU it is kept, as page-locking it takes longer than using it.

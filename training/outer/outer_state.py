@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.rules import DRIFT, SLOW, OuterConfig
+from farandole.protocol.run.rules import SLOW, OuterConfig
 
 from ..base.workers import each_piece, one_thread
 from .codec import slices
@@ -22,57 +22,8 @@ from .contribution import Contribution, Contributor
 from .copying import Copier
 from .rule import Meeting, OuterRule, OwnVectors, rule_of
 
-# Share of the correction that stays after an exchange.
-_KEPT: Final = 0.98
-
-
-def correct_(drift: Tensor, meeting: Meeting, scale: float) -> None:
-    """Update a piece of the drift correction (n,) by an exchange, with ``scale`` = d / sum of rates.
-
-    It is a force on the inner steps that stands for the text that a replica does not see. Between two exchanges a
-    replica's own text pulls its weights w away from the others'. How far it was pulled too hard is seen at an exchange,
-    as the difference between the mean and w. With strength d, after an exchange
-
-        c <- 0.98 c + d (mean - w) / (sum of the learning rates of the round's inner steps)
-
-    and every inner step adds its learning rate times c to the weights. This is the control variate of local gradient
-    methods (ProxSkip, arXiv 2202.09357; SCAFFOLD, arXiv 1910.06378) in the space of weights, with a memory that fades,
-    since the mean is a pair's and not all replicas'. It needs no traffic: the partner's weights arrive anyway.
-    """
-    drift.mul_(_KEPT).add_(meeting.mean().sub_(meeting.own), alpha=scale)
-
-
-class RateSums:
-    """The learning rates of inner steps, summed for each fragment since its last outer step."""
-
-    def __init__(self, num_fragments: int) -> None:
-        self.total = 0.0
-        """Over all inner steps."""
-        # The total at each fragment's last settled contribution; None: unknown.
-        self._before: list[float | None] = [0.0] * num_fragments
-
-    def add(self, rate: float) -> None:
-        """Count an inner step."""
-        self.total += rate
-
-    def since(self, fragment: int) -> float:
-        """Return the sum of the steps that a contribution of the fragment made now has; 0 if it is unknown."""
-        before = self._before[fragment]
-        return 0.0 if before is None else self.total - before
-
-    def settle(self, fragment: int, total: float) -> None:
-        """Note an outer step of the fragment, with a contribution that was made at this `total`."""
-        self._before[fragment] = total
-
-    def restart(self) -> None:
-        """Note that weights were loaded. With fragments, they have progress of inner steps that were not counted."""
-        self._before = [self.total if len(self._before) == 1 else None for _ in self._before]
-
-
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
-# In simulated honest runs on text of different kinds the correction of a round came to 0.97 of its movement at most.
-MAX_DRIFT: Final = 2.0
 
 
 class OuterState:
@@ -86,8 +37,6 @@ class OuterState:
         self.copier = copier
         self.slow = fast.clone()
         self.vectors = {name: torch.zeros_like(fast) for name in settings.vectors}
-        self.drift = torch.zeros_like(fast) if settings.drift else None
-        """The drift correction, (n,) fp32 (`farandole.training.outer.outer_state`)."""
         self._fast = fast
         self._rule = rule_of(settings) if rule is None else rule
         self._own = OwnVectors(fast, self.slow, self.vectors)
@@ -101,13 +50,12 @@ class OuterState:
         weights: Sequence[float],
         *,
         is_late: bool,
-        rates: float = 0.0,
     ) -> None:
         """Take the outer step of one fragment, whose own contribution is ``made``; slice by slice, in place.
 
         ``contributions``, (n,) each, are as their receivers decode them, the own one is ``made.sent``; ``weights`` are
         their shares. Without any, the replica is alone. ``is_late``: inner steps were taken since the contribution,
-        and their progress is kept. ``rates``: the sum of the learning rates of the inner steps behind the contribution.
+        and their progress is kept.
 
         A lossy codec would round away all of a replica's own progress below half a quantum in each round. Therefore
         the step is taken around the exact contribution w: a member that sent Q_j counts as w + (Q_j - Q), where Q is
@@ -132,8 +80,6 @@ class OuterState:
                 sent, exact = pieces[own_place], self._rule.contribution(own)
                 pieces = [exact if place == own_place else exact + (other - sent) for place, other in enumerate(pieces)]
             meeting = Meeting(pieces, weights, own_place, is_late)
-            if self.drift is not None and rates > 0.0 and not is_alone:
-                correct_(self.drift[made.part][piece], meeting, self.settings.drift / rates)
             self._rule.step(own, meeting)
             if is_late:
                 fast[piece] += own.slow - made.theta[piece]
@@ -154,15 +100,6 @@ class OuterState:
         """
         momentum = self.vectors.get("momentum")
         return momentum is not None and _clip(momentum[part], MAX_MOMENTUM * self.settings.momentum_gain * movement)
-
-    def limit_drift(self, part: slice, movement: float, rates: float) -> None:
-        """Clip the drift correction of a part after a step, so that a round of inner steps adds not too much of it.
-
-        ``rates``: the sum of the learning rates of a round's inner steps; ``movement`` as in `limit_momentum`. What a
-        partner causes stays in the correction for some fifty exchanges, which a liar could otherwise make use of.
-        """
-        if self.drift is not None:
-            _clip(self.drift[part], MAX_DRIFT * movement / rates)
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
@@ -197,7 +134,7 @@ class OuterState:
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's own vectors for a checkpoint, which no other replica needs: (n,), by name."""
-        return self.contributor.saved() | ({} if self.drift is None else {DRIFT: self.drift})
+        return self.contributor.saved()
 
     def state(self) -> dict[str, Tensor]:
         """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""

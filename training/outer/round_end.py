@@ -35,7 +35,7 @@ from .codec import Buffer
 from .contribution import Contribution
 from .copying import copier_for
 from .fast_weights import FastWeights
-from .outer_state import OuterState, RateSums
+from .outer_state import OuterState
 from .partner import Exam, Measure, PartnerContribution
 from .side_thread import SideThread
 
@@ -81,10 +81,6 @@ class EndedRound:
     """Inner steps that the replica had taken."""
     tokens: int
     """Tokens of the round."""
-    rates: float
-    """Sum of the learning rates of the inner steps behind the contribution; 0 if it is unknown."""
-    rates_total: float
-    """`RateSums.total` at the contribution."""
     has_steps: bool
     """Whether inner steps were taken since the contribution before."""
     ramp: float
@@ -128,7 +124,6 @@ class RoundEnd:
         is_copied = copier.is_aside or weights.is_copy  # inner steps do not change a copy
         self.aside = Aside.ALL if weights.takes_corrections else Aside.ENCODING if is_copied else Aside.NOTHING
         self._measure = measure
-        self._rates = RateSums(outer.fragments)
         self._ramps: list[float] = []
         # Fragments of an earlier round than the run's, of which no mean with a member was as good as the member's.
         self._behind: set[int] = set()
@@ -182,9 +177,8 @@ class RoundEnd:
         """A copy of phi, (n,) fp32."""
         return self.outer.slow.clone()
 
-    def count_step(self, num_tokens: int, rate: float = 0.0, ramp: float = 1.0) -> None:
-        """Count an inner step, its learning rate, and its share of the schedule's, above 0 to 1."""
-        self._rates.add(rate)
+    def count_step(self, num_tokens: int, ramp: float = 1.0) -> None:
+        """Count an inner step, and the share of the schedule's learning rate that it was taken at, above 0 to 1."""
         self._ramps.append(ramp)
         self.totals.steps += 1
         self.totals.tokens += num_tokens
@@ -206,7 +200,6 @@ class RoundEnd:
         self._ramps.clear()
         self._forget()
         self.outer.contributor.restart(forgets=forgets)
-        self._rates.restart()
         self._publish()
 
     def _publish(self, corrected: slice | None = None) -> None:
@@ -219,8 +212,6 @@ class RoundEnd:
             self.weights.write()
         else:
             self.weights.add(corrected)
-        if self.outer.drift is not None:
-            self.weights.write_drift(self.outer.drift)
 
     # The contribution
 
@@ -240,8 +231,6 @@ class RoundEnd:
             fragment,
             self.totals.steps,
             self.tokens_this_round,
-            self._rates.since(fragment),
-            self._rates.total,
             has_steps=bool(self._ramps),
             ramp=self._mean_ramp(),
         )
@@ -379,9 +368,7 @@ class RoundEnd:
                     pair, shares = pair[::-1], shares[::-1]
         if is_late and corrects:
             self.weights.flat[made.part].zero_()  # the step makes it the correction of the trained weights
-        self.outer.step(made, pair, shares, is_late=is_late, rates=ended.rates)
-        if movement and ended.rates:
-            self.outer.limit_drift(made.part, movement, ended.rates)
+        self.outer.step(made, pair, shares, is_late=is_late)
         return self.side_thread.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
 
     @torch.no_grad()
@@ -397,7 +384,6 @@ class RoundEnd:
             if not is_late:
                 self.weights.flat[part] -= ended.contribution.theta
             self._publish(part)
-        self._rates.settle(ended.fragment, ended.rates_total)
         if not is_behind:
             self._behind.discard(ended.fragment)
         self.totals.round += 1

@@ -95,7 +95,7 @@ def fault(tmp_path: Path, text: str) -> str:
         ("codec = 'int8'", "3: codec is no setting; it belongs in [outer] or in [pipeline]"),
         ("slow = 2", "3: slow is no setting; nodes have it: put it into a node's config.toml, or use"),
         ("[rounds]\nprivate = true", "4: rounds.private is no setting; it belongs at the top"),
-        ("[rounds]\nouter.drift = 0.1", "4: rounds.outer is no section; it belongs at the top"),
+        ("[rounds]\nouter.topk = 32", "4: rounds.outer is no section; it belongs at the top"),
         ("admission = [\n  'x',\n  3,\n]", "3: admission[1]: expected a text in quotes"),
         ("admission = 'opne'", "3: admission: expected one of open, invited or a list in brackets"),
         ("outer = 'noloco'", "3: outer: expected a section, got"),

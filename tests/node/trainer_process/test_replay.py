@@ -115,7 +115,7 @@ def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
     [
         {"kind": "noloco"},
         {"kind": "noloco", "codec": "int8"},
-        {"kind": "noloco", "codec": "int4", "drift": 0.1},
+        {"kind": "noloco", "codec": "int4"},
         {"kind": "noloco", "fragments": 2},
     ],
 )

@@ -36,7 +36,7 @@ def test_rates_fall_with_the_size() -> None:
 
 
 def test_what_a_run_file_leaves_open_is_chosen() -> None:
-    known = best_known(RUN, ["outer.codec", "outer.drift", "inner.total_steps", "inner.batch_size"])
+    known = best_known(RUN, ["outer.codec", "inner.total_steps", "inner.batch_size"])
 
     assert known.outer == PlainConfig(codec=RUN.outer.codec)
     assert known.inner == msgspec.structs.replace(RUN.inner, optimizer="muon", learning_rate=6e-3, warmup_steps=1_250)
@@ -47,11 +47,11 @@ def test_what_a_run_file_leaves_open_is_chosen() -> None:
 
 @pytest.mark.parametrize("given", ["outer.kind", "outer.alpha", "outer.gamma", "outer.momentum"])
 def test_a_rule_that_a_run_file_means_stays(given: str) -> None:
-    run = msgspec.structs.replace(RUN, outer=NoLoCoConfig(alpha=0.3, drift=0.1))
+    run = msgspec.structs.replace(RUN, outer=NoLoCoConfig(alpha=0.3))
     assert best_known(run, [given]).outer == run.outer
-    topk = msgspec.structs.replace(RUN, outer=NoLoCoConfig(codec="topk", topk=32, drift=0.1))
-    known = best_known(topk, ["outer.codec", "outer.topk", "outer.drift"]).outer
-    assert known == PlainConfig(codec="topk", topk=32, drift=0.1), "settings that every rule has"
+    topk = msgspec.structs.replace(RUN, outer=NoLoCoConfig(codec="topk", topk=32))
+    known = best_known(topk, ["outer.codec", "outer.topk"]).outer
+    assert known == PlainConfig(codec="topk", topk=32), "settings that every rule has"
 
 
 @pytest.mark.parametrize("name", ["start", "external"])

@@ -34,7 +34,6 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "data.mask_documents": {"data": {"mask_documents": True}},
     "outer.codec = topk": {"outer": {"codec": "topk"}},
     "outer.fragments": {"outer": {"fragments": 2}},
-    "outer.drift": {"outer": {"drift": 0.1}},
     "inner.deterministic": {"inner": {"deterministic": True}},
     "tokenizer": {"tokenizer": {"kind": "tokenizers", "sha256": "0" * 64}},
     "data": {"data": {"source": "text"}},
@@ -77,7 +76,7 @@ def test_each_pair_is_refused_with_its_reason_and_each_setting_is_fine_alone(
 
 @pytest.mark.parametrize(
     "setting",
-    ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "outer.drift", "rounds.partners"],
+    ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"],
 )
 def test_a_run_that_depends_on_inner_steps_or_batches_takes_no_loops(setting: str) -> None:
     assert setting in why_no_loop(manifest_with(setting))

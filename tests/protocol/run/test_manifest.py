@@ -149,13 +149,20 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
     assert not decoded.inner.deterministic
 
 
-def test_a_run_without_later_settings_has_the_same_id_as_before_there_were_any() -> None:
-    """Its signed bytes do not have them, so older releases read them, too."""
+def test_a_run_without_later_settings_is_signed_without_them() -> None:
+    """So older releases read it, too."""
     signed = sign_manifest(manifest(seed=7, data={"mask_documents": False}), CREATOR)
-    assert signed.run_id.hex() == "9f22350432f3a0453baf1d549fcd8b39683cf8c31bcec1955675856fd3c3308b"
+    assert signed.run_id.hex() == "47ff1841307356540b1c1c8024e3bb2823d8646ce4142088f0f545b613c4e382"
     masked = sign_manifest(manifest(seed=7, data={"mask_documents": True}), CREATOR)
     assert decode_manifest(masked.encode())[0].data.mask_documents
     assert signed.run_id != masked.run_id
+
+
+def test_settings_that_went_are_ignored_unless_they_made_a_difference() -> None:
+    before = {**msgspec.to_builtins(manifest()), "screening": {"kind": "guard", "first_checks": 3, "checked_share": 1}}
+    assert manifest_from_dict({**before, "outer": {"drift": 0.0, "error_feedback": True}}) == manifest()
+    with pytest.raises(ManifestError, match="drift"):
+        manifest_from_dict({**before, "outer": {"drift": 0.1}})
 
 
 def test_vectors_of_rules_have_names_of_their_own() -> None:

@@ -23,7 +23,7 @@ class Replica(SparseLoCo):
 
     def step_with(self, senders: Sequence[SparseLoCo]) -> None:
         received = [each.decoded(self.filling) for each in senders]
-        self.step(received, [1 / len(received)] * len(received), 0.0, is_late=False)
+        self.step(received, [1 / len(received)] * len(received), is_late=False)
 
 
 def largest(block: list[float], k: int) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_replica_that_is_alone_keeps_nothing_back() -> None:
     progress = torch.full((BLOCK,), 0.1)
     replica.contribute_after(progress)
 
-    replica.step((), (), 0.0, is_late=False)
+    replica.step((), (), is_late=False)
 
     torch.testing.assert_close(replica.slow, start + 0.9 * progress)
     assert not bool(replica.residual.any())

@@ -25,7 +25,6 @@ METHODS = [
     Method("DiLoCo", "all", 2, DiLoCoConfig()),
     Method("heavy ball", "pairs", 2),
     Method("Nesterov, Muon, late", "pairs", 2, NoLoCoConfig(momentum="nesterov"), 1, "muon"),
-    Method("drift", "pairs", 2, NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, drift=0.2)),
     Method("two partners", "pairs", 2, PlainConfig(), exchanges=2),
     Method("plain mean of all", "all", 2, PlainConfig()),
     Method("GASLoC", "pairs", 2, GASLoCConfig()),

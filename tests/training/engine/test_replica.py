@@ -3,7 +3,6 @@ import math
 import weakref
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from farandole.training.base.errors import DivergedError
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import ramp
 from farandole.training.outer import codec, outer_state
-from farandole.training.outer.outer_state import MAX_DRIFT, MAX_MOMENTUM
+from farandole.training.outer.outer_state import MAX_MOMENTUM
 from farandole.training.outer.rule import OwnVectors, rule_of
 from farandole.training.screening.rule import Encounter, Refuse
 
@@ -91,52 +90,14 @@ def test_progress_below_half_a_quantum_is_not_rounded_away(make_replica: MakeRep
     assert float((alice - bob).abs().max()) < 2 * quantum
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("codec_name", ["fp32", "int8"])
-@pytest.mark.parametrize("averages_on_host", [False, True])
-def test_the_drift_correction_is_the_formula_and_moves_the_inner_steps(
-    make_replica: MakeReplica, tmp_path: Path, fragments: int, codec_name: Codec, averages_on_host: bool
-) -> None:
-    settings: dict[str, Any] = {"codec": codec_name, "drift": 0.1, "fragments": fragments}
-    alice, bob = (make_replica(each, averages_on_host=averages_on_host, **settings) for each in (ALICE, BOB))
-    expected = torch.zeros_like(alice.round_end.fast_weights())
-    rates, rates_before = 0.0, [0.0] * fragments
-    for number in range(3):
-        fragment = number % fragments
-        for _ in range(4):
-            rates += alice.replica.learning_rate
-            alice.learn()
-            bob.learn()
-        part = alice.checkpoint.layout.fragment(fragment, fragments)
-        decoded = [codec.decode(codec_name, sent(node, fragment), part.stop - part.start) for node in (alice, bob)]
-        since = rates - rates_before[fragment]
-        expected[part] = 0.98 * expected[part] + 0.1 * 0.5 * (decoded[1] - decoded[0]) / since
-        rates_before[fragment] = rates
-        exchange(alice, bob, fragment=fragment)
-
-        torch.testing.assert_close(alice.checkpoint.vectors()["drift"], expected, rtol=1e-3, atol=1e-5)
-    assert bool(expected.any())
-    alice.checkpoint.save(tmp_path / "checkpoint")
-    again, without = (make_replica(ALICE, averages_on_host=averages_on_host, **settings) for _ in range(2))
-    again.checkpoint.load(tmp_path / "checkpoint")
-    without.checkpoint.load(copy_without(tmp_path / "checkpoint", "drift", tmp_path / "without"))
-    rate = again.replica.learning_rate
-    again.learn()
-    without.learn()
-    torch.testing.assert_close(
-        again.round_end.fast_weights() - without.round_end.fast_weights(), rate * expected, rtol=1e-2, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_gradient_that_is_not_finite_costs_a_step_and_nothing_else(
     make_replica: MakeReplica, inner: InnerConfig, clip: float, optimizer: str
 ) -> None:
     settings = msgspec.structs.replace(inner, clip=clip, optimizer=optimizer)
-    node = make_replica(inner_settings=settings, drift=0.1)
+    node = make_replica(inner_settings=settings)
     train(node, 3)
-    node.checkpoint.vectors()["drift"].fill_(0.5)
     before, loss_of = state(node), node.loss
     factors = iter([math.inf, math.nan])
     node.loss = lambda module, batch: loss_of(module, batch) * next(factors)
@@ -346,54 +307,12 @@ def test_momentum_that_no_rounds_have_made_is_clipped(make_replica: MakeReplica,
     assert float((replica.round_end.slow_weights() - before).norm()) <= settings.alpha * limit + 2 * movement
 
 
-def test_after_a_restart_with_fragments_the_drift_correction_waits_for_a_whole_turn(
-    make_replica: MakeReplica, tmp_path: Path
+def test_the_momentum_of_honest_rounds_is_left_as_it_is(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The saved fast weights have progress of steps whose rates nobody has counted."""
-    settings: dict[str, Any] = {"drift": 0.1, "fragments": 2}
-    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
-
-    def meet(number: int) -> None:
-        train(alice, 4)
-        train(bob, 4)
-        exchange(alice, bob, fragment=number % 2)
-
-    for number in range(2):
-        meet(number)
-    alice.checkpoint.save(tmp_path / "checkpoint")
-    alice = make_replica(ALICE, **settings)
-    alice.checkpoint.load(tmp_path / "checkpoint")
-    before = alice.checkpoint.vectors()["drift"].clone()
-
-    for number in range(2, 4):
-        meet(number)
-        assert torch.equal(alice.checkpoint.vectors()["drift"], before)
-    meet(4)
-    assert not torch.equal(alice.checkpoint.vectors()["drift"], before)
-
-
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_a_liar_cannot_wind_the_drift_correction_up(make_replica: MakeReplica, fragments: int) -> None:
-    """The rule of this test accepts everything: the correction is bounded by the movement of one's own rounds."""
-    alice = make_replica(ALICE, drift=0.3, alpha=0.0, beta=1.0, gamma=1.0, fragments=fragments)
-    for number in range(4 * fragments):
-        train(alice, 4)
-        movement = float((alice.round_end.fast_weights() - alice.round_end.slow_weights()).norm())
-        lie = 3.0 * np.frombuffer(sent(alice, number % fragments), np.float32)
-        alice.round_end.apply(lie.tobytes(), Encounter(b"", 1, 1))
-        rates = fragments * 4 * alice.replica.learning_rate  # of a fragment's next steps, nearly
-        added = float(alice.checkpoint.vectors()["drift"].norm()) * rates
-
-        assert added <= 2 * fragments * MAX_DRIFT * movement
-
-
-@pytest.mark.parametrize(("limit", "settings"), [("MAX_MOMENTUM", {}), ("MAX_DRIFT", {"drift": 0.1})])
-def test_momentum_and_drift_correction_of_honest_rounds_are_left_as_they_are(
-    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, limit: str, settings: dict[str, float]
-) -> None:
-    limited = play_rounds(make_replica, **settings)
-    monkeypatch.setattr(outer_state, limit, math.inf)
-    assert torch.equal(limited, play_rounds(make_replica, **settings))
+    limited = play_rounds(make_replica)
+    monkeypatch.setattr(outer_state, "MAX_MOMENTUM", math.inf)
+    assert torch.equal(limited, play_rounds(make_replica))
 
 
 def play_rounds(make_replica: MakeReplica, **settings: object) -> Tensor:

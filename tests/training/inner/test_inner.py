@@ -101,8 +101,7 @@ def test_a_step_that_is_queued_is_the_same_and_counts_as_a_change(
         module = build_model(model, 0)
         layout = layout_of(module, "fp32")
         weights, gradient = flatten_(module, layout)
-        drift = torch.full_like(weights, 0.1)
-        made = InnerOptimizer(inner, module, layout, weights, gradient, drift, is_queued=is_queued)
+        made = InnerOptimizer(inner, module, layout, weights, gradient, is_queued=is_queued)
         optimizers.append((made, weights, gradient))
     generator = torch.Generator().manual_seed(0)
 

@@ -68,7 +68,7 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
 ) -> None:
     """Both take a step with the same bf16 weights, gradient and means."""
     inner = msgspec.structs.replace(inner, optimizer=optimizer, ends_rate=0.5)
-    lean, plain = make_replica(inner_settings=inner, settings=LEAN, drift=0.1), make_replica(inner_settings=inner)
+    lean, plain = make_replica(inner_settings=inner, settings=LEAN), make_replica(inner_settings=inner)
     train(lean, 4)
     plain.round_end.weights.flat.copy_(trained(lean))
     for name, vector in plain.checkpoint.vectors().items():
@@ -146,7 +146,6 @@ def test_checkpoints_are_fp32_and_training_goes_on_from_them(
         "inner_settings": msgspec.structs.replace(inner, optimizer=optimizer),
         "fragments": fragments,
         "codec": "int8",
-        "drift": 0.1,
     }
     node, again = (make_replica(**of_run, settings=LEAN) for _ in range(2))
     for fragment in range(2):
