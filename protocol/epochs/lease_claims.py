@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from ..run.slices import DoneSlices, Sections, part_mask, said_by
 from ..state.entries import Kind, Lease, LeasedSlices
 from ..state.state import RunState
+from ..wire.latest import Latest
 
 # A data-centre GPU is about a hundred times as fast as a laptop, so this hurts no honest node.
 FASTEST_RATIO = 128.0
@@ -105,7 +106,7 @@ class Claimant:
     """The sections of ``claims``."""
     told: int = 0
     """The sections that its bits mark as done."""
-    owed: dict[int, int] = field(default_factory=dict)
+    owed: Latest[int, int] = field(default_factory=lambda: Latest(MAX_OWED))
     """First slice -> end of the part of a lease that it claims to have done and this node does not believe yet."""
     credit: float = 0.0
     """Slices that it may have done, and that do not count yet."""
@@ -133,9 +134,7 @@ class Claims:
         for slices in fit:
             if slices.done:
                 end = slices.first + slices.done
-                claimant.owed[slices.first] = max(end, claimant.owed.pop(slices.first, 0))
-        while len(claimant.owed) > MAX_OWED:
-            del claimant.owed[next(iter(claimant.owed))]
+                claimant.owed[slices.first] = max(end, claimant.owed.get(slices.first, 0))
         claimant.claims = tuple(slices for slices in fit if slices.done < slices.count)[:MAX_UNFINISHED]
         # The most slices that an author may keep from the others at once: what it can train on in the time of
         # `MAX_UNFINISHED` leases, or an equal share of half an epoch, which a node leases before it knows its speed.

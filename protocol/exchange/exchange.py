@@ -37,7 +37,6 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
@@ -45,6 +44,7 @@ import msgspec
 
 from ..run.rules import Codec
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
+from ..wire.latest import Latest
 from ..wire.messagepack import PRINTABLE, MessageDecoder, Session, encode
 from .pipe import BULK_FROM, KIND_BYTES, MESSAGE_KIND, Pipe, TransferReceived
 
@@ -293,13 +293,11 @@ class Outcomes:
     """The initiator's decisions on its newest `MAX_OUTCOMES` sessions, for responders in doubt."""
 
     def __init__(self) -> None:
-        self._outcomes: OrderedDict[bytes, tuple[bytes, Outcome]] = OrderedDict()
+        self._outcomes = Latest[bytes, tuple[bytes, Outcome]](MAX_OUTCOMES)
 
     def begin(self, session: bytes, peer: bytes) -> None:
         """Note that a session with this peer is under way, undecided."""
         self._outcomes[session] = (peer, "undecided")
-        if len(self._outcomes) > MAX_OUTCOMES:
-            self._outcomes.popitem(last=False)
 
     def decide(self, session: bytes, committed: bool) -> bool:
         """Decide a session; the first decision holds. Returns whether the session is committed."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ..wire.identity import framed, peer_id_bytes
+from ..wire.latest import Latest
 
 KAD_PROTOCOL: Final = "/farandole/kad/1.0.0"
 # Peers in one bucket, providers kept of one key, and peers or providers in one answer: the specification's k.
@@ -82,19 +83,15 @@ class ProviderRecords:
     """Providers of keys, as peers announce them. The newest records are kept, for each key and in total."""
 
     def __init__(self) -> None:
-        self._records: dict[bytes, dict[bytes, tuple[list[str], float]]] = {}  # the oldest come first in both
+        self._records: dict[bytes, Latest[bytes, tuple[list[str], float]]] = {}  # the oldest come first in both
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
 
     def add(self, key: bytes, provider: bytes, addresses: list[str], now: float) -> None:
         """Record that a peer provides a key."""
-        of_key = self._records.pop(key, {})
-        of_key.pop(provider, None)
+        of_key = self._records[key] = self._records.pop(key, Latest(BUCKET_SIZE))
         of_key[provider] = (addresses, now)
-        if len(of_key) > BUCKET_SIZE:
-            del of_key[next(iter(of_key))]
-        self._records[key] = of_key
         while len(self) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
 
@@ -108,11 +105,10 @@ class ProviderRecords:
 
     def forget_expired(self, now: float) -> None:
         """Drop what has expired."""
-        for key in list(self._records):
-            self._records[key] = {
-                peer: record for peer, record in self._records[key].items() if now < record[1] + RECORD_SECONDS
-            }
-            if not self._records[key]:
+        for key, of_key in list(self._records.items()):
+            for peer in [peer for peer, (_, announced_at) in of_key.items() if now >= announced_at + RECORD_SECONDS]:
+                del of_key[peer]
+            if not of_key:
                 del self._records[key]
 
 

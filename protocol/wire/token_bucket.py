@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .latest import Latest
+
 
 class TokenBucket:
     """A token bucket that starts full. Time is any clock; when it is set back, the bucket fills from then on.
@@ -32,21 +34,21 @@ class TokenBucket:
         return True
 
 
+# More peers than any node talks to within the time in which a bucket fills.
+MAX_METERED = 1_024
+
+
 class PeerMeters:
     """Equal buckets, one for each peer. The oldest are forgotten first, which fills them."""
 
-    def __init__(self, capacity: float, rate: float, max_peers: int = 1_024) -> None:
-        """``max_peers``: more peers than any node talks to within the time in which a bucket fills."""
+    def __init__(self, capacity: float, rate: float) -> None:
         self._capacity = capacity
         self._rate = rate
-        self._max_peers = max_peers
-        self._buckets: dict[bytes, TokenBucket] = {}
+        self._buckets = Latest[bytes, TokenBucket](MAX_METERED)
 
     def of(self, peer: bytes, now: float) -> TokenBucket:
         """Return the peer's bucket."""
         bucket = self._buckets.get(peer)
         if bucket is None:
-            if len(self._buckets) >= self._max_peers:
-                del self._buckets[next(iter(self._buckets))]
             bucket = self._buckets[peer] = TokenBucket(self._capacity, self._rate, now)
         return bucket

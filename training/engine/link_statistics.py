@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -45,6 +45,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import linear
+
+from farandole.protocol.wire.latest import Latest
 
 # Random directions onto which activations are projected: 32 detect hardly more than 8, and cost four times as much.
 NUM_PROJECTIONS: Final = 8
@@ -111,7 +113,7 @@ class UsualTraffic:
         self._begin()
 
     def _begin(self) -> None:
-        self._senders = OrderedDict[bytes, _Sender]()
+        self._senders = Latest[bytes, _Sender](MAX_SENDERS)
         self._levels = deque[float](maxlen=NUM_LEVELS)
         self._num_seen = 0
         self._level_deviation = self._cosine_deviation = 0.3
@@ -157,10 +159,7 @@ class UsualTraffic:
         return ""
 
     def _sender(self, peer: bytes) -> _Sender:
-        sender = self._senders.setdefault(peer, _Sender())
-        self._senders.move_to_end(peer)
-        while len(self._senders) > MAX_SENDERS:
-            self._senders.popitem(last=False)
+        sender = self._senders[peer] = self._senders.get(peer) or _Sender()
         return sender
 
     def _is_common(self, sender: _Sender) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import importlib
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.rules import ScreeningConfig
+from farandole.protocol.wire.latest import Latest
 
 # Peers that are remembered, the most recently met ones: more than a node meets in a day of one-minute rounds.
 MAX_PEERS = 2_048
@@ -66,14 +67,11 @@ class Histories:
     """The histories of all peers; the peers that were met longest ago are forgotten beyond `MAX_PEERS`."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[bytes, History] = OrderedDict()
+        self._of = Latest[bytes, History](MAX_PEERS)
 
     def of(self, peer: bytes) -> History:
         """Return the history of a peer by its key, and count it as met now. b"" stands for all peers together."""
-        history = self._of.setdefault(peer, History())
-        self._of.move_to_end(peer)
-        while len(self._of) > MAX_PEERS:
-            self._of.popitem(last=False)
+        history = self._of[peer] = self._of.get(peer) or History()
         return history
 
     def encode(self) -> bytes:
