@@ -6,7 +6,6 @@ Settings that all nodes of a run must agree on are in the manifest (`farandole.p
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -81,13 +80,6 @@ def default_home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".farandole")
 
 
-def check_weights(weights: list[float]) -> list[float]:
-    """Return the weights. Raises `FarandoleError` if one is not finite and positive."""
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise FarandoleError("a weight must be a number above 0")
-    return weights
-
-
 class InHome:
     """A path in the folder of the settings that it belongs to."""
 
@@ -160,21 +152,9 @@ class NodeSettings:
     )
     data: list[Path] = setting(
         [],
-        "File or folder of text, JSON lines, Parquet, ready tokens (.bin), or a saved data set, for runs that need "
-        "text; repeatable.",
+        "File or folder of text, JSON lines, Parquet or ready tokens (.bin), for runs that need text; repeatable.",
         placeholder="PATH",
         example=["texts"],
-        panel="Run",
-    )
-    data_weight: list[float] = setting(
-        [],
-        "Share of the sequences drawn from each --data, in the same order; repeatable, once for each --data. Weights "
-        "need not sum to 1. Not for runs that count epochs.",
-        placeholder="WEIGHT",
-        form="a list of numbers above 0",
-        read=check_weights,
-        unset="by the length of each text",
-        example=[0.7, 0.3],
         panel="Run",
     )
     tokenizer: Path | None = setting(

@@ -75,7 +75,6 @@ async def audit_run(settings: NodeSettings, author: bytes | None, say: Callable[
                 manifest=msgspec.msgpack.encode(visit.manifest),
                 settings=TrainerSettings(
                     data=[str(path) for path in settings.data],
-                    data_weight=settings.data_weight,
                     data_field=settings.data_field,
                     tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
                     tokens=str(folder / "tokens"),

@@ -321,7 +321,6 @@ def unused_inputs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
     """Return a finding for each input that the user gives and this run does not take."""
     of_data = {
         "--data": settings.data,
-        "--data-weight": settings.data_weight,
         "--stream": settings.stream,
         "--tokenizer": settings.tokenizer,
     }

@@ -50,7 +50,7 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
     Raises `TrainingError` if the text, the tokenizer, the device or the model is unsuitable.
     """
     settings, told_at = prepare.settings, -math.inf
-    flags = ("lean", "recompute", "compile", "data", "data_weight", "stream")
+    flags = ("lean", "recompute", "compile", "data", "stream")
     used = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag)]
     if problems := list(exclusions_in(manifest, used)):
         raise TrainingError(f"{'; '.join(problems)}. Leave out one of the node's settings")
@@ -64,7 +64,6 @@ def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) ->
 
     bring = Bring(
         paths=tuple(map(Path, settings.data)),
-        weights=tuple(settings.data_weight),
         field=settings.data_field,
         streams=tuple(settings.stream),
         tokenizer=Path(settings.tokenizer) if settings.tokenizer else None,

@@ -66,10 +66,10 @@ EXCLUSIONS: Final = (
     Exclusion("--compile", ("inner.deterministic", STAGES), "compiled code has other bits, and is of a whole model"),
     Exclusion(
         "data.epochs",
-        ("--data-weight", "--stream"),
-        "each document is trained on once an epoch, which needs all of the text beforehand and no weights",
+        ("--stream",),
+        "each document is trained on once an epoch, which needs all of the text beforehand",
     ),
-    Exclusion("--stream", ("--data", "--data-weight"), "streams take turns, each with the same share, and no files"),
+    Exclusion("--stream", ("--data",), "streams take turns, each with the same share, and no files"),
 )
 
 

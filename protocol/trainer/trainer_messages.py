@@ -31,8 +31,6 @@ class TrainerSettings(msgspec.Struct, frozen=True):
     """What a node's owner has set of its trainer; the settings of the same names (`farandole.node.base.settings`)."""
 
     data: list[str] = []
-    data_weight: list[float] = []
-    """The share of each of ``data``; empty: by the length of its text."""
     data_field: str = "text"
     """The field of a record that has its text."""
     stream: list[str] = []

@@ -1,1 +1,1 @@
-"""Where batches come from: documents, token files, mixtures, slices of an epoch."""
+"""Where batches come from: documents, token files, slices of an epoch."""

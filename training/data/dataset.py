@@ -19,8 +19,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,23 +43,12 @@ MAX_TEXT_BYTES: Final = 2 * 1024**3
 _PROGRESS_BYTES: Final = 1 << 20
 
 
-_NO_EPOCHS_MIXED: Final = (
-    "this run counts epochs of the data (data.epochs), where each document is trained on once per epoch; weights "
-    "(--data-weight) would repeat some documents and leave out others. Leave out the weights, or join a run without "
-    "epochs"
-)
-# Weights are rounded to this fraction.
-_UNITS: Final = 2**32
-
-
 @dataclass(frozen=True, slots=True)
 class Bring:
     """A node's own settings for its data: the locations of its text and tokenizer, and how the text is read."""
 
     paths: tuple[Path, ...] = ()
     """Files and folders of text or tokens, for runs whose source is ``text``."""
-    weights: tuple[float, ...] = ()
-    """A share of the sequences for each of ``paths``, positive and finite; empty: by the length of their text."""
     field: str = "text"
     """The field of a record that has its text."""
     streams: tuple[str, ...] = ()
@@ -97,12 +84,11 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
         raise DataError(
             "this run trains on text that each node brings: name some with --data, or a data set with --stream"
         )
-    (text,) = _Loader(config, tokenizer, bring).load([sources_of(bring.paths)])
-    return text
+    return _Loader(config, tokenizer, bring).load(sources_of(bring.paths))
 
 
 class _Loader:
-    """Reads texts. Each becomes up to two cache files: tokens of its text, and an index of its ready tokens."""
+    """Reads a text. It becomes up to two cache files: tokens of its text, and an index of its ready tokens."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
         self._held_out = config.held_out
@@ -111,18 +97,11 @@ class _Loader:
         self._bring = bring
         self._in_use: set[Path] = set()
 
-    def load(self, texts: Iterable[Sequence[TextSource]]) -> list[Text]:
-        """Return each text. No text's cache file makes room for another one's."""
-        parts = [
-            [part for is_ready in (False, True) if (part := [s for s in sources if (s.kind == "tokens") is is_ready])]
-            or [[]]
-            for sources in texts
-        ]
-        self._in_use = {path for text in parts for part in text if (path := self._cache_of(part)) is not None}
-        return [self._load_all(text) for text in parts]
-
-    def _load_all(self, parts: Sequence[Sequence[TextSource]]) -> Text:
+    def load(self, sources: Sequence[TextSource]) -> Text:
         """Return text and ready tokens as one, in this order; one of them as it is."""
+        kinds = ([each for each in sources if (each.kind == "tokens") is is_ready] for is_ready in (False, True))
+        parts = [part for part in kinds if part] or [[]]
+        self._in_use = {path for part in parts if (path := self._cache_of(part)) is not None}
         texts = [self._ready_tokens(part) if _is_ready(part) else self._text(part) for part in parts]
         if len(texts) == 1:
             return texts[0]
@@ -314,70 +293,6 @@ class Sampler(Batches):
         return cut_out(self._text.training, order * self.context, self.context)
 
 
-class Mixture(Batches):
-    """The batches of one author, of which each text gives its share of the sequences, however long it is.
-
-    Sequence i of a batch is sequence i of the same batch of one of the texts. The text is drawn from a generator keyed
-    as the windows are, so a mixture's batches are the same on every machine and in any order.
-
-    ``texts``: the batches of the same author, of the same size, of each text. ``weights``: positive and finite.
-    """
-
-    def __init__(self, texts: Sequence[Batches], weights: Sequence[float], *, run_id: bytes, author: bytes) -> None:
-        super().__init__(np.empty(0, np.int64), texts[0].batch_size, texts[0].context, texts[0].tokenizer)
-        total = math.fsum(weights)
-        self._texts = texts
-        self._key = (run_id, author)
-        self._ends = np.array([round(part / total * _UNITS) for part in itertools.accumulate(weights)], np.int64)
-        self._ends[-1] = _UNITS
-
-    @property
-    def corpus(self) -> bytes:
-        """Implement `Batches.corpus`: the hash of all texts and their shares."""
-        digest = hashlib.sha256(b"farandole/corpus/mixture/1" + self._ends.astype("<i8").tobytes())
-        for text in self._texts:
-            digest.update(text.corpus)
-        return digest.digest()[:CORPUS_BYTES]
-
-    def of_author(self, author: bytes) -> Mixture:
-        """Implement `Batches.of_author`."""
-        other = copy.copy(self)
-        other._texts = [text.of_author(author) for text in self._texts]
-        other._key = (self._key[0], author)
-        return other
-
-    def batch(self, step: int) -> Batch:
-        """Tokens (B, T + 1) of inner step ``step``."""
-        return self._mixed(lambda text: text.batch(step), *self._key, step.to_bytes(8, "little"))
-
-    def slices(self, num_parts: int = 1) -> SliceQueue:
-        """Raise `DataError`: a mixture has no slices."""
-        raise DataError(_NO_EPOCHS_MIXED)
-
-    def held_out_batch(self, index: int) -> Batch:
-        """Implement `Batches.held_out_batch`; the shares are those of the batches."""
-        return self._mixed(lambda text: text.held_out_batch(index), b"held out", index.to_bytes(8, "little"))
-
-    def exam(self, num_windows: int, key: bytes) -> Batch:
-        """Implement `Batches.exam`."""
-        chosen = self._chosen(num_windows, b"exam", key)
-        windows = [text.exam(int((chosen == number).sum()), key) for number, text in enumerate(self._texts)]
-        return np.concatenate(windows)
-
-    def _chosen(self, count: int, *key: bytes) -> Batch:
-        """Return the numbers (n,) of the texts of some sequences."""
-        return np.searchsorted(self._ends, draw(_UNITS, count, b"mixture", *key), side="right")
-
-    def _mixed(self, batch_of: Callable[[Batches], Batch], *key: bytes) -> Batch:
-        """Return a batch whose sequences are from texts that the key determines."""
-        chosen = self._chosen(self.batch_size, *key)
-        batch = np.empty((self.batch_size, self.context + 1), np.int64)
-        for number in np.unique(chosen):
-            rows = chosen == number
-            batch[rows] = batch_of(self._texts[number])[rows]
-        return batch
-
-
 def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring = NOTHING) -> Batches:
     """Return the batches of an author, from a run's settings and the node's own (``bring``).
 
@@ -398,34 +313,14 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
             vocabulary=model.vocabulary,
             progress=bring.progress,
         )
-    if data.source == "text" and bring.weights:
-        if len(bring.weights) != len(bring.paths):
-            raise DataError(
-                f"--data-weight is given {len(bring.weights)} times and --data {len(bring.paths)} times: give one "
-                "weight for each --data, in the same order, or no weight at all"
-            )
-        if data.epochs:
-            raise DataError(_NO_EPOCHS_MIXED)
-        texts = _Loader(data, loaded, bring).load([sources_of([path]) for path in bring.paths])
-        samplers = []
-        for path, text in zip(bring.paths, texts, strict=True):
-            try:
-                samplers.append(_sampler(text, manifest, run_id, author, loaded))
-            except DataError as error:
-                raise DataError(f"--data {path}: {error}") from error
-        return Mixture(samplers, bring.weights, run_id=run_id, author=author)
-    return _sampler(load_text(data, loaded, bring), manifest, run_id, author, loaded)
-
-
-def _sampler(text: Text, manifest: Manifest, run_id: bytes, author: bytes, tokenizer: Tokenizer) -> Sampler:
     return Sampler(
-        text,
+        load_text(data, loaded, bring),
         run_id=run_id,
         author=author,
-        batch_size=manifest.inner.batch_size,
-        context=manifest.model.context,
-        vocabulary=manifest.model.vocabulary,
+        batch_size=batch_size,
+        context=model.context,
+        vocabulary=model.vocabulary,
         order=manifest.slice_order(run_id),
-        tokenizer=tokenizer,
-        is_shared=manifest.data.shares_text,
+        tokenizer=loaded,
+        is_shared=data.shares_text,
     )

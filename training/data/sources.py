@@ -1,15 +1,15 @@
 """The files and data sets that a volunteer names, in an order that is the same on every machine, and their documents.
 
-What a file is, its name says: ``.jsonl`` and ``.ndjson`` are records, a JSON object a line; ``.parquet`` is a table; a
-folder with ``state.json`` and ``dataset_info.json`` is a data set that Hugging Face ``datasets`` has saved; ``.bin``
-has ready tokens (`farandole.training.data.token_files`), of which a folder's training split is taken; all else is text,
-or binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); packed otherwise they are refused.
+What a file is, its name says: ``.jsonl`` and ``.ndjson`` are records, a JSON object a line; ``.parquet`` is a table;
+``.bin`` has ready tokens (`farandole.training.data.token_files`), of which a folder's training split is taken; all else
+is text, or binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); packed otherwise they are
+refused.
 
 A document of text has its file's name, by which documents are ordered. A record has the hash of its text for a name:
 wherever it lies, and in whatever format, it is the same document.
 
-No file is held in memory whole. None of these formats has code in it, and nothing is downloaded. Parquet and data sets
-need the extra ``data``.
+No file is held in memory whole. None of these formats has code in it, and nothing is downloaded. Parquet needs the
+extra ``data``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from ..base.errors import DataError, how_to_add
 from .token_files import SUFFIX as TOKENS_SUFFIX
 from .token_files import is_training_split
-
-if TYPE_CHECKING:
-    import pyarrow
 
 # Longer files of text become several documents, so that one big file has held-out parts too.
 DOCUMENT_BYTES: Final = 64 * 1024
@@ -48,7 +45,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 # Folders without text worth learning: other people's packages, tests (half the library, much of it data), build files.
 _SKIPPED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
-Kind = Literal["text", "jsonl", "parquet", "dataset", "tokens"]
+Kind = Literal["text", "jsonl", "parquet", "tokens"]
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", TOKENS_SUFFIX: "tokens"}
 _PACKED_SUFFIX: Final = ".gz"
 # What else people pack text with, and how it is unpacked.
@@ -58,10 +55,8 @@ _NEVER_PACKED: Final = {
     "parquet": "compressed inside: unpack it (gunzip)",
     "tokens": "mapped into memory: unpack it (gunzip)",
 }
-# What `datasets` writes into a folder; and into one with several splits, each of which is such a folder.
-_DATASET_FILES: Final = ("state.json", "dataset_info.json")
-_SPLITS_FILE: Final = "dataset_dict.json"
-_TRAINING_SPLIT: Final = "train"
+# What Hugging Face `datasets` saves a data set in: it is not read, and must not be skipped silently.
+_SAVED_SUFFIX: Final = ".arrow"
 
 Progress = Callable[[int, int], None]
 """Told how much of what is to be read is read, and how much that is."""
@@ -83,7 +78,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """A file, or a data set in a folder."""
+    """A file."""
 
     name: str
     """Relative to the folder that was named, with slashes."""
@@ -92,7 +87,7 @@ class TextSource:
     size: int
     """Bytes."""
     changed_at: int
-    """When any of it was last written, in nanoseconds."""
+    """When it was last written, in nanoseconds."""
 
 
 def stdlib_sources() -> list[TextSource]:
@@ -102,15 +97,14 @@ def stdlib_sources() -> list[TextSource]:
 
 
 def sources_of(paths: Iterable[Path]) -> list[TextSource]:
-    """The files and data sets named, and all in the folders named, in the order of their names.
+    """The files named, and all in the folders named, in the order of their names.
 
     Hidden files are left out, and links to folders not followed. Raises `DataError` if a path is not there.
     """
 
     def found_at(path: Path) -> Iterator[TextSource]:
         if path.is_dir():
-            dataset = _dataset_in(path, path.resolve().name)
-            yield from _files_in(path, frozenset()) if dataset is None else [dataset]
+            yield from _files_in(path, frozenset())
         elif path.is_file():
             yield from _file(path, path.name)
         else:
@@ -123,10 +117,6 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
     for folder, folders, files in os.walk(root):
         relative = Path(folder).relative_to(root)
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        for name in list(folders):
-            if (dataset := _dataset_in(Path(folder, name), (relative / name).as_posix())) is not None:
-                folders.remove(name)
-                yield dataset
         for name in files:
             path = Path(folder, name)
             if not name.startswith(".") and (path.suffix.lower() != TOKENS_SUFFIX or is_training_split(path)):
@@ -136,9 +126,14 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
 def _file(path: Path, name: str) -> Iterator[TextSource]:
     """Yield the source, unless it is no regular file (a pipe would block) or is gone.
 
-    Raises `DataError` if it is packed in an unsupported way: it must not be skipped silently.
+    Raises `DataError` if it is packed in an unsupported way, or a saved data set's: it must not be skipped silently.
     """
     suffix = path.suffix.lower()
+    if suffix == _SAVED_SUFFIX:
+        raise DataError(
+            f"{path} is of a data set that Hugging Face datasets has saved: write the data set as Parquet "
+            "(Dataset.to_parquet), or leave it out"
+        )
     unpacked = Path(path.stem).suffix.lower()
     if suffix in _OTHER_PACKERS and unpacked in (".txt", ".json", *_KINDS):
         raise DataError(
@@ -154,39 +149,12 @@ def _file(path: Path, name: str) -> Iterator[TextSource]:
             yield TextSource(name, path, kind, about.st_size, about.st_mtime_ns)
 
 
-def _dataset_in(folder: Path, name: str) -> TextSource | None:
-    """A data set that was saved in this folder; of one in several splits, the one to train on."""
-    splits_file = folder / _SPLITS_FILE
-    if splits_file.is_file():
-        try:
-            splits = msgspec.json.decode(splits_file.read_bytes(), type=dict[str, list[str]])["splits"]
-        except (OSError, KeyError, msgspec.DecodeError) as error:
-            raise DataError(
-                f"{splits_file} does not say which splits there are: {error}. Save the data set again, or name one "
-                "split's folder with --data"
-            ) from error
-        if _TRAINING_SPLIT not in splits:
-            raise DataError(
-                f"{folder} has no split called train, but {', '.join(splits)}: name one's folder with --data"
-            )
-        folder = folder / _TRAINING_SPLIT
-    if not all((folder / file).is_file() for file in _DATASET_FILES):
-        return None
-    abouts = [path.stat() for path in folder.iterdir()]
-    return TextSource(
-        name, folder, "dataset", sum(about.st_size for about in abouts), max(about.st_mtime_ns for about in abouts)
-    )
-
-
 def _ordered(found: Iterable[TextSource]) -> list[TextSource]:
     """Sort by name; sort sources of the same name by their content."""
 
     def content_hash(source: TextSource) -> bytes:
-        digest = hashlib.sha256()
-        for path in sorted(source.path.iterdir()) if source.kind == "dataset" else [source.path]:
-            with path.open("rb") as file:
-                hashlib.file_digest(file, lambda: digest)
-        return digest.digest()
+        with source.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
 
     by_name: dict[str, list[TextSource]] = {}
     for number, source in enumerate(found):
@@ -306,56 +274,28 @@ def _named(fields: list[str]) -> str:
 
 
 def parquet_records(path: Path, field: str) -> Records:
-    """The column's text of each row. Raises `DataError` if the extra is not installed, or the file is unfit."""
+    """The column's text of each row; null counts as empty. Raises `DataError` without the extra or if unfit."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{path.name} needs the Python package 'pyarrow': {how_to_add('data')}") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _require_column(path, file.schema_arrow.names, field)
+            if field not in (columns := file.schema_arrow.names):
+                raise DataError(f"{path} has no column {field!r}: {_named(columns)}")
             num_rows, seen = max(1, file.metadata.num_rows), 0
             for batch in file.iter_batches(_BATCH_ROWS, columns=[field]):
                 seen += batch.num_rows
-                yield from ((text, seen / num_rows) for text in _texts(path, batch.column(0), field))
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str | None):
+                        raise DataError(
+                            f"{path}: the column {field!r} is {batch.column(0).type}, and not text: name one that is "
+                            "with --data-field"
+                        )
+                    yield (text or "").encode(errors="replace"), seen / num_rows
     except (pyarrow.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read as Parquet: {why}. Fetch it again, or leave it out") from error
 
 
-def dataset_records(path: Path, field: str) -> Records:
-    """Yield the column's text of each row of a data set in a folder, which is mapped into memory."""
-    try:
-        from datasets import Dataset, load_from_disk
-    except ImportError as error:
-        raise DataError(f"the data set in {path} needs the Python package 'datasets': {how_to_add('data')}") from error
-    try:
-        dataset = load_from_disk(str(path))
-        assert isinstance(dataset, Dataset)
-    except Exception as error:  # the package raises whatever its parsers do
-        raise DataError(
-            f"the data set in {path} cannot be read ({type(error).__name__}: {error}). Save it again, or leave it out"
-        ) from error
-    _require_column(path, dataset.column_names, field)
-    seen, num_rows = 0, max(1, len(dataset))
-    for table in dataset.select_columns([field]).with_format("arrow").iter(_BATCH_ROWS):
-        seen += table.num_rows
-        yield from ((text, seen / num_rows) for text in _texts(path, table.column(0), field))
-
-
-def _require_column(path: Path, columns: list[str], field: str) -> None:
-    if field not in columns:
-        raise DataError(f"{path} has no column {field!r}: {_named(columns)}")
-
-
-def _texts(path: Path, column: pyarrow.Array[Any] | pyarrow.ChunkedArray[Any], field: str) -> Iterator[bytes]:
-    """Rows of a column, null as empty."""
-    for value in column.to_pylist():
-        if not isinstance(value, str | None):
-            raise DataError(
-                f"{path}: the column {field!r} is {column.type}, and not text: name one that is with --data-field"
-            )
-        yield (value or "").encode(errors="replace")
-
-
-_READERS: Final = {"jsonl": json_records, "parquet": parquet_records, "dataset": dataset_records}
+_READERS: Final = {"jsonl": json_records, "parquet": parquet_records}

@@ -219,7 +219,7 @@ def admit(home: Home, who: Who) -> None:
 
 
 @run_app.command("audit")
-@takes_settings("invite", "listen", "data", "data_weight", "data_field", "tokenizer")
+@takes_settings("invite", "listen", "data", "data_field", "tokenizer")
 def audit(
     settings: NodeSettings,
     author: Annotated[

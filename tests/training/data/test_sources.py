@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,20 +129,11 @@ def test_the_order_does_not_depend_on_who_names_what_first(tmp_path: Path) -> No
 
 def test_a_data_set_is_the_same_in_every_format(tmp_path: Path) -> None:
     rows: list[object] = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
-    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:1])}).save_to_disk(
-        tmp_path / "splits"
-    )
-    (tmp_path / "folder").mkdir()
-    Dataset.from_list(rows).save_to_disk(tmp_path / "folder" / "deeper")
     jsonl = documents(write_jsonl(tmp_path / "a.jsonl", rows))
 
     assert [document.text.decode() for document in jsonl] == TEXTS
     assert len({document.name for document in jsonl}) == 3
     assert documents(write_parquet(tmp_path / "b.parquet", text=list(TEXTS))) == jsonl
-    assert documents(tmp_path / "saved") == jsonl
-    assert documents(tmp_path / "splits") == jsonl
-    assert documents(tmp_path / "folder") == jsonl
 
 
 def test_the_text_may_have_another_name(tmp_path: Path) -> None:
@@ -159,17 +150,15 @@ def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
     assert texts(write_jsonl(tmp_path / "none.jsonl", [])) == []
 
 
-def test_broken_data_sets_are_named(tmp_path: Path) -> None:
+def test_a_text_that_is_named_twice_counts_twice(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    assert sorted(texts(path, path)) == sorted(2 * TEXTS)
+
+
+def test_a_saved_data_set_is_refused_with_the_remedy(tmp_path: Path) -> None:
     Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match="no column 'content'"):
-        documents(tmp_path / "saved", field="content")
-    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "../../elsewhere.arrow"}]}')
-    with pytest.raises(DataError, match=r"cannot be read .* Save it again, or leave it out"):
-        documents(tmp_path / "saved")
-    DatasetDict({"test": Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(DataError, match="no split called train, but test: name one's folder"):
-        documents(tmp_path / "splits")
-    assert texts(tmp_path / "splits" / "test") == TEXTS
+    with pytest.raises(DataError, match=r"write the data set as Parquet \(Dataset.to_parquet\)"):
+        documents(tmp_path)
 
 
 @pytest.mark.parametrize(
