@@ -19,18 +19,16 @@ with mean 0, and exchanges average it. Numbers that are bf16 already are not cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import InnerConfig
-from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 
 from ..base.parameters import Layout, bind_
 from ..base.permutation import keyed_digest
-from .optimizer import CLIP_EPSILON, InnerOptimizer, adamw_, decay_, muon_, runs_of
+from .optimizer import CLIP_EPSILON, InnerOptimizer, Span, adamw_, decay_, muon_
 
 # Elements computed at a time. A piece has some ten fp32 temporaries: in a processor's cache, or 80 MB on a GPU, where
 # smaller pieces cost more launches than arithmetic.
@@ -124,23 +122,6 @@ def flatten_lean_(module: nn.Module, layout: Layout, device: torch.device) -> tu
     return theta, weights, gradient
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """What is stepped with one rate: a matrix (r, c) by Muon, or adjacent parameters (n,) by AdamW.
-
-    All are views of the optimizer's vectors, in bf16.
-    """
-
-    weights: Tensor
-    gradient: Tensor
-    mean: Tensor
-    square: Tensor | None
-    """None for Muon."""
-    factor: float
-    """Factor of the rate."""
-    is_decayed: bool
-
-
 class LeanOptimizer(InnerOptimizer):
     """An `InnerOptimizer` whose vectors are (n,) bf16, rounded by ``rounding``; a step never waits for the device."""
 
@@ -155,20 +136,6 @@ class LeanOptimizer(InnerOptimizer):
     ) -> None:
         super().__init__(settings, module, layout, weights, gradient)
         self._rounding = rounding
-        self._spans: list[_Span] = []
-        squares = self.parts[OPTIMIZER_VECTORS[1]]
-        views = [layout.views(vector) for vector in (weights, gradient, self._mean)]
-        for name in layout.names:
-            if name not in squares.names:
-                matrix, its_gradient, mean = (by_name[name] for by_name in views)
-                self._spans.append(_Span(matrix, its_gradient, mean, None, self.factors[name], True))
-        shapes = dict(zip(squares.names, squares.shapes, strict=True))
-        kinds = {name: (self.factors[name], len(shape) > 1) for name, shape in shapes.items()}
-        for factor, is_decayed in dict.fromkeys(kinds.values()):
-            names = {name for name, kind in kinds.items() if kind == (factor, is_decayed)}
-            for place, square_place in runs_of(layout, squares, names):
-                vectors = weights[place], gradient[place], self._mean[place], self._square[square_place]
-                self._spans.append(_Span(*vectors, factor, is_decayed))
 
     def step(self, steps: int, divisor: int) -> None:
         """Implement `InnerOptimizer.step`; the gradient stays as it is."""
@@ -185,13 +152,14 @@ class LeanOptimizer(InnerOptimizer):
                 self._step_vectors(span, span.square, number, rate, scale, is_fit)
                 continue
             weights, momentum = span.weights.float(), span.mean.float()
-            decay_(weights, span.factor * rate, self._settings)
+            if span.is_decayed:
+                decay_(weights, span.factor * rate, self._settings)
             muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
             self._store(span.weights, weights, is_fit)
             self._store(span.mean, momentum, is_fit)
 
     def _step_vectors(
-        self, span: _Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor
+        self, span: Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor
     ) -> None:
         for piece in self._pieces(span.weights):
             weights, mean, square = (vector[piece].float() for vector in (span.weights, span.mean, squares))

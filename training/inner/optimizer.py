@@ -9,8 +9,7 @@ where weights, gradient and means are bf16.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -141,28 +140,28 @@ def adamw_(
 
 
 def fused_adamw_(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
+    weights: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
     step: int,
     rate: float,
     inner: InnerConfig,
     is_unfit: Tensor | None = None,
 ) -> None:
-    """`adamw_` of several tensors in one pass over memory, PyTorch's fused kernel: the same to rounding.
+    """`adamw_` in one pass over memory, PyTorch's fused kernel: the same to rounding.
 
     It is faster on a GPU. Where ``is_unfit``, a number on the device, is 1, nothing is changed.
     """
     # Filled on the device: copied from here, it would wait for all that the device has yet to do.
-    number = torch.full((), step + 1, dtype=torch.float32, device=weights[0].device)
+    number = torch.full((), step + 1, dtype=torch.float32, device=weights.device)
     torch._fused_adamw_(
-        list(weights),
-        list(gradients),
-        list(means),
-        list(squares),
+        [weights],
+        [gradient],
+        [mean],
+        [square],
         [],
-        [number] * len(weights),
+        [number],
         lr=rate,
         beta1=inner.beta1,
         beta2=inner.beta2,
@@ -176,40 +175,27 @@ def fused_adamw_(
     torch.autograd.graph.increment_version(weights)
 
 
-def decay_(weights: Tensor, rate: float, inner: InnerConfig) -> None:
-    """Decoupled weight decay in place."""
+def decay_(weights: Tensor, rate: float, inner: InnerConfig, fit: Tensor | float = 1.0) -> None:
+    """Decoupled weight decay in place; none where ``fit``, a number on the device, is 0."""
     if inner.weight_decay:
-        weights.mul_(1 - rate * inner.weight_decay)
+        weights.mul_(1 - rate * inner.weight_decay * fit)
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Parameters whose steps have one rate.
+class Span:
+    """What is stepped with one rate: a matrix (r, c) by Muon, or adjacent parameters (n,) by AdamW.
 
-    The first four are what AdamW steps: views of the optimizer's vectors, each of some adjacent parameters (n,).
+    All are views of the optimizer's vectors.
     """
 
+    weights: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor | None
+    """None for Muon."""
     factor: float
     """Factor of the rate."""
-    weights: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    means: list[Tensor] = field(default_factory=list)
-    squares: list[Tensor] = field(default_factory=list)
-    decayed: list[Tensor] = field(default_factory=list)
-    """What weight decay shrinks."""
-
-
-def runs_of(layout: Layout, squares: Layout, names: Collection[str]) -> list[tuple[slice, slice]]:
-    """Return the places of the parameters in ``squares`` with these names, by both layouts; adjacent ones together."""
-    runs: list[tuple[slice, slice]] = []
-    places, square_places = layout.places(), squares.places()
-    for name in (name for name in squares.names if name in names):
-        place, square_place = places[name], square_places[name]
-        if runs and runs[-1][0].stop == place.start:
-            before, squares_before = runs.pop()
-            place, square_place = slice(before.start, place.stop), slice(squares_before.start, square_place.stop)
-        runs.append((place, square_place))
-    return runs
+    is_decayed: bool
 
 
 class InnerOptimizer:
@@ -237,24 +223,28 @@ class InnerOptimizer:
         self._mean = torch.zeros_like(weights)
         matrices = matrices_of(module)
         by_muon = matrices if settings.optimizer == "muon" else frozenset()
-        views = [layout.views(flat) for flat in (weights, gradient, self._mean)]
-        self._matrices = [[by_name[name] for by_name in views] for name in layout.names if name in by_muon]
         squares = layout.part([name for name in layout.names if name not in by_muon])
         self._square = weights.new_zeros(squares.num_elements)
-        self.factors = factors = {name: 1.0 if name in matrices else settings.ends_rate for name in layout.names}
-        """Factors of the rate, by the parameters' names."""
-        self._groups = [_Group(factor) for factor in dict.fromkeys(factors.values())]
-        for group in self._groups:
-            group.decayed.extend(
-                view for name, view in views[0].items() if view.ndim > 1 and factors[name] == group.factor
-            )
-            for place, square_place in runs_of(layout, squares, {n for n in factors if factors[n] == group.factor}):
-                group.weights.append(weights[place])
-                group.gradients.append(gradient[place])
-                group.means.append(self._mean[place])
-                group.squares.append(self._square[square_place])
         self.parts = {OPTIMIZER_VECTORS[1]: squares}
         """Layouts of the vectors that have not all parameters."""
+        self._spans = list[Span]()
+        views = [layout.views(flat) for flat in (weights, gradient, self._mean)]
+        places, square_places = layout.places(), squares.places()
+        runs = list[tuple[slice, slice, tuple[float, bool]]]()  # of AdamW: adjacent parameters together
+        for name, shape in zip(layout.names, layout.shapes, strict=True):
+            kind = 1.0 if name in matrices else settings.ends_rate, len(shape) > 1 and settings.weight_decay > 0
+            if name in by_muon:
+                matrix, its_gradient, mean = (by_name[name] for by_name in views)
+                self._spans.append(Span(matrix, its_gradient, mean, None, *kind))
+                continue
+            place, square_place = places[name], square_places[name]
+            if runs and runs[-1][0].stop == place.start and runs[-1][2] == kind:
+                before, squares_before, _ = runs.pop()
+                place, square_place = slice(before.start, place.stop), slice(squares_before.start, square_place.stop)
+            runs.append((place, square_place, kind))
+        for place, square_place, kind in runs:
+            vectors = weights[place], gradient[place], self._mean[place], self._square[square_place]
+            self._spans.append(Span(*vectors, *kind))
         self._num_skipped: int | Tensor = 0
         self.begun_at = 0
         """Inner step at which the means began."""
@@ -288,36 +278,29 @@ class InnerOptimizer:
         is_fit = norm.isfinite()
         if self._is_queued:
             self._num_skipped = self._num_skipped + is_fit.logical_not()
-            self._queue_step(steps - self.begun_at, rate, is_fit.float())
+            self._step(steps - self.begun_at, rate, is_fit.float())
         elif bool(is_fit):
             self._step(steps - self.begun_at, rate)
         else:
             self._num_skipped += 1
 
-    def _step(self, number: int, rate: float) -> None:
-        for group in self._groups:
-            for weight in group.decayed:
-                decay_(weight, group.factor * rate, self._settings)
-        for weight, gradient, momentum in self._matrices:
-            muon_(weight, gradient, momentum, rate, self._settings.momentum)
-        for group in self._groups:
-            for vectors in zip(group.weights, group.gradients, group.means, group.squares, strict=True):
-                for start in range(0, len(vectors[0]), PIECE):
-                    weights, gradient, mean, square = (vector[start : start + PIECE] for vector in vectors)
-                    adamw_(weights, gradient, mean, square, number, group.factor * rate, self._settings)
-
-    def _queue_step(self, number: int, rate: float, fit: Tensor) -> None:
-        """Queue `_step`, and nothing if ``fit``, a number on the device, is 0: reading it would wait for the device."""
-        decay, unfit = self._settings.weight_decay, 1 - fit
-        for group in self._groups:
-            if decay and group.decayed:
-                torch._foreach_mul_(group.decayed, 1 - group.factor * rate * decay * fit)
-        for weight, gradient, momentum in self._matrices:
-            muon_(weight, torch.where(fit > 0, gradient, momentum), momentum, rate, self._settings.momentum, fit)
-        for group in self._groups:
-            if group.weights:
-                vectors = group.weights, group.gradients, group.means, group.squares
-                fused_adamw_(*vectors, number, group.factor * rate, self._settings, unfit)
+    def _step(self, number: int, rate: float, fit: Tensor | None = None) -> None:
+        """Step every span; nothing changes where ``fit``, a number on the device, is 0: reading it would wait."""
+        for span in self._spans:
+            own_rate = span.factor * rate
+            if span.is_decayed:
+                decay_(span.weights, own_rate, self._settings, 1.0 if fit is None else fit)
+            if span.square is None:
+                gradient = span.gradient if fit is None else torch.where(fit > 0, span.gradient, span.mean)
+                muon_(span.weights, gradient, span.mean, own_rate, self._settings.momentum, fit)
+            elif fit is not None:
+                vectors = span.weights, span.gradient, span.mean, span.square
+                fused_adamw_(*vectors, number, own_rate, self._settings, 1 - fit)
+            else:
+                for start in range(0, len(span.weights), PIECE):
+                    piece = slice(start, start + PIECE)
+                    vectors = span.weights[piece], span.gradient[piece], span.mean[piece], span.square[piece]
+                    adamw_(*vectors, number, own_rate, self._settings)
 
     def restart(self, steps: int, begun_at: int) -> None:
         """Continue after ``steps`` inner steps with means that were loaded, and that began at ``begun_at``.

@@ -48,7 +48,7 @@ def test_the_fused_step_is_the_same_to_rounding(device: str) -> None:
     for step in range(20):
         gradient = torch.randn(1_001, generator=generator)
         adamw_(plain[0], gradient, plain[1], plain[2], step, 1e-2, INNER)
-        fused_adamw_([fused[0]], [gradient.to(device)], [fused[1]], [fused[2]], step, 1e-2, INNER)
+        fused_adamw_(fused[0], gradient.to(device), fused[1], fused[2], step, 1e-2, INNER)
 
     for one, other in zip(plain, fused, strict=True):
         torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-6)
@@ -59,7 +59,7 @@ def test_the_fused_step_is_not_taken_where_its_gradient_is_unfit(device: str) ->
     weights, mean, square = (torch.ones(1_001, device=device) for _ in range(3))
     gradient = torch.full((1_001,), torch.nan, device=device)
 
-    fused_adamw_([weights], [gradient], [mean], [square], 0, 1e-2, INNER, torch.ones((), device=device))
+    fused_adamw_(weights, gradient, mean, square, 0, 1e-2, INNER, torch.ones((), device=device))
 
     assert all(torch.equal(vector, torch.ones_like(vector)) for vector in (weights, mean, square))
 
