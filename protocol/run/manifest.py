@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -94,9 +94,6 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     """Number of passes over the text, split among the nodes by leases (`protocol.epochs.leases`), after which the
     run is over. 0: each node draws on its own, without end."""
-    mask_documents: bool = False
-    """Whether tokens attend to their own document alone (Llama 3, arXiv 2407.21783, section 3.2), and not to others in
-    the same sequence (`farandole.training.model.model.document_mask`)."""
 
     @property
     def shares_text(self) -> bool:
@@ -409,12 +406,6 @@ def _problems_of_own(model: ModelConfig, own: OwnModel) -> Iterator[str]:
         yield f"model.own has more than {MAX_PARAMETERS} parameters"
 
 
-_LATER: Final[dict[str, tuple[str, ...]]] = {
-    "data": ("mask_documents",),
-}
-"""Settings that are later than a release, by section."""
-
-
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A manifest as it travels: the signed bytes, the creator's key and signature."""
 
@@ -433,18 +424,8 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
-    """Sign a manifest. The result is final, and determines the run id.
-
-    A setting that is later than a release (`_LATER`) is left out where it has its default, so older releases read the
-    manifests of runs that do not use it.
-    """
-    fields = msgspec.structs.asdict(manifest)
-    for section, names in _LATER.items():
-        given = fields[section]
-        kept = {name: value for name, value in msgspec.structs.asdict(given).items() if name not in names}
-        if given == type(given)(**kept):
-            fields[section] = kept
-    body = msgspec.msgpack.encode(fields)
+    """Sign a manifest. The result is final, and determines the run id."""
+    body = msgspec.msgpack.encode(manifest)
     return SignedManifest(body, public_bytes(creator), sign(creator, _DOMAIN, body))
 
 

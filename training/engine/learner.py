@@ -70,8 +70,7 @@ class Learner(Engine):
     Of the ``settings``: microbatches need less memory than the whole batch, and their gradients are summed to the
     batch's own, within rounding. Compiled inner steps take a minute here and pay off on a GPU; raises `TrainingError`
     where compiling fails, and for a lean replica or recomputed layers of other models than farandole's own; for a lean
-    one also in a deterministic run. ``averages_on_host``: as in `Replica`. If the recipe masks documents, raises
-    `DataError` where the sampler's tokenizer has no separator.
+    one also in a deterministic run. ``averages_on_host``: as in `Replica`.
     """
 
     is_driven: ClassVar[bool] = False
@@ -93,8 +92,6 @@ class Learner(Engine):
             _own(module, "--lean")
         if settings.recompute:
             _own(module, "--recompute").recomputes = True
-        if recipe.data.mask_documents:
-            _own(module, "data.mask_documents").separator = sampler.separator
         self.sampler = sampler
         """Its batches."""
         self.microbatch_size = min(settings.microbatch or sampler.batch_size, sampler.batch_size)

@@ -149,15 +149,6 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
     assert not decoded.inner.deterministic
 
 
-def test_a_run_without_later_settings_is_signed_without_them() -> None:
-    """So older releases read it, too."""
-    signed = sign_manifest(manifest(seed=7, data={"mask_documents": False}), CREATOR)
-    assert signed.run_id.hex() == "47ff1841307356540b1c1c8024e3bb2823d8646ce4142088f0f545b613c4e382"
-    masked = sign_manifest(manifest(seed=7, data={"mask_documents": True}), CREATOR)
-    assert decode_manifest(masked.encode())[0].data.mask_documents
-    assert signed.run_id != masked.run_id
-
-
 def test_settings_that_went_are_ignored_unless_they_made_a_difference() -> None:
     before = {**msgspec.to_builtins(manifest()), "screening": {"kind": "guard", "first_checks": 3, "checked_share": 1}}
     assert manifest_from_dict({**before, "outer": {"drift": 0.0, "error_feedback": True}}) == manifest()
