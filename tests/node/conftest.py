@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from trio.testing import MockClock
 
 from farandole.protocol.run.manifest import SignedManifest
 
@@ -19,3 +20,9 @@ def texts(tmp_path: Path) -> Path:
 def run(tmp_path: Path) -> SignedManifest:
     """Write a small run to ``run.manifest``."""
     return write_run(tmp_path, small_manifest())
+
+
+@pytest.fixture
+def clock(autojump_clock: MockClock) -> MockClock:
+    """Return virtual time that jumps to whatever is waited for."""
+    return autojump_clock

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.channel import BulkChannel
@@ -94,75 +95,6 @@ class Alice:
         self.link.receive_data(await self._stream.receive_some())
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("when", range(4))
-async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chunks: int, when: int) -> None:
-    """Bob drops a microbatch after ``when`` chunks of its gradient, and reuses its memory at once."""
-    size = (num_chunks - 1) * DATA_BYTES + 100
-    near, far = trio.testing.memory_stream_pair()
-    line, alice = Line(far), Alice(near, size)
-    bob = ActivationLink(0, Link(False, HELLO, size), line, Shaping())
-    gradient = bytearray(b"g" * size)
-    is_dropped = False
-
-    def drop(number: int) -> None:
-        nonlocal is_dropped
-        if number == when:
-            is_dropped = True
-            bob.send(Dropped(0, "the round is over", is_untouched=False))
-            gradient[:] = b"x" * size
-
-    def handle(link: ActivationLink, event: Event) -> None:
-        if isinstance(event, DataReceived):
-            line.num_sent = 0
-            line.on_sent = drop
-            link.send(Gradient(0), memoryview(gradient))
-            drop(0)
-
-    def welcome(event: Event) -> None:
-        bob.send(Welcome(1))
-
-    with trio.fail_after(PATIENCE):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(bob.greet, welcome)
-            await alice.say(HELLO)
-            assert await alice.hear() == Welcome(1)
-            nursery.start_soon(bob.run, handle)
-            await alice.say(FORWARD, bytes(size))
-            events = [await alice.hear()]
-            while not isinstance(events[-1], Dropped | DataReceived):
-                events.append(await alice.hear())
-            bob.close()
-    if isinstance(events[-1], DataReceived):
-        assert when >= num_chunks, "all was sent before"
-        assert alice.memory == b"g" * size
-    else:
-        assert is_dropped
-
-
-async def test_what_comes_with_the_welcome_is_heard() -> None:
-    """Bob opens a link to Alice, whose first credits arrive in one write with her welcome."""
-    near, far = trio.testing.memory_stream_pair()
-    alice, heard = Link(False, HELLO, 1), list[Event]()
-    bob = ActivationLink(0, Link(True, HELLO, 1), Line(far), Shaping())
-
-    def hear(link: ActivationLink, event: Event) -> None:
-        heard.append(event)
-        link.close()
-
-    with trio.fail_after(PATIENCE):
-        async with trio.open_nursery() as nursery:
-            bob.send(HELLO)
-            nursery.start_soon(bob.greet, lambda event: None)
-            alice.receive_data(await near.receive_some())
-            assert alice.next_event() == HELLO
-            await near.send_all(alice.send(Welcome(0)) + alice.send(Credits(3)))
-        await bob.run(hear)
-    assert heard == [Credits(3)]
-
-
-# Data that stop arriving
-
 SIZE = 5 * DATA_BYTES
 CHUNK = memoryview(bytes(DATA_BYTES))
 SEALING, OPENING = b"s" * 32, b"o" * 32
@@ -173,9 +105,11 @@ class Bob:
 
     def __init__(self, stream: trio.abc.Stream, size: int, shaping: Shaping, channels: Channels | None = None) -> None:
         self.heard: list[Event] = []
+        self.on_heard: Callable[[Event], None] = lambda event: None
         self.is_routed = trio.Event()
         self.has_ended = trio.Event()
-        self.link = ActivationLink(0, Link(False, HELLO, size), Line(stream), shaping, cast("Any", channels))
+        self.line = Line(stream)
+        self.link = ActivationLink(0, Link(False, HELLO, size), self.line, shaping, cast("Any", channels))
 
     async def run(self) -> None:
         await self.link.greet(lambda event: self.link.send(Welcome(1)))
@@ -184,6 +118,7 @@ class Bob:
 
     def _hear(self, link: ActivationLink, event: Event) -> None:
         self.heard.append(event)
+        self.on_heard(event)
 
 
 class Channels:
@@ -224,6 +159,64 @@ async def linked(
         bob.link.close()
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("when", range(4))
+async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chunks: int, when: int) -> None:
+    """Bob drops a microbatch after ``when`` chunks of its gradient, and reuses its memory at once."""
+    size = (num_chunks - 1) * DATA_BYTES + 100
+    gradient = bytearray(b"g" * size)
+    is_dropped = False
+
+    def drop(number: int) -> None:
+        nonlocal is_dropped
+        if number == when:
+            is_dropped = True
+            bob.link.send(Dropped(0, "the round is over", is_untouched=False))
+            gradient[:] = b"x" * size
+
+    def send_back(event: Event) -> None:
+        if isinstance(event, DataReceived):
+            bob.line.num_sent, bob.line.on_sent = 0, drop
+            bob.link.send(Gradient(0), memoryview(gradient))
+            drop(0)
+
+    with trio.fail_after(PATIENCE):
+        async with linked(size) as (alice, bob):
+            bob.on_heard = send_back
+            await alice.say(FORWARD, bytes(size))
+            while not isinstance(last := await alice.hear(), Dropped | DataReceived):
+                pass
+    if isinstance(last, DataReceived):
+        assert when >= num_chunks, "all was sent before"
+        assert alice.memory == b"g" * size
+    else:
+        assert is_dropped
+
+
+async def test_what_comes_with_the_welcome_is_heard() -> None:
+    """Bob opens a link to Alice, whose first credits arrive in one write with her welcome."""
+    near, far = trio.testing.memory_stream_pair()
+    alice, heard = Link(False, HELLO, 1), list[Event]()
+    bob = ActivationLink(0, Link(True, HELLO, 1), Line(far), Shaping())
+
+    def hear(link: ActivationLink, event: Event) -> None:
+        heard.append(event)
+        link.close()
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            bob.send(HELLO)
+            nursery.start_soon(bob.greet, lambda event: None)
+            alice.receive_data(await near.receive_some())
+            assert alice.next_event() == HELLO
+            await near.send_all(alice.send(Welcome(0)) + alice.send(Credits(3)))
+        await bob.run(hear)
+    assert heard == [Credits(3)]
+
+
+# Data that stop arriving
+
+
 async def fall_silent(alice: Alice) -> None:
     await trio.sleep_forever()
 
@@ -243,7 +236,7 @@ async def trickle_within_a_frame(alice: Alice) -> None:
 @pytest.mark.parametrize("what", [fall_silent, trickle_frames, trickle_within_a_frame])
 @pytest.mark.parametrize("num_chunks", [0, 2])
 async def test_who_stops_in_the_middle_of_data_loses_the_link(
-    num_chunks: int, what: Callable[[Alice], Awaitable[None]], autojump_clock: trio.testing.MockClock
+    num_chunks: int, what: Callable[[Alice], Awaitable[None]], clock: MockClock
 ) -> None:
     async with linked() as (alice, bob):
         await alice.say(FORWARD, bytes(num_chunks * DATA_BYTES))
@@ -258,7 +251,7 @@ async def test_who_stops_in_the_middle_of_data_loses_the_link(
         assert not any(isinstance(event, DataReceived) for event in bob.heard)
 
 
-async def test_a_gradient_must_come_too(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_gradient_must_come_too(clock: MockClock) -> None:
     """The upstream node is the one that waits."""
     near, far = trio.testing.memory_stream_pair()
     bob, heard = Link(False, HELLO, SIZE), list[Event]()
@@ -288,7 +281,7 @@ async def test_a_gradient_must_come_too(autojump_clock: trio.testing.MockClock) 
     assert heard == [Gradient(0)]
 
 
-async def test_who_is_slow_but_steady_keeps_the_link(autojump_clock: trio.testing.MockClock) -> None:
+async def test_who_is_slow_but_steady_keeps_the_link(clock: MockClock) -> None:
     async with linked() as (alice, bob):
         await alice.say(FORWARD)
         for _ in range(5):
@@ -299,7 +292,7 @@ async def test_who_is_slow_but_steady_keeps_the_link(autojump_clock: trio.testin
 
 
 async def test_what_this_node_s_own_cap_holds_up_is_not_the_peer_s_fault(
-    autojump_clock: trio.testing.MockClock,
+    clock: MockClock,
 ) -> None:
     cap = Shaper(DATA_BYTES / PROGRESS_TIMEOUT / 4, trio.current_time)
     async with linked(shaping=Shaping(down=cap)) as (alice, bob):
@@ -309,7 +302,7 @@ async def test_what_this_node_s_own_cap_holds_up_is_not_the_peer_s_fault(
         assert not bob.has_ended.is_set()
 
 
-async def test_a_link_without_anything_under_way_stays(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_link_without_anything_under_way_stays(clock: MockClock) -> None:
     async with linked() as (alice, bob):
         await trio.sleep(3_600)
         await alice.say(FORWARD, bytes(SIZE))

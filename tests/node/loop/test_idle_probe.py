@@ -81,18 +81,13 @@ def table(*pids: int) -> str:
 
 
 async def test_own_processes_are_told_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of outside count for nothing: our own trainer in a container has one that we do not know."""
     own, other = os.getpid(), os.getppid()
-    install_nvidia_smi(tmp_path, monkeypatch, table(own, other))
-    assert await GpuProbe().users({own}) == (f"python (process {other})",)
-    assert await GpuProbe().users({own, other}) == ()
-
-
-async def test_numbers_of_outside_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own trainer in a container has a process number that we do not know."""
     gone = await trio.lowlevel.open_process(["true"])
     await gone.wait()
-    install_nvidia_smi(tmp_path, monkeypatch, table(gone.pid))
-    assert await GpuProbe().users({os.getpid()}) == ()
+    install_nvidia_smi(tmp_path, monkeypatch, table(own, other, gone.pid))
+    assert await GpuProbe().users({own}) == (f"python (process {other})",)
+    assert await GpuProbe().users({own, other}) == ()
 
 
 async def test_without_the_program_or_its_driver_it_is_said_why(
@@ -139,32 +134,22 @@ async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypat
             await trio.sleep(0.01)
 
 
-async def test_a_node_rests_while_another_uses_the_gpu_and_goes_on_later(
+async def test_a_node_rests_on_battery_and_a_driver_that_fails_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files and the program are real, the time between two looks is not."""
-    monkeypatch.setattr("psutil.sensors_battery", lambda: None)
     warnings, now = list[str](), 0.0
     idle = IdleService(lambda: None, warnings.append, clock=lambda: now)
-
-    async def look_for(seconds: float) -> str:
-        nonlocal now
-        until, words = now + seconds, ""
+    install_nvidia_smi(tmp_path, monkeypatch, "exit 1")
+    for is_plugged, seconds, words in (
+        (None, 1.0, ""),
+        (False, 2 * LOOK_INTERVAL, "battery"),
+        (True, CALM_SECONDS + 2 * LOOK_INTERVAL, ""),
+    ):
+        monkeypatch.setattr("psutil.sensors_battery", lambda is_plugged=is_plugged: Battery(is_plugged))
+        until = now + seconds
         while now < until:
             now += LOOK_INTERVAL
-            words = await idle.look()
-        return words
-
-    install_nvidia_smi(tmp_path / "bin", monkeypatch, table(os.getpid()))
-    assert await idle.look() == ""
-    install_nvidia_smi(tmp_path / "bin", monkeypatch, table(os.getppid()))
-    assert "python" in await look_for(3 * LOOK_INTERVAL)
-
-    monkeypatch.setattr("psutil.sensors_battery", lambda: Battery(power_plugged=False))
-    install_nvidia_smi(tmp_path / "bin", monkeypatch, "exit 1")
-    assert "battery" in await look_for(2 * LOOK_INTERVAL)
-    assert len(warnings) == 1
-
-    monkeypatch.setattr("psutil.sensors_battery", lambda: Battery(power_plugged=True))
-    assert await look_for(CALM_SECONDS + 2 * LOOK_INTERVAL) == ""
+            said = await idle.look()
+        assert words in said if words else not said
     assert len(warnings) == 1

@@ -11,9 +11,11 @@ import pytest
 import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from trio.testing import MockClock
 
 from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseService
 from farandole.node.status.journal import Journal
+from farandole.node.status.status import DataStatus
 from farandole.protocol.epochs.lease_claims import SETTLE_SECONDS
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.state.believing import Partners
@@ -75,7 +77,7 @@ class Disk:
 
 
 class Node:
-    """A keeper, with its outputs to the trainer and to the owner."""
+    """A keeper, with its outputs to the trainer and to the owner; what it knows and keeps outlives it."""
 
     def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
@@ -85,28 +87,31 @@ class Node:
         gossip: Any = run
         store: Any = disk
         membership: Any = self
-        self.keeper = LeaseService(
-            manifest,
-            public_bytes(ALICE),
-            gossip,
-            store,
-            self.journal,
-            membership,
-        )
+        self.keeper = LeaseService(manifest, public_bytes(ALICE), gossip, store, self.journal, membership)
 
     def origins(self) -> frozenset[bytes]:
         return self.others
 
     def begin(self, corpus: bytes = CORPUS, num_slices: int = NUM_SLICES) -> None:
-        prepared = messages.Prepared(
-            "cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None, num_slices=num_slices, corpus=corpus
-        )
+        prepared = msgspec.structs.replace(PREPARED, num_slices=num_slices, corpus=corpus)
         self.keeper.begin(prepared, self.drawn.append)
+
+    @property
+    def status(self) -> DataStatus:
+        status = self.keeper.status()
+        assert status is not None
+        return status
 
     def train(self) -> None:
         """Train on all slices of the last assignment."""
         if self.drawn and self.drawn[-1].ranges:
             self.keeper.trained(messages.SlicesTrained(self.drawn[-1].epoch, self.drawn[-1].ranges))
+
+    def train_on_three(self) -> tuple[int, int]:
+        """Train on three slices of the first assignment, which is one lease; return it."""
+        ((first, count),) = self.drawn[-1].ranges
+        self.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
+        return first, count
 
 
 @asynccontextmanager
@@ -130,20 +135,17 @@ def disk() -> Disk:
     return Disk()
 
 
-async def test_a_lease_is_said_and_then_drawn(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_lease_is_said_and_then_drawn(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + 2)
         (lease,) = run.said().leases
         assert node.drawn[-1].ranges == [(lease.first, lease.count)]
-        status = node.keeper.status()
-        assert status is not None
+        status = node.status
         assert (status.epoch, status.epochs, status.slices, status.leased) == (1, 2, NUM_SLICES, lease.count)
 
 
-async def test_all_epochs_go_by_and_the_run_is_over(
-    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_all_epochs_go_by_and_the_run_is_over(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.begin()
         with trio.fail_after(3_000):
@@ -153,28 +155,21 @@ async def test_all_epochs_go_by_and_the_run_is_over(
         await trio.sleep(5)
         assert node.keeper.over.is_set()
         assert run.said() == Lease(2, CORPUS)
-        status = node.keeper.status()
-        assert status is not None
-        assert (status.epoch, status.done) == (2, NUM_SLICES)
+        assert (node.status.epoch, node.status.done) == (2, NUM_SLICES)
 
 
-async def test_another_life_goes_on_though_the_run_has_forgotten(
-    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_another_life_goes_on_though_the_run_has_forgotten(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.begin()
         for _ in range(40):
             await trio.sleep(1)
             node.train()
         await trio.sleep(SAVE_SECONDS + 1)
-        before = node.keeper.status()
-    assert before is not None
+        before = node.status
     assert before.done
     async with life(Run(), disk) as node:
         node.begin()
-        after = node.keeper.status()
-        assert after is not None
-        assert (after.epoch, after.done) == (before.epoch, before.done)
+        assert (node.status.epoch, node.status.done) == (before.epoch, before.done)
 
 
 DONE = [*range(40), *range(80, NUM_SLICES)]
@@ -184,14 +179,12 @@ GOES_ON = EpochsConfig(run_id="ab" * 32, corpus=CORPUS.hex(), epoch=1, done=DONE
 
 @pytest.mark.parametrize(("corpus", "epoch", "done"), [(CORPUS, 2, len(DONE)), (OTHER_TEXT, 1, 0)])
 async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the_text_is_the_same(
-    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock, corpus: bytes, epoch: int, done: int
+    run: Run, disk: Disk, clock: MockClock, corpus: bytes, epoch: int, done: int
 ) -> None:
     start = StartConfig("cd" * 32, "ab" * 32, epochs=GOES_ON)
     async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
         node.begin(corpus)
-        status = node.keeper.status()
-        assert status is not None
-        assert (status.epoch, status.done) == (epoch, done)
+        assert (node.status.epoch, node.status.done) == (epoch, done)
         assert len(node.journal.warnings) == (corpus != CORPUS)
         await trio.sleep(SETTLE_SECONDS + 2)
         for first, count in node.drawn[-1].ranges:
@@ -203,41 +196,28 @@ async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the
         assert not any("the data goes on" in event.text for event in node.journal.events)
 
 
-async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
-    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + 2)
-        ((first, count),) = node.drawn[-1].ranges
-        node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
+        first, count = node.train_on_three()
         node.keeper.end()
         node.begin()
         assert node.drawn[-1].ranges == [(first + 3, count - 3)]
 
 
-async def test_who_leaves_hands_over_what_is_left(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
-    async with life(run, disk) as node:
-        node.begin()
-        await trio.sleep(SETTLE_SECONDS + 2)
-        ((first, _),) = node.drawn[-1].ranges
-        node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
-        await node.keeper.leave()
-        assert run.said().leases == (LeasedSlices(first, 3, 3),)
-
-
-async def test_a_next_life_does_not_go_on_with_what_was_handed_over(
-    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+async def test_who_leaves_hands_over_what_is_left_and_its_next_life_does_not_go_on_with_it(
+    run: Run, disk: Disk, clock: MockClock
 ) -> None:
     async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + SAVE_SECONDS)
+        first, _ = node.train_on_three()
         await node.keeper.leave()
+        assert run.said().leases == (LeasedSlices(first, 3, 3),)
     async with life(Run(), disk) as node:
         node.begin()
-        status = node.keeper.status()
-        assert status is not None
-        assert status.leased == 0
+        assert node.status.leased == 0
 
 
 class SlowRun(Run):
@@ -268,23 +248,9 @@ async def test_what_is_said_last_is_what_was_meant_last(disk: Disk, nursery: tri
     assert run.meant[-2:] == [earlier, Lease(0, CORPUS)]
 
 
-async def test_who_is_gone_for_good_is_forgotten(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
-    async with life(run, disk) as node:
-        node.others = frozenset({public_bytes(BOB)})
-        run.write(BOB, 0, Lease(0, OTHER_TEXT))
-        node.begin()
-        await trio.sleep(3)
-        status = node.keeper.status()
-        assert status is not None
-        assert status.others_texts == 1
-        run.state.expire(run.now + 2 * 3_600)
-        await trio.sleep(3)
-        status = node.keeper.status()
-        assert status is not None
-        assert status.others_texts == 0
-
-
-async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+async def test_another_text_is_told_of_and_who_is_gone_for_good_is_forgotten(
+    run: Run, disk: Disk, clock: MockClock
+) -> None:
     async with life(run, disk) as node:
         node.others = frozenset({public_bytes(BOB)})
         run.write(BOB, 0, Lease(0, OTHER_TEXT))
@@ -292,14 +258,13 @@ async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: tri
         await trio.sleep(3)
         (warning,) = node.journal.warnings
         assert "1 of 1 other nodes train on another text" in warning
-        status = node.keeper.status()
-        assert status is not None
-        assert status.others_texts == 1
+        assert node.status.others_texts == 1
+        run.state.expire(run.now + 2 * 3_600)
+        await trio.sleep(3)
+        assert node.status.others_texts == 0
 
 
-async def test_a_stage_that_draws_nothing_hears_of_the_end(
-    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_stage_that_draws_nothing_hears_of_the_end(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.others = frozenset({public_bytes(BOB)})
         node.begin(b"", 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.quiet_hours import QuietHoursError
 from farandole.node.loop import rest_service as keeper_module
@@ -32,7 +33,7 @@ async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestServic
 
 
 async def test_a_node_rests_in_its_quiet_hours_and_not_else(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A day with quiet hours, checked in the middle of each minute."""
     monkeypatch.setattr(keeper_module, "LOOK_INTERVAL", 20.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.errors import JoinError
 from farandole.node.loop.stage_service import StageService, wait_quiet
@@ -113,7 +114,7 @@ def test_a_stage_that_the_model_does_not_have_is_refused() -> None:
         World({}).keeper(3)
 
 
-async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(clock: MockClock) -> None:
     world = World({ANN: Member(0), BOB: Member(2)})
     await world.run(60)
     assert world.done[0] == StageLease(0, 1)
@@ -121,7 +122,7 @@ async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(autojump_c
     assert world.done[3:] == ["hold 1", "moved to 1", "restart", "give back"]
 
 
-async def test_who_gets_no_weights_stays(autojump_clock: trio.testing.MockClock) -> None:
+async def test_who_gets_no_weights_stays(clock: MockClock) -> None:
     world = World({ANN: Member(0), BOB: Member(2)}, has_weights=False)
     await world.run(30)
     assert world.stage == 0
@@ -129,13 +130,13 @@ async def test_who_gets_no_weights_stays(autojump_clock: trio.testing.MockClock)
     assert "give back" in world.done
 
 
-async def test_who_has_chosen_his_stage_stays(autojump_clock: trio.testing.MockClock) -> None:
+async def test_who_has_chosen_his_stage_stays(clock: MockClock) -> None:
     world = World({ANN: Member(0), BOB: Member(2)})
     await world.run(600, wanted=0)
     assert world.done == []
 
 
-async def test_before_anybody_has_trained_a_move_needs_no_lease(autojump_clock: trio.testing.MockClock) -> None:
+async def test_before_anybody_has_trained_a_move_needs_no_lease(clock: MockClock) -> None:
     others = {bytes([number]) * 32: Member(1) for number in (2, 3)}
     world = World(others, is_young=True)
     world.stage = 1
@@ -145,14 +146,14 @@ async def test_before_anybody_has_trained_a_move_needs_no_lease(autojump_clock: 
     assert world.done == [f"hold {goes_to}", f"moved to {goes_to}", "restart"]
 
 
-async def test_a_trainer_of_another_stage_is_started_anew(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_trainer_of_another_stage_is_started_anew(clock: MockClock) -> None:
     world = World({ANN: Member(1), BOB: Member(2)})
     world.trainer_stage = 1
     await world.run(5)
     assert world.done == ["restart"]
 
 
-async def test_the_trainer_waits_until_the_stages_are_dealt_out(autojump_clock: trio.testing.MockClock) -> None:
+async def test_the_trainer_waits_until_the_stages_are_dealt_out(clock: MockClock) -> None:
     world = World({}, is_young=True)
     membership: Any = world
     began_at = trio.current_time()

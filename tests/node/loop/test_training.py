@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from farandole.node.base.system.memory import SharedCounter, counted_size
 from farandole.node.bulk.exchange_service import Judge
@@ -24,15 +25,9 @@ from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.trainer.trainer import TrainerError
 from farandole.protocol.exchange.exchange import Offer
-from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
-from farandole.protocol.rounds.pairing_events import (
-    ExchangeEnded,
-    MessageReceived,
-    PeerLost,
-    PeersChanged,
-    StartExchange,
-    State,
-)
+from farandole.protocol.rounds import pairing_events as pairing
+from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND, Pairing
+from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
 from farandole.protocol.rounds.trainer_rounds import NEWS_SECONDS, LoopConfig
 from farandole.protocol.rounds.training_events import Signal
@@ -43,18 +38,18 @@ from farandole.protocol.rounds.training_loop import (
     TrainingLoop,
 )
 from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
+from farandole.protocol.state.node_state import NodeState
 from farandole.protocol.trainer import trainer_messages as messages
-from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, WATCH_INTERVAL, Supervisor
+from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.protocol.wire.identity import peer_id_of
 
 SIZE = 12_000_000
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-PREPARE = messages.Prepare(b"r" * 32, b"a" * 32, b"", messages.TrainerSettings())
 PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
-
-
+ALICE, BOB, CAROL = (letter * 32 for letter in (b"a", b"b", b"c"))
+TRAIN, STEP, LAST_SAVE = messages.Train, messages.TakeOuterStep, messages.Save(is_last=True)
 EXCHANGE_SECONDS = 5.0
-HUNG_SECONDS = 30.0
+CHECKPOINT_SECONDS = 1_000.0
 
 
 def with_weights_of(round_index: int) -> messages.Prepared:
@@ -65,29 +60,30 @@ def contributed(round_index: int) -> messages.Contributed:
     return messages.Contributed(round_index, SIZE, 8, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
 
 
+def saved(problem: str = "") -> messages.Saved:
+    return messages.Saved(0, 0, 0, "checkpoint", 4, problem=problem)
+
+
 class FakeTrainer:
     """Keeps its commands, and reports what the test puts into `reports`."""
 
-    def __init__(self, prepared: messages.Prepared) -> None:
-        self.prepared, self.pid = prepared, 1
+    def __init__(self, prepared: messages.Prepared, pid: int) -> None:
+        self.prepared, self.pid = prepared, pid
         self.outgoing, self.incoming = bytearray(counted_size(SIZE)), bytearray(counted_size(SIZE))
         self.commands: list[messages.Command] = []
-        self.hangs = False
-        self.num_pongs = 0
         self.reports, self._reported = trio.open_memory_channel[messages.Report | TrainerError](100)
 
     def tell(self, command: messages.Command) -> None:
         if not isinstance(command, messages.Ping):
             self.commands.append(command)
-        elif not self.hangs:
+        else:
             self.reports.send_nowait(messages.Pong())
-            self.num_pongs += 1
 
     async def write(self) -> None:
         await trio.sleep_forever()
 
     async def condemn(self, reason: str) -> None:
-        await self.report(TrainerError(reason))
+        self.reports.send_nowait(TrainerError(reason))
 
     async def receive(self) -> messages.Report:
         report = await self._reported.receive()
@@ -95,91 +91,90 @@ class FakeTrainer:
             raise report
         return report
 
-    async def report(self, *reports: messages.Report | TrainerError) -> None:
-        for report in reports:
-            self.reports.send_nowait(report)
-        await trio.testing.wait_all_tasks_blocked()
 
-    def num_saves(self) -> int:
-        return sum(isinstance(command, messages.Save) for command in self.commands)
+def with_rounds(*rounds: RoundConfig) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("story", rounds, indirect=True)
 
 
 class Story:
     """A node without peers, its rounds, and every trainer that it has started."""
 
-    def __init__(self, rounds: RoundConfig, max_rounds: int | None = None, checkpoint_seconds: float = 1e9) -> None:
+    def __init__(self, nursery: trio.Nursery, rounds: RoundConfig) -> None:
+        self._nursery = nursery
         self.trainers: list[FakeTrainer] = []
+        self.prepared, self.preparing_seconds = PREPARED, 0.0
         self.others_round = 0
         self.traffic = 1e9  # bytes of an exchange that are left
         self.rounds: list[RoundRecord] = []
+        self.saved: list[messages.Saved] = []
         self.journal = Journal(say=lambda text: None, tell_round=self.rounds.append)
         self.peers_that_answer: set[bytes] = set()
-        self.proposed_to: list[bytes] = []
+        self.exchanges: list[StartExchange] = []
+        self.exchange_seconds = EXCHANGE_SECONDS
+        self.is_committed = False
+        self.num_cancelled = 0
+        self.given_up = trio.Event()
         self.has_left = False
         fake: Any = SimpleNamespace(
             set_receiver=lambda *args: None,
             send_nowait=self.deliver,
             run=self.exchange,
-            give_up=self.give_up,
+            give_up=lambda reason: self.given_up.set(),
             may_spend=lambda num_bytes: num_bytes <= self.traffic,
             is_suspected=lambda peer: False,
             current_round=lambda: self.others_round,
             partners_round=lambda: self.others_round,
-            note_saved=lambda saved: self.saved.append(saved),
+            note_saved=self.saved.append,
             partners=SimpleNamespace(note=lambda peer: None),
             announcer=SimpleNamespace(note_suspicion=lambda peer, is_suspect: None),
         )
-        self.exchanges: list[StartExchange] = []
-        self.outgoing: Outgoing
-        self.judge: Judge
-        self.num_cancelled = 0
-        self.exchange_seconds = EXCHANGE_SECONDS
-        self.given_up = trio.Event()
-        self.prepared = PREPARED
-        self.saved: list[messages.Saved] = []
-        self.is_committed = False
         manifest = Manifest("tiny", MODEL, rounds=rounds)
-        self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
-        self.batch_size = manifest.inner.batch_size
-        self.supervisor = Supervisor(self.batch_size)
+        self.pairing = Pairing(ALICE, rounds, random.Random(1))
         self.rest = Rest()
-        self.config = LoopConfig(b"r" * 32, manifest, max_rounds, checkpoint_seconds, 0, HUNG_SECONDS)
-        self.training = Training(
-            TrainingLoop(self.config, self.pairing, self.supervisor),
-            fake,
-            fake,
-            self.journal,
-            self.rest,
-            Parts(fake, fake, fake, trio.Event()),
-        )
+        config = LoopConfig(b"r" * 32, manifest, 3 if rounds.overlap else None, CHECKPOINT_SECONDS, 0, 30.0)
+        loop = TrainingLoop(config, self.pairing, Supervisor(manifest.inner.batch_size))
+        self.training = Training(loop, fake, fake, self.journal, self.rest, Parts(fake, fake, fake, trio.Event()))
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        return self.trainers[-1]
+
+    @property
+    def state(self) -> NodeState:
+        return self.journal.state
+
+    @property
+    def at(self) -> tuple[str, str]:
+        return self.state.phase, self.state.phase_detail
+
+    def told(self, *kinds: type[messages.Command]) -> list[Any]:
+        """Return the trainer's commands of these kinds, or all but those to save."""
+        all_kinds = kinds or {type(command) for command in self.trainer.commands} - {messages.Save}
+        return [command for command in self.trainer.commands if type(command) in all_kinds]
+
+    # What the loop uses
 
     async def prepare(self) -> messages.Prepare:
         await trio.lowlevel.checkpoint()
-        return PREPARE
+        return messages.Prepare(b"r" * 32, ALICE, b"", messages.TrainerSettings())
 
     @asynccontextmanager
     async def open_trainer(
         self, prepare: object, log: object, on_preparing: object, on_started: Callable[[int], None]
     ) -> AsyncIterator[FakeTrainer]:
-        self.trainers.append(FakeTrainer(self.prepared))
-        on_started(self.trainers[-1].pid)
-        yield self.trainers[-1]
-
-    @property
-    def phase(self) -> str:
-        return self.journal.state.phase
+        self.trainers.append(FakeTrainer(self.prepared, len(self.trainers) + 1))
+        on_started(self.trainer.pid)
+        await trio.sleep(self.preparing_seconds)
+        yield self.trainer
 
     def deliver(self, peer: bytes, protocol: str, payload: bytes) -> None:
         """Deliver a message, as a messenger with too many streams: it reports the message lost, but for some peers."""
-        if isinstance(decode_message(payload), Propose):
-            self.proposed_to.append(peer)
-        if peer not in self.peers_that_answer:
-            self.training.handle(PeerLost(peer))
-            return
         message = decode_message(payload)
-        if isinstance(message, Propose):
+        if peer not in self.peers_that_answer:
+            self.training.handle(pairing.PeerLost(peer))
+        elif isinstance(message, Propose):
             for answer in (Agree(message.session, 0.0), Ready(message.session)):
-                self.training.handle(MessageReceived(peer, encode_message(answer)))
+                self.training.handle(pairing.MessageReceived(peer, encode_message(answer)))
 
     async def exchange(
         self,
@@ -199,235 +194,177 @@ class Story:
         except trio.Cancelled:
             self.num_cancelled += 1
             raise
-        is_broken = not self.is_committed
         return ExchangeEnded(
-            start.session, start.peer, self.is_committed, is_broken, round=start.round, seconds=1.0, path="stream"
+            start.session, start.peer, self.is_committed, not self.is_committed, round=start.round, seconds=1.0
         )
 
-    def give_up(self, reason: str) -> None:
-        self.given_up.set()
+    # What happens
 
-    async def meet(self, peer: bytes) -> None:
-        """Begin the exchange with this peer when round 0's contribution is ready; the peer answers nothing more."""
-        self.know(peer)
-        await self.trainers[-1].report(contributed(0))
-        self.peers_that_answer = set()
-        assert len(self.exchanges) == 1
-
-    async def set_rest(self, words: str, reason: str = BY_HAND) -> None:
-        """Begin to rest, or rest no more (empty ``words``), and let the loop go on."""
-        self.rest.set(reason, words)
+    async def goes_on(self) -> None:
         await trio.testing.wait_all_tasks_blocked()
+
+    async def begin(self, task: Callable[[], Awaitable[None]]) -> None:
+        self._nursery.start_soon(task)
+        await self.goes_on()
+
+    async def report(self, *reports: messages.Report | TrainerError) -> None:
+        for report in reports:
+            self.trainer.reports.send_nowait(report)
+        await self.goes_on()
+
+    async def play_round(self) -> None:
+        await self.report(contributed(self.state.round), messages.OuterStepTaken(self.state.round))
 
     def know(self, *peers: bytes) -> None:
         """Know these peers, all of which answer."""
         self.peers_that_answer = set(peers)
-        self.training.handle(PeersChanged(frozenset(peers)))
+        self.training.handle(pairing.PeersChanged(frozenset(peers)))
+
+    async def meet(self, *peers: bytes) -> None:
+        """Begin an exchange with one of these peers when round 0's contribution is ready; it answers nothing more."""
+        self.know(*peers)
+        await self.report(contributed(0))
+        self.peers_that_answer -= {self.exchanges[0].peer}
+        assert len(self.exchanges) == 1
+
+    async def set_rest(self, words: str, reason: str = BY_HAND) -> None:
+        """Begin to rest, or rest no more (empty ``words``)."""
+        self.rest.set(reason, words)
+        await self.goes_on()
 
     async def leave(self) -> None:
         await self.training.leave()
         self.has_left = True
 
-    async def play_round(self) -> None:
-        index = self.journal.state.round
-        await self.trainers[-1].report(contributed(index), messages.OuterStepTaken(index))
-
 
 @pytest.fixture
-def rounds_config() -> RoundConfig:
-    return RoundConfig()
-
-
-@pytest.fixture
-def checkpoint_seconds() -> float:
-    return 1e9
-
-
-@pytest.fixture
-async def story(
-    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, rounds_config: RoundConfig, checkpoint_seconds: float
-) -> Story:
-    story = Story(rounds_config, 3 if rounds_config.overlap else None, checkpoint_seconds)
+async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Story:
+    """A test may change a run's rounds (`with_rounds`)."""
+    story = Story(nursery, getattr(request, "param", RoundConfig()))
     monkeypatch.setattr(training_module, "open_trainer", story.open_trainer)
-    nursery.start_soon(story.training.run, story.prepare)
-    await trio.testing.wait_all_tasks_blocked()
+    await story.begin(lambda: story.training.run(story.prepare))
     return story
 
 
-async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    story.training.handle(PeersChanged(frozenset({b"b" * 32})))
-    await story.trainers[0].report(contributed(0))
-    assert story.proposed_to == [b"b" * 32]
-    await trio.sleep(1.1 * MIN_RETRY)
-    assert story.proposed_to == 2 * [b"b" * 32]
-
-
-def saved(problem: str = "") -> messages.Saved:
-    return messages.Saved(0, 0, 0, "checkpoint", 4, problem=problem)
-
-
-async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    story.know(b"b" * 32)
+async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(story: Story, clock: MockClock) -> None:
+    story.know(BOB)
     story.traffic = 2 * SIZE - 1
     await trio.sleep(2 * TRAFFIC_INTERVAL)
     await story.play_round()
     assert not story.exchanges
     assert story.journal.history.recent_exchanges[-1].verdict == "alone: this node saves its traffic"
-
     story.traffic = 2 * SIZE
     await trio.sleep(2 * TRAFFIC_INTERVAL)
-    await story.trainers[-1].report(contributed(1))
+    await story.report(contributed(1))
     assert len(story.exchanges) == 1
 
 
 async def test_what_the_loop_publishes_leaves_the_rest_of_the_state_alone(story: Story) -> None:
     story.journal.update(stage=3, isolation="cut off")
     await story.play_round()
-    state = story.journal.state
+    state = story.state
     assert (state.trainer_pid, state.phase, state.stage, state.isolation) == (1, "training", 3, "cut off")
-    assert (state.round, state.tokens) == (1, 8)
-    assert state.round_since > 0
+    assert (state.round, state.tokens, state.round_since > 0) == (1, 8, True)
 
 
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:
-    (trainer,) = story.trainers
     for _ in range(1_000):
         story.training.handle(Signal.SAVE)
-    await trio.testing.wait_all_tasks_blocked()
-    assert trainer.num_saves() == 1
-    await trainer.report(saved("the disk is full"))
+    await story.goes_on()
+    assert len(story.told(messages.Save)) == 1
+    await story.report(saved("the disk is full"))
     story.training.handle(Signal.SAVE)
-    await trio.testing.wait_all_tasks_blocked()
-    assert trainer.num_saves() == 2
+    await story.goes_on()
+    assert len(story.told(messages.Save)) == 2
 
 
-@pytest.mark.parametrize("rounds_config", [RoundConfig(round_seconds=60.0, exchange_seconds=20.0)])
+@with_rounds(RoundConfig(round_seconds=60.0, exchange_seconds=20.0))
 async def test_an_owner_is_told_once_that_its_steps_are_too_long_for_the_runs_exchanges(story: Story) -> None:
     fast = msgspec.structs.replace(contributed(0), inner_steps_this_round=3, busy_seconds=15.0)
     slow = msgspec.structs.replace(contributed(1), inner_steps_this_round=3, busy_seconds=15.5)
-    await story.trainers[-1].report(fast, messages.OuterStepTaken(0))
+    await story.report(fast, messages.OuterStepTaken(0))
     assert not any("inner step" in warning for warning in story.journal.warnings)
-    await story.trainers[-1].report(slow, messages.OuterStepTaken(1), msgspec.structs.replace(slow, round=2))
+    await story.report(slow, messages.OuterStepTaken(1), msgspec.structs.replace(slow, round=2))
     [warning] = (warning for warning in story.journal.warnings if "inner step" in warning)
     assert "partner waits 5.0 s" in warning
 
 
-@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1e9])
+@pytest.mark.parametrize("is_due", [False, True])
 async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is_written_comes_after_it(
-    story: Story, checkpoint_seconds: float
+    story: Story, clock: MockClock, is_due: bool
 ) -> None:
-    (trainer,) = story.trainers
-    await story.play_round()
-    await story.play_round()
-    assert trainer.num_saves() == 1
     for _ in range(2):
-        await trainer.report(saved())
-        assert trainer.num_saves() == (2 if checkpoint_seconds == 0.0 else 1)
+        await story.play_round()
+        await trio.sleep(is_due * CHECKPOINT_SECONDS)
+    assert len(story.told(messages.Save)) == 1
+    for _ in range(2):
+        await story.report(saved())
+        assert len(story.told(messages.Save)) == 1 + is_due
 
 
-async def test_what_a_trainer_goes_on_from_is_told_as_if_it_had_saved_it(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_what_a_trainer_goes_on_from_is_told_as_if_it_had_saved_it(story: Story, clock: MockClock) -> None:
     story.prepared = msgspec.structs.replace(PREPARED, round=7, resumed=saved(), problem="round 8 is damaged")
-    await story.trainers[0].report(TrainerError("the disk went away"))
+    await story.report(TrainerError("the disk went away"))
     await trio.sleep(RESTART_DELAYS[0] + 1)
-    assert len(story.trainers) == 2
-    assert story.saved == [saved()]
+    assert (len(story.trainers), story.saved) == (2, [saved()])
     assert story.journal.warnings[-1] == "going on with an older checkpoint: round 8 is damaged"
 
 
-async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, nursery: trio.Nursery) -> None:
-    (trainer,) = story.trainers
-    story.training.handle(Signal.SAVE)
-    nursery.start_soon(story.leave)
-    await trio.testing.wait_all_tasks_blocked()
-    assert trainer.num_saves() == 2
-    await trainer.report(saved())
-    assert not story.has_left
-    await trainer.report(saved())
+@pytest.mark.parametrize("rests", [False, True])
+async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving_or_of_its_rest(story: Story, rests: bool) -> None:
+    if rests:
+        await story.set_rest("the owner plays")
+    else:
+        story.training.handle(Signal.SAVE)
+    await story.begin(story.leave)
+    for _ in range(1 if rests else 2):
+        assert not story.has_left
+        await story.report(saved())
     assert story.has_left
-    assert trainer.commands[-1] == messages.Save(is_last=True)
+    assert story.trainer.commands[-1] == LAST_SAVE
+    assert len(story.told(messages.Save)) == (1 if rests else 2)
 
 
 async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: Story) -> None:
-    (trainer,) = story.trainers
     await story.play_round()
-    await trainer.report(saved())
+    await story.report(saved())
     await story.set_rest("the owner plays")
-    assert trainer.commands[-1] == messages.Save(is_last=True)
-    await trainer.report(saved())
-    assert (story.journal.state.phase, story.journal.state.phase_detail, story.journal.state.trainer_pid) == (
-        "paused",
-        "the owner plays",
-        None,
-    )
-    assert story.pairing.state is State.AWAY
+    assert story.trainer.commands[-1] == LAST_SAVE
+    await story.report(saved())
+    assert (story.at, story.state.trainer_pid) == (("paused", "the owner plays"), None)
+    assert story.pairing.state is pairing.State.AWAY
 
     story.rest.set("quiet hours", "until 07:00")
     await story.set_rest("")
-    assert (story.journal.state.phase_detail, len(story.trainers)) == ("until 07:00", 1)
+    assert (story.at, len(story.trainers)) == (("paused", "until 07:00"), 1)
 
     story.others_round = 9
     await story.set_rest("", "quiet hours")
-    assert len(story.trainers) == 2
-    assert story.journal.state.round == 9
-    assert story.journal.state.phase == "training"
-
-
-async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    story.rest.set(BY_HAND, "the owner plays")
-    await trio.sleep(REST_TIMEOUT + 1)
-    assert story.journal.state.phase == "paused"
-    await story.set_rest("")
-    assert len(story.trainers) == 2
-
-
-async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
-    story: Story, nursery: trio.Nursery
-) -> None:
-    (trainer,) = story.trainers
-    await story.set_rest("the owner plays")
-    nursery.start_soon(story.leave)
-    await trio.testing.wait_all_tasks_blocked()
-    assert not story.has_left
-    await trainer.report(saved())
-    assert story.has_left
-    assert trainer.num_saves() == 1
+    assert (len(story.trainers), story.state.round, story.state.phase) == (2, 9, "training")
 
 
 async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_loses_no_round_that_is_over(
-    story: Story, autojump_clock: trio.testing.MockClock
+    story: Story, clock: MockClock
 ) -> None:
-    (trainer,) = story.trainers
-    story.know(BOB)
     story.exchange_seconds = 10 * REST_TIMEOUT
-    await trainer.report(contributed(0))
+    await story.meet(BOB)
     began_at = trio.current_time()
     await story.set_rest("the owner plays")
     assert story.given_up.is_set()
-    assert messages.Save(is_last=True) in trainer.commands
-    await trainer.report(saved())
-    assert (story.phase, story.saved, trio.current_time()) == ("paused", [saved()], began_at)
+    assert LAST_SAVE in story.trainer.commands
+    await story.report(saved())
+    assert (story.state.phase, story.saved, trio.current_time()) == ("paused", [saved()], began_at)
 
 
 async def test_who_resumes_while_the_trainer_still_saves_trains_again(story: Story) -> None:
-    (trainer,) = story.trainers
     await story.set_rest("the owner plays")
     await story.set_rest("")
-    await trainer.report(saved())
-    assert len(story.trainers) == 2
-    assert story.phase == "training"
+    await story.report(saved())
     await story.play_round()
-    assert story.journal.state.round == 1
+    assert (len(story.trainers), story.at[0], story.state.round) == (2, "training", 1)
 
 
-async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story, nursery: trio.Nursery) -> None:
+async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story) -> None:
     """The order in which trio wakes the waiting tasks does not matter."""
 
     async def replace_reason() -> None:
@@ -435,61 +372,46 @@ async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story,
         story.rest.set("quiet hours", "until 07:00")
 
     for _ in range(40):
-        await story.set_rest("the owner plays")
-        if story.phase != "paused":
-            await story.trainers[-1].report(saved())
-        nursery.start_soon(replace_reason)
-        await trio.testing.wait_all_tasks_blocked()
-        await story.set_rest("")
-        if story.phase != "paused":
-            await story.trainers[-1].report(saved())
-        assert story.phase == "paused"
+        for words in ("the owner plays", ""):
+            await story.set_rest(words)
+            if story.state.phase != "paused":
+                await story.report(saved())
+            if words:
+                await story.begin(replace_reason)
+        assert story.at[0] == "paused"
         await story.set_rest("", "quiet hours")
-        assert story.phase == "training"
+        assert story.at[0] == "training"
 
 
 async def test_a_trainer_that_dies_again_and_again_leaves_the_node_at_rest_until_its_owner_tries_at_once(
-    story: Story, autojump_clock: trio.testing.MockClock
+    story: Story, clock: MockClock
 ) -> None:
     for _ in range(MAX_CRASHES):
-        await story.trainers[-1].report(TrainerError("killed by signal 11"))
+        await story.report(TrainerError("killed by signal 11"))
         await trio.sleep(1.1 * RESTART_DELAYS[-1])
-    assert (len(story.trainers), story.phase, story.pairing.state) == (MAX_CRASHES, "failed", State.AWAY)
-    assert "signal 11" in story.journal.state.phase_detail
+    assert (len(story.trainers), story.state.phase, story.pairing.state) == (MAX_CRASHES, "failed", pairing.State.AWAY)
+    assert "signal 11" in story.state.phase_detail
     await trio.sleep(REST_SECONDS)
     assert len(story.trainers) == MAX_CRASHES + 1
     for _ in range(MAX_CRASHES):
-        await story.trainers[-1].report(TrainerError("no driver"))
+        await story.report(TrainerError("no driver"))
         await trio.sleep(RESTART_DELAYS[-1] + 1)
     await story.set_rest("the owner mends the driver")
-    assert story.phase == "paused"
     resumed_at = trio.current_time()
     await story.set_rest("")
     assert (len(story.trainers), trio.current_time()) == (2 * MAX_CRASHES + 1, resumed_at)
 
 
-async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @asynccontextmanager
-    async def never_ready(
-        prepare: object, log: object, on_preparing: object, on_started: Callable[[int], None]
-    ) -> AsyncIterator[FakeTrainer]:
-        on_started(42)
-        await trio.sleep_forever()
-        yield story.trainers[0]
-
-    monkeypatch.setattr(training_module, "open_trainer", never_ready)
+async def test_who_rests_when_the_trainer_is_only_starting_starts_none(story: Story) -> None:
+    story.preparing_seconds = math.inf
     story.training.handle(Signal.RESTART)
-    await trio.testing.wait_all_tasks_blocked()
-    assert [story.journal.state.trainer_pid] == [42]  # its use of the machine does not count as another program's
+    await story.goes_on()
+    assert [story.state.trainer_pid] == [2]  # its use of the machine does not count as another program's
     await story.set_rest("the owner plays")
-    assert (story.phase, story.journal.state.trainer_pid) == ("paused", None)
+    assert (story.state.phase, story.state.trainer_pid) == ("paused", None)
 
 
-async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(story: Story, clock: MockClock) -> None:
     for _ in range(3 * MAX_ROUNDS_BEHIND):
         story.others_round += 3
         await trio.sleep(NEWS_SECONDS)
@@ -498,175 +420,123 @@ async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(
     story.others_round += MAX_ROUNDS_BEHIND + 2
     story.prepared = with_weights_of(story.others_round - 2)
     await story.play_round()
-    assert len(story.trainers) == 2
-    assert story.journal.state.round == story.others_round
+    assert (len(story.trainers), story.state.round) == (2, story.others_round)
 
 
 async def test_a_round_that_others_claim_is_taken_up_only_with_weights_of_about_that_round(
-    story: Story, autojump_clock: trio.testing.MockClock
+    story: Story, clock: MockClock
 ) -> None:
     await story.play_round()
-    story.others_round = 100_000
     story.prepared = with_weights_of(1)
-    await story.play_round()
-    assert len(story.trainers) == 2
-    assert story.journal.state.round == 1
-    story.others_round = 0  # none of them is believed any more
-    await story.play_round()
-    assert len(story.trainers) == 2
     story.others_round = 100_000
     await story.play_round()
-    assert len(story.trainers) == 2, "that was looked into when this trainer began"
+    assert (len(story.trainers), story.state.round) == (2, 1)
+    for story.others_round in (0, 100_000):  # first none of them is believed any more
+        await story.play_round()
+        assert len(story.trainers) == 2, "that was looked into when this trainer began"
 
 
-async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(story: Story, clock: MockClock) -> None:
     await story.play_round()
     for _ in range(2):
         story.others_round += MAX_ROUNDS_BEHIND // 2 + 3
         story.prepared = with_weights_of(story.others_round)
         await trio.sleep(NEWS_SECONDS / 10)
         await story.play_round()
-    assert len(story.trainers) == 2
-    assert story.journal.state.round == story.others_round
+    assert (len(story.trainers), story.state.round) == (2, story.others_round)
 
 
-OVERLAPPED = RoundConfig(overlap=True)
-TRAIN, ALONE = messages.Train, messages.TakeOuterStep
-
-
-def without_saves(trainer: FakeTrainer) -> list[messages.Command]:
-    return [command for command in trainer.commands if not isinstance(command, messages.Save)]
-
-
-@pytest.mark.parametrize("rounds_config", [OVERLAPPED])
+@with_rounds(RoundConfig(overlap=True))
 async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None:
-    (trainer,) = story.trainers
-    await trainer.report(contributed(0))
-    assert without_saves(trainer) == [TRAIN(0, 0), TRAIN(1, 0), ALONE(0)]
-    assert story.pairing.round == story.journal.state.round == 1
-    await trainer.report(messages.OuterStepTaken(0, late_steps=7), contributed(1))
-    assert without_saves(trainer)[3:] == [TRAIN(2, 0), ALONE(1)]
-    assert story.journal.state.late_steps == 7
-    await trainer.report(messages.OuterStepTaken(1), contributed(2))
-    assert without_saves(trainer)[5:] == [ALONE(2)]  # no round is left to overlap with
-    await trainer.report(messages.OuterStepTaken(2))
-    assert story.journal.state.phase == "finished"
+    await story.report(contributed(0))
+    assert story.told() == [TRAIN(0, 0), TRAIN(1, 0), STEP(0)]
+    assert story.pairing.round == story.state.round == 1
+    await story.report(messages.OuterStepTaken(0, late_steps=7), contributed(1))
+    assert story.told()[3:] == [TRAIN(2, 0), STEP(1)]
+    assert story.state.late_steps == 7
+    await story.report(messages.OuterStepTaken(1), contributed(2))
+    assert story.told()[5:] == [STEP(2)]  # no round is left to overlap with
+    await story.report(messages.OuterStepTaken(2))
+    assert story.state.phase == "finished"
 
 
-@pytest.mark.parametrize("rounds_config", [OVERLAPPED])
-async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    (trainer,) = story.trainers
+@with_rounds(RoundConfig(overlap=True))
+async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(story: Story, clock: MockClock) -> None:
     await story.meet(BOB)
-    commands = [TRAIN(0, 0), TRAIN(1, 0)]
-    assert without_saves(trainer) == commands
+    assert story.told() == [TRAIN(0, 0), TRAIN(1, 0)]
     assert story.pairing.round == 1  # the next partner is sought while the exchange goes on
-    assert story.pairing.state is State.SEEKING
+    assert story.pairing.state is pairing.State.SEEKING
     await trio.sleep(2 * EXCHANGE_SECONDS)
     assert [start.round for start in story.exchanges] == [0]
-    assert without_saves(trainer) == [*commands, ALONE(0)]
+    assert story.told()[2:] == [STEP(0)]
     assert story.pairing.round == 1
     assert story.journal.history.exchanges_failed == 1
 
 
-async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    (trainer,) = story.trainers
+async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(story: Story, clock: MockClock) -> None:
     await story.meet(BOB)
     assert story.outgoing.num_ready == 0
-    encoded, arrived = SharedCounter(trainer.outgoing), SharedCounter(trainer.incoming)
+    encoded, arrived = SharedCounter(story.trainer.outgoing), SharedCounter(story.trainer.incoming)
     encoded.store(7, SIZE)
     assert story.outgoing.num_ready == 0, "that was another round's"
     encoded.store(0, 5)
     assert (story.outgoing.num_ready, story.outgoing.digest) == (5, None)
-    await trainer.report(messages.Encoded(0, b"h" * 32))
+    await story.report(messages.Encoded(0, b"h" * 32))
     assert (story.outgoing.num_ready, story.outgoing.digest) == (SIZE, b"h" * 32)
     for num_received in range(0, SIZE + 1, SIZE // 10):
         story.on_advance(num_received)
         assert arrived.read() == (1, num_received)
     await trio.sleep(2 * EXCHANGE_SECONDS)
-    assert without_saves(trainer) == [TRAIN(0, 0), ALONE(0)]
+    assert story.told() == [TRAIN(0, 0), STEP(0)]
 
 
-@pytest.mark.parametrize("rounds_config", [RoundConfig(), OVERLAPPED])
-async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    (trainer,) = story.trainers
+@with_rounds(RoundConfig(), RoundConfig(overlap=True))
+async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(story: Story, clock: MockClock) -> None:
     await story.meet(BOB)
-    SharedCounter(trainer.outgoing).store(0, 5)
-    await trainer.report(TrainerError("killed"))
+    SharedCounter(story.trainer.outgoing).store(0, 5)
+    await story.report(TrainerError("killed"))
     assert story.num_cancelled == 1
-    assert not any(isinstance(command, messages.TakeOuterStep) for command in trainer.commands)
+    assert not story.told(STEP)
     await trio.sleep(2 * RESTART_DELAYS[0])
-    assert len(story.trainers) == 2
-    assert story.trainers[1].commands == [TRAIN(0, 0)], "from the last checkpoint"
+    assert (len(story.trainers), story.told()) == (2, [TRAIN(0, 0)]), "from the last checkpoint"
 
 
-async def test_a_trainer_without_memory_is_followed_by_one_that_takes_less_at_a_time(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    await story.trainers[0].report(TrainerError("out of memory", "memory"))
-    await trio.sleep(2 * RESTART_DELAYS[0])
-    assert len(story.trainers) == 2
-    assert story.supervisor.microbatch == story.batch_size // 2
-
-
-async def test_a_trainer_that_was_replaced_is_dead_no_more(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_a_trainer_that_was_replaced_is_dead_no_more(story: Story, clock: MockClock) -> None:
     async def die() -> None:
-        await story.trainers[-1].report(TrainerError("killed"))
-        assert (story.journal.state.phase, story.journal.state.is_trainer_dead) == ("preparing", True)
+        await story.report(TrainerError("killed"))
+        assert (story.state.phase, story.state.is_trainer_dead) == ("preparing", True)
 
     await die()
     await trio.sleep(RESTART_DELAYS[0] + 1)
-    assert (story.journal.state.trainer_restarts, story.journal.state.is_trainer_dead) == (1, False)
+    assert (story.state.trainer_restarts, story.state.is_trainer_dead) == (1, False)
     await die()
     await story.set_rest("the owner plays")
-    assert not story.journal.state.is_trainer_dead
-
-
-BOB, CAROL = b"b" * 32, b"c" * 32
+    assert not story.state.is_trainer_dead
 
 
 async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_outer_step(
-    story: Story, autojump_clock: trio.testing.MockClock
+    story: Story, clock: MockClock
 ) -> None:
-    (trainer,) = story.trainers
-    story.know(BOB, CAROL)
-    await trainer.report(contributed(0))
-    await trio.sleep(EXCHANGE_SECONDS / 2)
-    story.peers_that_answer -= {story.exchanges[0].peer}
-    await trio.sleep(EXCHANGE_SECONDS)
+    await story.meet(BOB, CAROL)
+    await trio.sleep(1.5 * EXCHANGE_SECONDS)
     story.is_committed = True
     await trio.sleep(EXCHANGE_SECONDS)
     first, second = story.exchanges
     assert {first.peer, second.peer} == {BOB, CAROL}
     assert (first.round, first.deadline) == (second.round, second.deadline)
-    steps = [command for command in trainer.commands if isinstance(command, messages.TakeOuterStep)]
-    assert steps == [messages.TakeOuterStep(0, second.peer, 0, 0)]
-    assert SharedCounter(trainer.incoming).read() == (2, 0), "what the first one sent is not taken for the second's"
-    assert (
-        story.journal.history.exchanges_failed,
-        story.journal.history.exchanges_ok,
-        story.journal.history.exchanges_alone,
-    ) == (1, 1, 0)
-    await trainer.report(messages.OuterStepTaken(0))
+    assert story.told(STEP) == [STEP(0, second.peer, 0, 0)]
+    assert SharedCounter(story.trainer.incoming).read() == (2, 0), "what the first sent is not taken for the second's"
+    history = story.journal.history
+    assert (history.exchanges_failed, history.exchanges_ok, history.exchanges_alone) == (1, 1, 0)
+    await story.report(messages.OuterStepTaken(0))
     (record,) = story.rounds
     assert (record.partner, record.failed_partner) == (peer_id_of(second.peer), peer_id_of(first.peer))
 
 
 async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(
-    story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+    story: Story, clock: MockClock
 ) -> None:
-    (trainer,) = story.trainers
-    story.know(BOB, CAROL)
-    await trainer.report(contributed(0))
+    await story.meet(BOB, CAROL)
     await trio.sleep(EXCHANGE_SECONDS / 2)
     verdicts: list[str | None] = []
 
@@ -675,76 +545,56 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
 
     with trio.move_on_after(0.1):
         await screen()
-    story.peers_that_answer -= {story.exchanges[0].peer}
     await trio.sleep(EXCHANGE_SECONDS)
     assert len(story.exchanges) == 2
-    nursery.start_soon(screen)
-    await trio.testing.wait_all_tasks_blocked()
-    first, second = [command for command in trainer.commands if isinstance(command, messages.Screen)]
-    await trainer.report(messages.Screened("not finite", first.number))
+    await story.begin(screen)
+    first, second = story.told(messages.Screen)
+    await story.report(messages.Screened("not finite", first.number))
     assert not verdicts
-    await trainer.report(messages.Screened("", second.number))
+    await story.report(messages.Screened("", second.number))
     assert verdicts == [None]
 
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_trainer_that_judges_too_slowly_costs_no_exchange_and_is_reported(
-    story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock, answers: bool
+    story: Story, clock: MockClock, answers: bool
 ) -> None:
     """It reports the seconds that it would take, or is in the middle of other work."""
-    (trainer,) = story.trainers
     story.is_committed = True
     await story.meet(BOB)
-    late = messages.Screened("", 1, clip=0.5, late_seconds=4.0)
 
     async def screen() -> None:
         with trio.move_on_after(3.0):
             assert await story.judge(SIZE, 0, trio.current_time() + 3.0) is None
 
-    nursery.start_soon(screen)
-    await trio.testing.wait_all_tasks_blocked()
-    (command,) = (command for command in trainer.commands if isinstance(command, messages.Screen))
+    await story.begin(screen)
+    (command,) = story.told(messages.Screen)
     assert command.by < math.inf
     if answers:
-        await trainer.report(late)
+        await story.report(messages.Screened("", 1, clip=0.5, late_seconds=4.0))
     await trio.sleep(EXCHANGE_SECONDS + 1.0)
     ended = story.journal.history.recent_exchanges[-1]
     assert (ended.verdict, ended.clip) == ("committed", 0.5)
     assert ended.late_seconds == pytest.approx(4.0 if answers else 3.0)
 
 
-async def test_a_trainer_that_hangs_is_followed_by_another(
-    story: Story, autojump_clock: trio.testing.MockClock
-) -> None:
-    (trainer,) = story.trainers
-    await trio.sleep(10 * HUNG_SECONDS)
-    assert trainer.num_pongs > 10
-    assert len(story.trainers) == 1
-    trainer.hangs = True
-    await trio.sleep(HUNG_SECONDS + 2 * RESTART_DELAYS[0] + 2 * WATCH_INTERVAL)
-    assert len(story.trainers) == 2
-    assert "no sign of life for 30 s" in story.journal.warnings[-1]
-
-
 @pytest.mark.parametrize("seconds", [EXCHANGE_GRACE / 2, 2 * EXCHANGE_GRACE])
 async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of_it(
-    story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock, seconds: float
+    story: Story, clock: MockClock, seconds: float
 ) -> None:
-    (trainer,) = story.trainers
-    story.know(BOB)
     story.exchange_seconds = seconds
-    await trainer.report(contributed(0))
+    await story.meet(BOB)
     story.is_committed = seconds < EXCHANGE_GRACE
     left_at = trio.current_time()
-    nursery.start_soon(story.leave)
+    await story.begin(story.leave)
     await trio.sleep(EXCHANGE_GRACE + GIVE_UP_GRACE)
     if story.is_committed:
-        assert trainer.commands[-2:] == [messages.TakeOuterStep(0, BOB, 0, 0), messages.Save(is_last=True)]
-        await trainer.report(messages.OuterStepTaken(0))
+        assert story.trainer.commands[-2:] == [STEP(0, BOB, 0, 0), LAST_SAVE]
+        await story.report(messages.OuterStepTaken(0))
     else:
         assert story.given_up.is_set()
-        assert trainer.commands[-1] == messages.Save(is_last=True)
-    await trainer.report(saved())
+        assert story.trainer.commands[-1] == LAST_SAVE
+    await story.report(saved())
     assert story.has_left
     assert trio.current_time() - left_at < 2 * EXCHANGE_GRACE
-    assert not any(command == TRAIN(1, 0) for command in trainer.commands)
+    assert TRAIN(1, 0) not in story.trainer.commands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from farandole.node.base.control import serve_control
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.mesh.host import Host
+from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.programs import service as service_module
-from farandole.node.programs.mesh import Mesh, index_of
+from farandole.node.programs.mesh import Mesh, MeshListener, index_of
 from farandole.node.programs.service import MAX_STREAMS_OF_PEER, ProgramService, open_programs
 from farandole.node.programs.stream import MeshError
 from farandole.protocol.programs import (
@@ -45,7 +46,7 @@ Notes = dict[bytes, dict[str, bytes]]
 
 
 @asynccontextmanager
-async def node(home: Path, notes: Notes, **shaping: float) -> AsyncIterator[Host]:
+async def node(home: Path, notes: Notes, up: float = 0.0) -> AsyncIterator[Host]:
     """Run a host whose owner's programs find it in ``home``, as a daemon's do."""
     home.mkdir()
     async with host_at_loopback() as host, trio.open_nursery() as nursery:
@@ -61,7 +62,7 @@ async def node(home: Path, notes: Notes, **shaping: float) -> AsyncIterator[Host
             assert (kind, index) == (Kind.NOTES, 0)
             notes[host.author] = dict(payload.notes)
 
-        programs = ProgramService(host, RUN_ID, Shaping.of_mbit(**shaping), publish, lambda: notes)
+        programs = ProgramService(host, RUN_ID, Shaping.of_mbit(up, 0), publish, lambda: notes)
         async with open_programs(NodeSettings(home=home).programs, programs):
             yield host
         nursery.cancel_scope.cancel()
@@ -70,7 +71,7 @@ async def node(home: Path, notes: Notes, **shaping: float) -> AsyncIterator[Host
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Host, Host]]:
     notes: Notes = {}
-    async with node(tmp_path / "a", notes, up=0, down=0) as a, node(tmp_path / "b", notes, up=0, down=0) as b:
+    async with node(tmp_path / "a", notes) as a, node(tmp_path / "b", notes) as b:
         await connect(a, b)
         yield a, b
 
@@ -91,29 +92,61 @@ async def mesh_at(home: Path) -> Mesh:
     return await program(lambda: Mesh(home=home))
 
 
-async def both(first: Callable[[], object], second: Callable[[], object]) -> None:
+async def meet(
+    home: Path, begin: Callable[[Mesh], T], serve: Callable[[T], None], call: Callable[[Mesh], None]
+) -> None:
+    """Run a program at the node b, which begins to listen and then serves, and one at the node a that calls it."""
+    listening = threading.Event()
+
+    def serve_at_b() -> None:
+        with Mesh(home=home / "b") as mesh:
+            begun = begin(mesh)
+            listening.set()
+            serve(begun)
+
+    def call_from_a() -> None:
+        assert listening.wait(PATIENCE)
+        with Mesh(home=home / "a") as mesh:
+            call(mesh)
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(program, first)
-        nursery.start_soon(program, second)
+        nursery.start_soon(program, serve_at_b)
+        nursery.start_soon(program, call_from_a)
+
+
+@pytest.fixture
+async def work(tmp_path: Path, nodes: tuple[Host, Host]) -> AsyncIterator[tuple[Mesh, MeshListener]]:
+    """Return a program at the node b that listens to "work"."""
+    mesh = await mesh_at(tmp_path / "b")
+    yield mesh, await program(lambda: mesh.listen("work"))
+    mesh.close()
+
+
+async def open_work(nodes: tuple[Host, Host], said: bytes = b"") -> Libp2pStream:
+    stream = await nodes[0].open_stream(nodes[1].author, PROGRAMS_PROTOCOL + "work")
+    await stream.send_all(said)
+    return stream
+
+
+async def assert_no_room(nodes: tuple[Host, Host]) -> None:
+    """Assert that another stream is reset."""
+    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+        await (await open_work(nodes)).receive_some()
 
 
 async def test_streams_carry_messages_both_ways_until_each_side_ends(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
     large = os.urandom(3_000_000)
-    listening = threading.Event()
     heard: list[bytes] = []
 
-    def serve() -> None:
-        with Mesh(home=tmp_path / "b") as mesh, mesh.listen("echo/1") as listener:
-            listening.set()
-            with listener.accept(PATIENCE) as stream:
-                assert stream.peer == nodes[0].peer_id
-                for message in stream:
-                    heard.append(message)
-                    stream.send(message[::-1])
+    def serve(listener: MeshListener) -> None:
+        with listener.accept(PATIENCE) as stream:
+            assert stream.peer == nodes[0].peer_id
+            for message in stream:
+                heard.append(message)
+                stream.send(message[::-1])
 
-    def call() -> None:
-        assert listening.wait(PATIENCE)
-        with Mesh(home=tmp_path / "a") as mesh, mesh.open(nodes[1].peer_id, "echo/1") as stream:
+    def call(mesh: Mesh) -> None:
+        with mesh.open(nodes[1].peer_id, "echo/1") as stream:
             assert (stream.peer, stream.path) == (nodes[1].peer_id, "direct")
             for message in (b"", b"hello", large):
                 stream.send(message)
@@ -122,94 +155,81 @@ async def test_streams_carry_messages_both_ways_until_each_side_ends(tmp_path: P
             assert stream.receive(PATIENCE) is None
             assert stream.receive(PATIENCE) is None
 
-    await both(serve, call)
+    await meet(tmp_path, lambda mesh: mesh.listen("echo/1"), serve, call)
     assert heard == [b"", b"hello", large]
 
 
 async def test_a_sender_waits_while_the_other_program_does_not_read(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
     """Backpressure: what waits is in bounded buffers, so the sender stops after some megabytes, not at 100."""
-    listening, stuck = threading.Event(), threading.Event()
+    stuck = threading.Event()
 
-    def serve() -> None:
-        with Mesh(home=tmp_path / "b") as mesh, mesh.listen("slow") as listener:
-            listening.set()
-            with listener.accept(PATIENCE) as stream:
-                assert stuck.wait(PATIENCE)
-                assert stream.receive(PATIENCE) == b"first"
-                with pytest.raises(MeshError, match="gone"):
-                    list(stream)
+    def serve(listener: MeshListener) -> None:
+        with listener.accept(PATIENCE) as stream:
+            assert stuck.wait(PATIENCE)
+            assert stream.receive(PATIENCE) == b"first"
+            with pytest.raises(MeshError, match="gone"):
+                list(stream)
 
-    def call() -> None:
-        assert listening.wait(PATIENCE)
-        with Mesh(home=tmp_path / "a") as mesh:
-            stream, num_sent = mesh.open(nodes[1].peer_id, "slow"), 0
-            stream.send(b"first")
-            with pytest.raises(TimeoutError):
-                while num_sent < 100:
-                    stream.send(bytes(1_000_000), timeout=0.5)
-                    num_sent += 1
-            assert num_sent < 40
-            stuck.set()
-            with pytest.raises(MeshError, match="gone"):  # nothing can follow half a message
-                stream.send(b"more")
+    def call(mesh: Mesh) -> None:
+        stream, num_sent = mesh.open(nodes[1].peer_id, "slow"), 0
+        stream.send(b"first")
+        with pytest.raises(TimeoutError):
+            while num_sent < 100:
+                stream.send(bytes(1_000_000), timeout=0.5)
+                num_sent += 1
+        assert num_sent < 40
+        stuck.set()
+        with pytest.raises(MeshError, match="gone"):  # nothing can follow half a message
+            stream.send(b"more")
 
-    await both(serve, call)
+    await meet(tmp_path, lambda mesh: mesh.listen("slow"), serve, call)
 
 
 async def test_a_program_that_dies_breaks_its_streams_off(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
-    listening, asked = threading.Event(), threading.Event()
+    asked = threading.Event()
 
-    def serve() -> None:
-        with Mesh(home=tmp_path / "b") as mesh, mesh.listen("echo") as listener:
-            listening.set()
-            stream = listener.accept(PATIENCE)
-            assert stream.receive(PATIENCE) == b"hello"
-            with pytest.raises(TimeoutError):
-                stream.receive(0.01)
-            asked.set()
-            with pytest.raises(MeshError, match="gone"):
-                stream.receive(PATIENCE)
-            stream.close()
+    def serve(listener: MeshListener) -> None:
+        stream = listener.accept(PATIENCE)
+        assert stream.receive(PATIENCE) == b"hello"
+        with pytest.raises(TimeoutError):
+            stream.receive(0.01)
+        asked.set()
+        with pytest.raises(MeshError, match="gone"):
+            stream.receive(PATIENCE)
+        stream.close()
 
-    def call() -> None:
-        assert listening.wait(PATIENCE)
-        stream = Mesh(home=tmp_path / "a").open(nodes[1].peer_id, "echo")
+    def call(mesh: Mesh) -> None:
+        stream = mesh.open(nodes[1].peer_id, "echo")
         stream.send(b"hello")
         assert asked.wait(PATIENCE)
         stream.close()  # as the kernel closes the sockets of a process that is killed
 
-    await both(serve, call)
+    await meet(tmp_path, lambda mesh: mesh.listen("echo"), serve, call)
     with pytest.raises(MeshError):  # its listener is closed, too
         await program(lambda: Mesh(home=tmp_path / "a").open(nodes[1].peer_id, "echo"))
 
 
 async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
-    listening = threading.Event()
     taken: list[tuple[str, bytes]] = []
 
-    def serve() -> None:
-        with Mesh(home=tmp_path / "b") as mesh:
-            messages = mesh.messages("chat")
-            listening.set()
-            for sender, message in messages:
-                taken.append((sender, message))
-                if message == b"bye":
-                    return
+    def serve(messages: Iterator[tuple[str, bytes]]) -> None:
+        for sender, message in messages:
+            taken.append((sender, message))
+            if message == b"bye":
+                return
 
-    def call() -> None:
-        assert listening.wait(PATIENCE)
-        with Mesh(home=tmp_path / "a") as mesh:
-            idle = mesh.open(nodes[1].peer_id, "chat")  # a member that says nothing holds up no message
-            with pytest.raises(ValueError, match="open a stream"):
-                mesh.send(nodes[1].peer_id, "chat", bytes(300_000))
-            with mesh.open(nodes[1].peer_id, "chat") as too_long, pytest.raises(MeshError, match="gone"):
-                too_long.send(bytes(300_000))
-                too_long.receive(PATIENCE)
-            mesh.send(nodes[1].peer_id, "chat", b"hello")
-            mesh.send(nodes[1].peer_id, "chat", b"bye")
-            idle.close()
+    def call(mesh: Mesh) -> None:
+        idle = mesh.open(nodes[1].peer_id, "chat")  # a member that says nothing holds up no message
+        with pytest.raises(ValueError, match="open a stream"):
+            mesh.send(nodes[1].peer_id, "chat", bytes(300_000))
+        with mesh.open(nodes[1].peer_id, "chat") as too_long, pytest.raises(MeshError, match="gone"):
+            too_long.send(bytes(300_000))
+            too_long.receive(PATIENCE)
+        mesh.send(nodes[1].peer_id, "chat", b"hello")
+        mesh.send(nodes[1].peer_id, "chat", b"bye")
+        idle.close()
 
-    await both(serve, call)
+    await meet(tmp_path, lambda mesh: mesh.messages("chat"), serve, call)
     assert taken == [(nodes[0].peer_id, b"hello"), (nodes[0].peer_id, b"bye")]
 
 
@@ -244,18 +264,17 @@ async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path,
     await shows({})
 
 
-async def test_a_name_has_one_listener_and_a_peer_few_streams(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+async def test_a_name_has_one_listener_and_a_peer_few_streams(
+    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener]
+) -> None:
     """The attack: a member opens streams that nobody needs, to keep others from a program."""
-    a, b = nodes
-    mesh = await mesh_at(tmp_path / "b")
-    listener = await program(lambda: mesh.listen("work"))
+    mesh, listener = work
     with pytest.raises(MeshError, match="another program"):
         await program(lambda: mesh.listen("work"))
     with pytest.raises(TimeoutError):
         await program(lambda: listener.accept(0.01))
-    streams = [await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work") for _ in range(MAX_STREAMS_OF_PEER)]
-    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
-        await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
+    streams = [await open_work(nodes) for _ in range(MAX_STREAMS_OF_PEER)]
+    await assert_no_room(nodes)
     await streams[0].send_all(LENGTH.pack(2) + b"hi")
     taken = await program(lambda: listener.accept(PATIENCE))
     assert await program(lambda: taken.receive(PATIENCE)) == b"hi"
@@ -263,17 +282,14 @@ async def test_a_name_has_one_listener_and_a_peer_few_streams(tmp_path: Path, no
     with trio.fail_after(PATIENCE):
         assert await streams[0].receive_some() == b""
     # One of its streams is over: the peer may open another.
-    await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).send_all(b"?")
+    await open_work(nodes, b"?")
     mesh.close()
     with pytest.raises(MeshError, match="closed"):
         await program(listener.accept)
 
 
-async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(
-    tmp_path: Path, nodes: tuple[Host, Host]
-) -> None:
-    mesh = await mesh_at(tmp_path / "b")
-    listener = await program(lambda: mesh.listen("work"))
+async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(work: tuple[Mesh, MeshListener]) -> None:
+    mesh, listener = work
 
     def wait() -> None:
         with pytest.raises(MeshError, match="does not listen to work any more"):
@@ -286,46 +302,31 @@ async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(
 
 
 async def test_a_stream_that_no_program_takes_is_reset(
-    tmp_path: Path, nodes: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "TAKE_SECONDS", 0.1)
-    a, b = nodes
-    mesh = await mesh_at(tmp_path / "b")
-    listener = await program(lambda: mesh.listen("work"))
-    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
-        await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
+    await assert_no_room(nodes)
     with pytest.raises(TimeoutError):  # it passes over the stream that is gone
-        await program(lambda: listener.accept(0.1))
-    await program(mesh.close)
+        await program(lambda: work[1].accept(0.1))
 
 
 async def test_few_streams_wait_for_a_program_that_takes_none(
-    tmp_path: Path, nodes: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: many members open streams to a program that is busy."""
     monkeypatch.setattr(service_module, "MAX_UNTAKEN", 1)
-    a, b = nodes
-    mesh = await mesh_at(tmp_path / "b")
-    listener = await program(lambda: mesh.listen("work"))
-    first = await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")
-    await first.send_all(LENGTH.pack(2) + b"hi")
-    with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
-        await (await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")).receive_some()
-    with await program(lambda: listener.accept(PATIENCE)) as taken:
+    await open_work(nodes, LENGTH.pack(2) + b"hi")
+    await assert_no_room(nodes)
+    with await program(lambda: work[1].accept(PATIENCE)) as taken:
         assert await program(lambda: taken.receive(PATIENCE)) == b"hi"
-    await program(mesh.close)
 
 
 async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(
-    tmp_path: Path, nodes: tuple[Host, Host]
+    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener]
 ) -> None:
-    a, b = nodes
-    mesh = await mesh_at(tmp_path / "b")
-    listener = await program(lambda: mesh.listen("work"))
     for length, error in ((MAX_MESSAGE_BYTES + 1, "longer"), (MAX_MESSAGE_BYTES, "gone")):
-        liar = await a.open_stream(b.author, PROGRAMS_PROTOCOL + "work")
-        await liar.send_all(LENGTH.pack(length) + b"x")
-        stream = await program(partial(listener.accept, PATIENCE))
+        liar = await open_work(nodes, LENGTH.pack(length) + b"x")
+        stream = await program(partial(work[1].accept, PATIENCE))
         if length == MAX_MESSAGE_BYTES:
             with pytest.raises(TimeoutError):
                 await program(partial(stream.receive, 0.1))
@@ -333,31 +334,26 @@ async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(
         with pytest.raises(MeshError, match=error):
             await program(partial(stream.receive, PATIENCE))
         stream.close()
-    await program(mesh.close)
 
 
 async def test_what_programs_send_keeps_to_the_caps(tmp_path: Path) -> None:
     notes: Notes = {}
-    listening = threading.Event()
     size = 400_000
-    async with node(tmp_path / "a", notes, up=4, down=0) as a, node(tmp_path / "b", notes, up=0, down=0) as b:
+    async with node(tmp_path / "a", notes, up=4) as a, node(tmp_path / "b", notes) as b:
         await connect(a, b)
 
-        def serve() -> None:
-            with Mesh(home=tmp_path / "b") as mesh, mesh.listen("work") as listener:
-                listening.set()
-                with listener.accept(PATIENCE) as stream:
-                    assert stream.receive(PATIENCE) == bytes(size)
+        def serve(listener: MeshListener) -> None:
+            with listener.accept(PATIENCE) as stream:
+                assert stream.receive(PATIENCE) == bytes(size)
 
-        def call() -> None:
-            assert listening.wait(PATIENCE)
-            with Mesh(home=tmp_path / "a") as mesh, mesh.open(b.peer_id, "work") as stream:
+        def call(mesh: Mesh) -> None:
+            with mesh.open(b.peer_id, "work") as stream:
                 stream.send(bytes(size))
                 stream.end()
                 assert stream.receive(PATIENCE) is None
 
         began_at = trio.current_time()
-        await both(serve, call)
+        await meet(tmp_path, lambda mesh: mesh.listen("work"), serve, call)
         assert trio.current_time() - began_at > size / 500_000 - 0.1, "4 Mbit/s, after a burst of 50 ms"
 
 
@@ -366,9 +362,9 @@ async def test_a_file_is_fetched_and_resumed_and_a_liar_is_passed_over(tmp_path:
     contents = os.urandom(3 * BLOCK_BYTES + 17)
     (tmp_path / "weights").write_bytes(contents)
     async with (
-        node(tmp_path / "a", notes, up=0, down=0) as a,
-        node(tmp_path / "b", notes, up=0, down=0) as b,
-        node(tmp_path / "liar", notes, up=0, down=0) as liar,
+        node(tmp_path / "a", notes) as a,
+        node(tmp_path / "b", notes) as b,
+        node(tmp_path / "liar", notes) as liar,
     ):
         for one, other in ((a, b), (a, liar), (b, liar)):
             await connect(one, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,11 +51,7 @@ class MemoryHost:
         self.on_failed: Callable[[bytes, str], None] | None = None
         self.addresses: dict[bytes, list[str]] = {}
         self.networks: dict[bytes, str] = {}
-        self.sent: Counter[str] = Counter()
         self.faults: list[bytes] = []
-        self.shut_out_peers: list[bytes] = []
-        self.num_opened = 0
-        self.opened_to: set[bytes] = set()
         self.connected: frozenset[bytes] = frozenset()
         wires.hosts[author] = self
 
@@ -73,7 +68,7 @@ class MemoryHost:
         return self.networks.get(peer, "")
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
-        self.shut_out_peers.append(peer)
+        pass
 
     def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
         self.addresses[peer] = list(addresses)
@@ -83,8 +78,6 @@ class MemoryHost:
         other = self._wires.hosts.get(peer)
         if other is None or protocol not in other.handlers or {peer, self.author} & self._wires.cut:
             raise PeerUnreachableError("nobody there")
-        self.num_opened += 1
-        self.opened_to.add(peer)
         near, far = trio.testing.memory_stream_pair()
         self._wires.nursery.start_soon(other._serve, protocol, MemoryStream(far, self.author, Faults()))
         return MemoryStream(near, peer, Faults())
@@ -111,7 +104,6 @@ class MemoryHost:
 
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
         other = self._wires.hosts.get(peer)
-        self.sent[protocol] += 1
         if other is None or protocol not in other.receivers or {peer, self.author} & self._wires.cut:
             if self.on_failed is not None:
                 self.on_failed(peer, protocol)

@@ -67,7 +67,7 @@ async def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_i
     assert node.membership.current_round() == round_index
 
 
-async def test_an_address_that_was_found_is_announced_without_delay(autojump_clock: MockClock) -> None:
+async def test_an_address_that_was_found_is_announced_without_delay(clock: MockClock) -> None:
     journal, gossip = Journal(say=lambda text: None), Gossip()
     host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
     membership = make_membership(journal, gossip, host=host)
@@ -271,7 +271,7 @@ async def test_a_node_waits_until_it_has_reached_a_member_that_trains_best_a_par
     assert node.membership.awaits_contact()
 
 
-async def test_suspicions_are_published_when_they_change_and_before_they_expire(autojump_clock: MockClock) -> None:
+async def test_suspicions_are_published_when_they_change_and_before_they_expire(clock: MockClock) -> None:
     journal, gossip = Journal(say=lambda text: None), Gossip()
     host: Any = SimpleNamespace(addresses=[])
     announcer = make_membership(journal, gossip, host=host).announcer
@@ -314,7 +314,7 @@ async def test_only_suspicions_of_partners_that_are_believed_count() -> None:
     assert not node.membership.is_suspected(BOB), "its own list does not count"
 
 
-async def test_a_clock_that_members_agree_on_is_reported_once(autojump_clock: MockClock) -> None:
+async def test_a_clock_that_members_agree_on_is_reported_once(clock: MockClock) -> None:
     node = Staged()
     node.host.connections = SimpleNamespace(protect=lambda is_needed: None)
     node.gossip.clock_skew = ClockSkew(-3_660.0, 3, is_agreed=True)
@@ -332,7 +332,7 @@ async def test_a_clock_that_members_agree_on_is_reported_once(autojump_clock: Mo
     assert not node.journal.warnings, "it is over"
 
 
-async def test_a_liar_about_the_time_is_ignored_while_a_member_is_live(autojump_clock: MockClock) -> None:
+async def test_a_liar_about_the_time_is_ignored_while_a_member_is_live(clock: MockClock) -> None:
     node = Staged()
     node.host.connections = SimpleNamespace(protect=lambda is_needed: None)
     node.gossip.clock_skew = ClockSkew(3_660.0, 1, is_agreed=False)

@@ -79,7 +79,7 @@ def test_liars_about_their_release_cause_two_lines_however_many_they_are() -> No
     assert BOB not in watch.apart  # no peer speaks for another one
 
 
-async def test_a_peer_that_is_starting_is_asked_again_until_it_serves_what_is_needed(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_is_starting_is_asked_again_until_it_serves_what_is_needed(clock: MockClock) -> None:
     host, journal, watch, _ = watched()
     host.says(BOB, "0.0.7")
     ask_interval = LOOKS_PER_ASK * LOOK_INTERVAL

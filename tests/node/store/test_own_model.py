@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import trio
 from msgspec.structs import replace
 
 from farandole.node.base.errors import JoinError
 from farandole.node.store.run_file import manifest_of, require_trainable_model
-from farandole.protocol.run.manifest import Manifest, StartConfig, decode_manifest, manifest_from_dict
+from farandole.protocol.run.manifest import Manifest, StartConfig, manifest_from_dict
 from farandole.protocol.run.models import num_parameters
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.model.stages import build_module
-
-from ...patience import PATIENCE
-from ..daemons import Daemon, joined
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
 BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_whole"
@@ -34,47 +28,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the example importable in this process, and in processes that it starts."""
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
-
-
-def manifest_file(tmp_path: Path) -> tuple[Path, bytes]:
-    """Create a manifest by the command, from the example's run file with two stages and shorter rounds."""
-    text = (EXAMPLE / "run.toml").read_text()
-    for old, new in (
-        ("num_stages = 1", "num_stages = 2"),
-        ("round_seconds = 10", "round_seconds = 1"),
-        ("[inner]", '[data]\nsource = "text"\n[inner]'),
-    ):
-        text = text.replace(old, new)
-    (tmp_path / "run.toml").write_text(text)
-    command = [sys.executable, "-m", "farandole.node", "run", "create", str(tmp_path / "run.toml")]
-    command += ["--allow-model", BUILD, "--home", str(tmp_path / "creator")]
-    made = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"run.manifest --allow-model {BUILD} --data PATH" in made.stdout
-    path = tmp_path / "run.manifest"
-    return path, decode_manifest(path.read_bytes())[1].run_id
-
-
-async def until_learnt(node: Daemon) -> None:
-    """Wait until the node's loss is lower by half a nat than at first; a busy machine needs more rounds."""
-    seen: list[float] = []
-    with trio.fail_after(PATIENCE):
-        while len(seen) < 3 or seen[-1] > seen[0] - 0.5:
-            await node.says("round")
-            seen = [loss for _, loss in (await node.status()).losses]
-
-
-async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None:
-    path, run_id = manifest_file(tmp_path)
-    options = ("--data", str(texts), "--allow-model", BUILD)
-    async with joined(tmp_path / "alice", str(path), *options, "--stage", "0") as alice:
-        await alice.says("listening on")
-        invite = alice.invite(run_id)
-        async with joined(tmp_path / "bob", invite, *options, "--stage", "1") as bob:
-            await bob.says("trainer ready")
-            await until_learnt(alice)
-
-
-# Run files
 
 
 def own_run(model: object, allowed: tuple[str, ...] = (BUILD, WHOLE)) -> Manifest:

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from .donors import World
-
-
-@pytest.fixture
-def clock(autojump_clock: MockClock) -> MockClock:
-    """Return virtual time that jumps to whatever is waited for."""
-    return autojump_clock
 
 
 @pytest.fixture

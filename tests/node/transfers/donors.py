@@ -79,6 +79,15 @@ class World:
         monkeypatch.setattr(joining, "dial", self.dial)
         monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
 
+    def hold(self, round_index: int, *peers: bytes, stage: int = 1) -> None:
+        """Have these members of the stage announce its checkpoint of this round, by the first of them."""
+        for peer in peers:
+            self.members.setdefault(peer, stage)
+            self.by_peer[peer, stage] = (peers[0], round_index)
+
+    def is_believed(self, peer: bytes) -> bool:
+        return self.credit.is_good(peer, trio.current_time())
+
     def begin(self) -> Weights:
         """Begin a new life of the node."""
         dht = SimpleNamespace(find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove)
@@ -121,9 +130,8 @@ class World:
         return tuple(frozenset(peer for peer, held in self.members.items() if held == stage) for stage in range(3))
 
     def donors(self, after_round: int, stage: int) -> list[bytes]:
-        now = trio.current_time()
         ahead = [peer for peer, held in self.members.items() if held == stage and self.round > after_round]
-        return [peer for peer in ahead if self.credit.is_good(peer, now)]
+        return [peer for peer in ahead if self.is_believed(peer)]
 
     def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
         return {peer: found[0] for peer, found in self.notices(stage).items() if self.members[peer] == stage}
@@ -209,9 +217,15 @@ class World:
 
     def two_to_copy(self) -> list[bytes]:
         """Return members of the next stage with checkpoints, in the order in which they must be copied."""
-        self.members = {ANN: 2, BOB: 2}
-        self.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
+        self.hold(29, ANN, stage=2)
+        self.hold(28, BOB, stage=2)
         return ranked(RUN, 2, [ANN, BOB])
 
     async def given(self, weights: Weights, stage: int) -> Holding | None:
         return await weights.provider.find(BlockQuestion(RUN, stage))
+
+    async def read(self, weights: Weights, stage: int) -> bytes:
+        """Return the first block that is given of this stage."""
+        given = await self.given(weights, stage)
+        assert given is not None
+        return bytes(given.read(0))

@@ -295,27 +295,3 @@ async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pyt
             nursery.start_soon(take, "second", second)
         assert sorted(ended) == ["first", "second"]
         assert num_turns > 2, "who has had a turn makes room for the other"
-
-
-async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
-    async with open_members(3) as (donor, first, second):
-        donor.holding = hold(tmp_path / "theirs", CONTENT)
-        shares: dict[str, int] = {}
-        donor.service = BlockService(Conditions(donor.host, RUN, Shaping.of_mbit(150, 0)), donor.find)
-        donor.service.register()
-
-        async def take(name: str, newcomer: Member, scope: trio.CancelScope) -> None:
-            newcomer.host.dialler.add_addresses(donor.host.author, donor.host.addresses)
-            newcomer.conditions.channels = None
-
-            def show(progress: FetchProgress) -> None:
-                shares[name] = progress.num_bytes
-                if progress.num_bytes > 0.8 * CONTENT_WANTED:
-                    scope.cancel()
-
-            await fetch(newcomer, [donor], tmp_path / name, on_progress=show)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(take, "first", first, nursery.cancel_scope)
-            nursery.start_soon(take, "second", second, nursery.cancel_scope)
-        assert min(shares.values()) > 0.5 * max(shares.values())

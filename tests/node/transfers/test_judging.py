@@ -25,50 +25,42 @@ def refuse(world: World) -> None:
 
 
 async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(world: World, clock: MockClock) -> None:
-    world.members = {ANN: 1, BOB: 1}
-    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
+    world.hold(29, ANN)
+    world.hold(28, BOB)
     await world.weights.obtain()
     assert world.is_fetched(ANN, 1, 29)
     refuse(world)
     await world.weights.obtain()
     assert "the weights of round 29 are unfit" in "\n".join(world.said)
-    assert not world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+    assert not world.is_believed(world.index(ANN, 1).author)
     assert world.is_fetched(BOB, 1, 28)
 
 
 async def test_weights_that_were_taken_up_cost_nobody_its_credit(world: World, clock: MockClock) -> None:
-    world.members = {ANN: 1}
-    world.by_peer = {(ANN, 1): (ANN, 29)}
+    world.hold(29, ANN)
     await world.weights.obtain()
     world.settings.fetched(1).replace(world.settings.checkpoints / "stage-1-round-29.safetensors")
     await world.weights.obtain()
-    assert world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+    assert world.is_believed(world.index(ANN, 1).author)
 
 
-async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them(
-    world: World, clock: MockClock
+@pytest.mark.parametrize("come_back", [True, False])
+async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them_and_then_begins_anew(
+    world: World, clock: MockClock, come_back: bool
 ) -> None:
-    members = world.members = {ANN: 1, BOB: 1}
-    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
+    world.hold(29, ANN)
+    world.hold(28, BOB)
     await world.weights.obtain()
     refuse(world)
-    world.members, world.round = {}, 0
+    members, world.members, world.round = world.members, {}, 0
+    began_at = trio.current_time()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.weights.obtain)
         await trio.sleep(5.0)
-        world.members, world.round = members, 30
-    assert world.is_fetched(BOB, 1, 28)
-
-
-async def test_a_newcomer_whose_members_never_come_back_begins_anew(world: World, clock: MockClock) -> None:
-    world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
-    await world.weights.obtain()
-    refuse(world)
-    world.members, world.round = {}, 0
-    began_at = trio.current_time()
-    await world.weights.obtain()
+        if come_back:
+            world.members, world.round = members, 30
+    assert world.is_fetched(BOB, 1, 28) == world.settings.fetched(1).exists() == come_back
     assert trio.current_time() - began_at <= CONTACT_TIMEOUT + CONTACT_INTERVAL
-    assert not world.settings.fetched(1).exists()
 
 
 async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second_time(
@@ -80,15 +72,14 @@ async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second
     world.silent = {ANN, BOB}
     await world.weights.obtain()
     assert "going on with this node's own of round 5" in world.journal.warnings[-1]
-    assert not world.credit.is_good(ANN, trio.current_time())
+    assert not world.is_believed(ANN)
     assert world.donors(0, 1) == []
 
 
 async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
     world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.members = {ANN: 1}
-    world.by_peer = {(ANN, 1): (ANN, 29)}
+    world.hold(29, ANN)
     index = world.index
     monkeypatch.setattr(world, "index", lambda peer, stage: msgspec.structs.replace(index(peer, stage), round=28))
     monkeypatch.setattr("farandole.node.transfers.weights.WEIGHTS_TIMEOUT", 10.0)
@@ -126,10 +117,11 @@ def file_of(weights: np.ndarray, round_index: int = 29) -> bytes:
 def hold_alike(world: World, poisoned: Collection[bytes], honest_ones: Collection[bytes]) -> None:
     """Add members of stage 1 with weights: the poisoned all have the same noise, and are one round ahead."""
     poison = file_of(noise(), 30)
-    for peer in (*poisoned, *honest_ones):
-        world.members[peer] = 1
-        world.by_peer[peer, 1] = (peer, 29) if peer in honest_ones else (next(iter(poisoned)), 30)
-        world.weights_of[peer] = file_of(honest()) if peer in honest_ones else poison
+    world.hold(30, *poisoned)
+    world.weights_of |= dict.fromkeys(poisoned, poison)
+    for peer in honest_ones:
+        world.hold(29, peer)
+        world.weights_of[peer] = file_of(honest())
 
 
 async def test_a_stages_weights_that_are_like_other_members_are_taken(world: World, clock: MockClock) -> None:
@@ -148,8 +140,8 @@ async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_belie
     assert "from most others' weights" in world.journal.warnings[0]
     assert world.fetched_from[0] == (ANN, BOB), "what two hold comes first"
     assert any(world.is_fetched(peer, 1, 29) for peer in (CYD, DAN))
-    assert not world.credit.is_good(ANN, trio.current_time())
-    assert world.credit.is_good(CYD, trio.current_time())
+    assert not world.is_believed(ANN)
+    assert world.is_believed(CYD)
     assert ANN not in world.compared_with[:2], "who holds a checkpoint does not judge it"
 
 
@@ -158,10 +150,11 @@ async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_un
 ) -> None:
     hold_alike(world, [], [ANN, BOB, CYD])
     world.weights_of[DAN] = file_of(noise())  # it has announced weights, and does not give them
-    world.members[DAN], world.by_peer[DAN, 1], world.silent = 1, (DAN, 20), {DAN}
+    world.hold(20, DAN)
+    world.silent = {DAN}
     await world.weights.obtain()
     assert any(world.is_fetched(peer, 1, 29) for peer in (ANN, BOB, CYD))
-    assert all(world.credit.is_good(peer, trio.current_time()) for peer in (ANN, BOB, CYD))
+    assert all(world.is_believed(peer) for peer in (ANN, BOB, CYD))
 
 
 async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
@@ -174,7 +167,7 @@ async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_oth
     assert trio.current_time() - began_at > DISPUTED_AFTER
     assert len(world.fetched_from) == 3, "each once before that, and one again"
     assert all("the one member that answered" in line for line in world.journal.warnings)
-    assert all(world.credit.is_good(peer, trio.current_time()) for peer in (ANN, BOB))
+    assert all(world.is_believed(peer) for peer in (ANN, BOB))
     assert sum((world.is_fetched(ANN, 1, 30), world.is_fetched(BOB, 1, 29))) == 1
     world.settings.fetched(1).unlink()
 
@@ -194,7 +187,7 @@ async def test_where_no_member_answers_weights_are_taken_with_a_warning(world: W
     (said,) = [line for line in world.said if "not compared with another member's: there is none" in line]
     assert not said.startswith("warning")
     world.settings.fetched(1).unlink()
-    world.members[BOB], world.by_peer[BOB, 1] = 1, (BOB, 20)
+    world.hold(20, BOB)
     await world.begin().obtain()
     assert any("none of 1 members answered" in line for line in world.said)
 

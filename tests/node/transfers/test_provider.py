@@ -29,15 +29,13 @@ from .files import KEY, RUN, index_of
 
 
 async def test_the_next_stages_newest_weights_are_kept_told_and_given(serving: World, clock: MockClock) -> None:
-    serving.members = {ANN: 2, BOB: 0}
-    serving.by_peer = {(ANN, 2): (ANN, 29)}
+    serving.members = {BOB: 0}
+    serving.hold(29, ANN, stage=2)
     await trio.sleep(30)
     assert serving.asked == [(ANN, 2)]
     assert serving.told == [(2, 29, True)]
     assert len(serving.provided) == 1
-    given = await serving.given(serving.weights, 2)
-    assert given is not None
-    assert given.read(0) == content_of(ANN, 2, 29)
+    assert await serving.read(serving.weights, 2) == content_of(ANN, 2, 29)
     assert await serving.given(serving.weights, 0) is None
     serving.stage = 2  # it moves: its own copy is what it needs
     serving.members = {BOB: 0}
@@ -61,7 +59,7 @@ async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(serv
 
 
 async def test_a_copy_outlives_its_node(nursery: trio.Nursery, world: World, clock: MockClock) -> None:
-    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    world.hold(29, ANN, stage=2)
     nursery.start_soon(world.weights.provider.run)
     await trio.sleep(15)
     world.members = {}
@@ -70,9 +68,7 @@ async def test_a_copy_outlives_its_node(nursery: trio.Nursery, world: World, clo
     nursery.start_soon(again.provider.run)
     await trio.sleep(1)
     assert world.told == [(2, 29, True)]
-    given = await world.given(again, 2)
-    assert given is not None
-    assert given.read(0) == content_of(ANN, 2, 29)
+    assert await world.read(again, 2) == content_of(ANN, 2, 29)
     nursery.cancel_scope.cancel()
 
 
@@ -80,7 +76,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     nursery: trio.Nursery, world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.settings = replace(world.settings, disk=100.0)
-    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    world.hold(29, ANN, stage=2)
     weights = world.begin()
     nursery.start_soon(weights.provider.run)
     await trio.sleep(15)
@@ -93,7 +89,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
 
 
 async def test_what_is_held_is_told_again_before_the_run_forgets_it(serving: World, clock: MockClock) -> None:
-    serving.members, serving.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    serving.hold(29, ANN, stage=2)
     await trio.sleep(30)
     serving.members = {}  # the stage's only copy is this node's
     await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
@@ -120,27 +116,28 @@ async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, clock: Mo
     assert 5 <= len(serving.fetched_from) <= 12
 
 
-async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages(
+async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages_nor_another_file(
     serving: World, clock: MockClock
 ) -> None:
     content = content_of(ME, 1, 30)
-    path = serving.settings.checkpoints / "stage-1-round-30.safetensors"
-    path.write_bytes(content)
+    path, provider = serving.settings.checkpoints / "stage-1-round-30.safetensors", serving.weights.provider
     saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
-    serving.weights.provider.trainer_stage = 0
-    serving.weights.provider.note_saved(saved)
-    await trio.sleep(1)
-    assert serving.told == []
-    serving.weights.provider.trainer_stage = 1
-    serving.weights.provider.note_saved(saved)
-    await trio.sleep(1)
-    assert serving.told == [(1, 30, False)]
+    for stage, there, told in (
+        (0, content, []),
+        (1, content_of(ME, 1, 31), []),  # saved again in the same round
+        (1, content, [(1, 30, False)]),
+    ):
+        path.write_bytes(there)
+        provider.trainer_stage = stage
+        provider.note_saved(saved)
+        await trio.sleep(1)
+        assert serving.told == told
     path.unlink()  # the trainer keeps two
     given = await serving.given(serving.weights, 1)
     assert given is not None
     assert given.read(0) == content
-    assert await serving.weights.provider.find(BlockQuestion(RUN, 1, given.id)) is given
-    assert await serving.weights.provider.find(BlockQuestion(RUN, 1, bytes(32))) is None
+    assert await provider.find(BlockQuestion(RUN, 1, given.id)) is given
+    assert await provider.find(BlockQuestion(RUN, 1, bytes(32))) is None
 
 
 async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
@@ -170,17 +167,6 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
         await trio.sleep(30)
     assert len(set(begun)) == 5
     assert list(serving.settings.checkpoints.iterdir()) == [begun[-1]]
-
-
-async def test_a_checkpoint_whose_file_is_another_already_is_not_given(serving: World, clock: MockClock) -> None:
-    content = content_of(ME, 1, 30)
-    path = serving.settings.checkpoints / "stage-1-round-30.safetensors"
-    path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
-    serving.weights.provider.trainer_stage = 1
-    serving.weights.provider.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
-    await trio.sleep(1)
-    assert serving.told == []
-    assert list(serving.settings.checkpoints.iterdir()) == [path]
 
 
 async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(

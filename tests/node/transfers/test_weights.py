@@ -35,7 +35,7 @@ async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(
 async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when_there_is_room(
     world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.members, world.by_peer = {ANN: 1}, {(ANN, 1): (ANN, 29)}
+    world.hold(29, ANN)
     free, asked_when_full, told = 3_000_000, list[object](), list[str]()
 
     def disk_usage(folder: Path) -> SimpleNamespace:
@@ -62,14 +62,16 @@ async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when
 async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer_ones(
     world: World, clock: MockClock
 ) -> None:
-    world.members = {ANN: 1, BOB: 0, CYD: 1}
-    world.by_peer = {(CYD, 1): (CYD, 28), (ANN, 1): (ANN, 27), (BOB, 1): (ANN, 27)}
+    world.members = {BOB: 0}
+    world.hold(28, CYD)
+    world.hold(27, ANN, BOB)
     await world.weights.obtain()
     assert world.is_fetched(ANN, 1, 27)
     assert set(world.fetched_from[-1]) == {ANN, BOB}
     assert "weights of stage 1, of round 27 from" in "\n".join(world.said)
     world.settings.fetched(1).unlink()
-    world.by_peer |= {(CYD, 1): (CYD, 33), (DAN, 1): (DAN, 34), (EVE, 1): (EVE, 33)}
+    for peer, round_index in ((CYD, 33), (DAN, 34), (EVE, 33)):
+        world.hold(round_index, peer)
     world.members = {CYD: 1, DAN: 1, EVE: 1, ANN: 1, BOB: 0}
     await world.begin().obtain()
     assert world.is_fetched(CYD, 1, 33)
@@ -78,8 +80,8 @@ async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer
 async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpoints(
     world: World, clock: MockClock
 ) -> None:
-    world.members = {ANN: 1, BOB: 1, CYD: 1}
-    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (ANN, 29), (CYD, 1): (CYD, 25)}
+    world.hold(29, ANN, BOB)
+    world.hold(25, CYD)
     begun = sign_index(KEY, world.index(CYD, 1)).id
     partial_path(world.settings.fetched(1), begun).touch()
     await world.weights.obtain()
@@ -101,20 +103,15 @@ async def test_whom_the_run_state_does_not_know_the_dht_may(world: World, clock:
     assert world.is_fetched(ANN, 1, 20)
 
 
-async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(world: World, clock: MockClock) -> None:
-    world.members = {ANN: 1}
-    world.by_peer = {(ANN, 1): (ANN, 27)}
+@pytest.mark.parametrize(("donors", "others"), [([ANN], [CYD, DAN]), ([ANN, CYD], [])])
+async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
+    world: World, clock: MockClock, donors: list[bytes], others: list[bytes]
+) -> None:
+    """Where the run state knows of donors enough, the DHT is not asked."""
+    world.hold(27, *donors)
     world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [ME, CYD, DAN]}
     await world.weights.obtain()
-    assert world.fetched_from == [(ANN, CYD, DAN)]
-
-
-async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(world: World, clock: MockClock) -> None:
-    world.members = {ANN: 1, CYD: 1}
-    world.by_peer = {(ANN, 1): (ANN, 27), (CYD, 1): (ANN, 27)}
-    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [DAN]}
-    await world.weights.obtain()
-    assert [set(names) for names in world.fetched_from] == [{ANN, CYD}]
+    assert [set(names) for names in world.fetched_from] == [{*donors, *others}]
 
 
 async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(world: World, clock: MockClock) -> None:
