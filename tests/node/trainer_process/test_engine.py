@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-import pytest
 import torch
 from blake3 import blake3
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory, open_shared_memory
+from farandole.node.base.system.memory import SharedCounter
 from farandole.node.store.run_file import manifest_of
-from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.process import TrainerProcess
 from farandole.protocol.run.rules import GuardConfig, PlainConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.device import choose_device
@@ -31,15 +25,12 @@ from farandole.training.outer.partner import Exam, PartnerContribution
 from farandole.training.outer.round_end import RoundEnd
 from farandole.training.screening.rule import Accept, Partner, ScreeningRule, Verdict
 
-from ..trainer_commands import prepare_for
-from .test_process import reports_of
+from .conftest import Start
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny"}, Path(), 0.0)
 BOB = b"b" * 32
 NOT_FINITE = "the contribution cannot be used: a value received is not finite, or too large"
 SIZE = 16  # bytes of a contribution
-
-ReportType = TypeVar("ReportType")
 
 
 class TokensRule(ScreeningRule):
@@ -98,159 +89,85 @@ class Adder(Engine):
         return float(self.slow.mean()) * num_batches
 
 
-class Mesh:
-    """The mesh process's end of one trainer process that drives an engine in this thread."""
-
-    def __init__(self, prepare: messages.Prepare, engine: Engine, ends: tuple[socket.socket, socket.socket]) -> None:
-        self.outgoing, self.incoming = (
-            map_shared_memory(place, counted_size(SIZE)) for place in (prepare.outgoing, prepare.incoming)
-        )
-        self._connection, far = ends
-        self._trainer = TrainerProcess(TrainerSocket(far), prepare, MANIFEST, engine)
-        self._reports = reports_of(self._connection)
-
-    def send(self, *commands: messages.Command) -> None:
-        for command in commands:
-            self._connection.sendall(messages.encode(command))
-
-    def obey(self) -> None:
-        """Let the trainer obey the next command."""
-        self._trainer.handle(self._trainer.next_command())
-
-    def receive(self, kind: type[ReportType]) -> ReportType:
-        """Return the next report, which must be of this kind."""
-        report = next(self._reports)
-        assert isinstance(report, kind), report
-        return report
-
-    def tell(self, command: messages.Command, kind: type[ReportType]) -> ReportType:
-        self.send(command)
-        self.obey()
-        return self.receive(kind)
-
-
-@pytest.fixture
-def prepare(tmp_path: Path) -> Iterator[messages.Prepare]:
-    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
-        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing, incoming=incoming)
-
-
-@pytest.fixture
-def meet(prepare: messages.Prepare) -> Iterator[Callable[[Engine], Mesh]]:
-    sockets: list[socket.socket] = []
-
-    def make(engine: Engine) -> Mesh:
-        sockets.extend(pair := socket.socketpair())
-        return Mesh(prepare, engine, pair)
-
-    yield make
-    for each in sockets:
-        each.close()
-
-
-def test_a_whole_round_of_an_engine_of_ones_own(meet: Callable[[Engine], Mesh]) -> None:
-    engine = Adder()
-    mesh = meet(engine)
-    prepared = mesh.receive(messages.Prepared)
+def test_a_whole_round_of_an_engine_of_ones_own(start: Start) -> None:
+    trainer = start(MANIFEST, engine := Adder())
+    prepared = trainer.receive(messages.Prepared)
     assert (prepared.num_parameters, prepared.contribution_bytes, prepared.activation_bytes) == (4, SIZE, 0)
     assert prepared.layout == engine.checkpoint.layout.hash
 
-    contributed = mesh.tell(messages.Train(0, 3), messages.Contributed)
+    contributed = trainer.tell(messages.Train(0, 3), messages.Contributed)
     assert (contributed.size, contributed.inner_steps_this_round, contributed.tokens_this_round) == (SIZE, 3, 30)
     assert contributed.loss == 2.5
-    digest = mesh.receive(messages.Encoded).digest
-    assert digest == blake3(mesh.outgoing[:SIZE]).digest()
-    assert SharedCounter(mesh.outgoing).count_of(0) == SIZE
+    digest = trainer.receive(messages.Encoded).digest
+    assert digest == blake3(trainer.outgoing[:SIZE]).digest()
+    assert SharedCounter(trainer.outgoing).count_of(0) == SIZE
 
     nan = float("nan")
     for number, (value, reason) in enumerate([(nan, NOT_FINITE), (nan, None), (5.0, "")], 1):
-        mesh.incoming[:SIZE] = torch.full((2, 2), value).numpy().tobytes()
-        SharedCounter(mesh.incoming).store(number, SIZE)
+        trainer.arrive(number, torch.full((2, 2), value).numpy().tobytes())
         if reason is None:  # the exchange breaks before it is judged: none of its bytes are taken for the next one's
-            mesh.tell(messages.Ping(), messages.Pong)
+            trainer.tell(messages.Ping(), messages.Pong)
             continue
-        assert mesh.tell(messages.Screen(SIZE, number, BOB, 70), messages.Screened) == messages.Screened(
+        assert trainer.tell(messages.Screen(SIZE, number, BOB, 70), messages.Screened) == messages.Screened(
             reason, number, clip=0.0 if reason else 1.0
         )
     assert engine.adding.taken_in.count(SIZE) == 3, "each exchange's own bytes, as they arrived"
-    taken = mesh.tell(messages.TakeOuterStep(0, BOB, SIZE, 70), messages.OuterStepTaken)
+    taken = trainer.tell(messages.TakeOuterStep(0, BOB, SIZE, 70), messages.OuterStepTaken)
     assert (taken.late_steps, engine.totals.round) == (0, 1)
     assert torch.equal(engine.slow, torch.full((4,), 4.0)), "the mean of 3 and 5"
 
-    assert mesh.tell(messages.Validate(2), messages.Validated) == messages.Validated(1, 8.0)
-    saved = mesh.tell(messages.Save(), messages.Saved)
+    assert trainer.tell(messages.Validate(2), messages.Validated) == messages.Validated(1, 8.0)
+    saved = trainer.tell(messages.Save(), messages.Saved)
     assert (saved.problem, saved.round, saved.inner_steps) == ("", 1, 3)
     assert torch.equal(load_file(saved.path)["slow/w"].flatten(), engine.slow)
-    again = meet(other := Adder())
+    again = start(MANIFEST, other := Adder())
     assert again.receive(messages.Prepared).resumed == msgspec.structs.replace(saved, seconds=0.0)
     assert (other.totals.round, other.totals.steps, other.totals.tokens) == (1, 3, 30)
     assert torch.equal(other.round_end.fast_weights(), engine.slow)
     assert other.round_end.partner.histories.of(BOB)["tokens"] == (70.0,)
 
 
-def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_steps(
-    meet: Callable[[Engine], Mesh],
-) -> None:
+def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_steps(start: Start) -> None:
     """In a round without them only a newcomer's 0 counts, on both sides."""
-    engine = Adder()
-    mesh = meet(engine)
-    mesh.receive(messages.Prepared)
+    trainer = start(MANIFEST, engine := Adder())
+    trainer.receive(messages.Prepared)
     own = []
     for round_index, (takes_steps, claim) in enumerate([(True, 10**12), (False, 10**12), (False, 0)]):
-        own.append(mesh.tell(messages.Train(round_index, 3, takes_steps), messages.Contributed).tokens_claimed)
-        mesh.receive(messages.Encoded)
-        SharedCounter(mesh.incoming).store(round_index + 1, SIZE)
-        mesh.tell(messages.Screen(SIZE, round_index + 1, BOB, claim), messages.Screened)
-        mesh.tell(messages.TakeOuterStep(round_index), messages.OuterStepTaken)
+        own.append(trainer.tell(messages.Train(round_index, 3, takes_steps), messages.Contributed).tokens_claimed)
+        trainer.receive(messages.Encoded)
+        SharedCounter(trainer.incoming).store(round_index + 1, SIZE)
+        trainer.tell(messages.Screen(SIZE, round_index + 1, BOB, claim), messages.Screened)
+        trainer.tell(messages.TakeOuterStep(round_index), messages.OuterStepTaken)
     assert own == [30, 1, 1]
     assert engine.round_end.partner.histories.of(BOB)["tokens"] == (10.0**12, 1.0, 0.0)
 
 
-def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[[Engine], Mesh]) -> None:
-    engine = Adder()
-    mesh = meet(engine)
-    mesh.receive(messages.Prepared)
-    mesh.send(messages.Train(0, 0), messages.FinishRound(0))
-    mesh.obey()
-    assert mesh.receive(messages.Contributed).inner_steps_this_round == 1
-    mesh.receive(messages.Encoded)
-
-    mesh.send(messages.Train(1, 2), messages.TakeOuterStep(0))
-    mesh.obey()
-    assert mesh.receive(messages.OuterStepTaken) == messages.OuterStepTaken(0, late_steps=1)
-    contributed = mesh.receive(messages.Contributed)
-    assert (contributed.round, contributed.inner_steps_this_round, contributed.inner_steps) == (1, 2, 3)
-    mesh.receive(messages.Encoded)
-    assert mesh.outgoing[:SIZE] == torch.full((2, 2), 3.0).numpy().tobytes()
-
-
-def test_a_round_that_is_over_waits_for_the_outer_step_before(meet: Callable[[Engine], Mesh]) -> None:
+def test_a_round_that_is_over_waits_for_the_outer_step_before(start: Start) -> None:
     """Meanwhile it answers signs of life; what is for the round's end comes after it."""
-    engine = Adder()
-    mesh = meet(engine)
-    mesh.receive(messages.Prepared)
-    mesh.tell(messages.Ping(), messages.Pong)
-    mesh.send(messages.Train(0, 0), messages.Ping(), messages.FinishRound(1), messages.FinishRound(0))
-    mesh.obey()
-    mesh.receive(messages.Pong)
-    assert mesh.receive(messages.Contributed).inner_steps_this_round >= 1, "another round's end is ignored"
-    mesh.receive(messages.Encoded)
-    sent = bytes(mesh.outgoing[:SIZE])
+    trainer = start(MANIFEST, Adder())
+    trainer.receive(messages.Prepared)
+    trainer.tell(messages.Ping(), messages.Pong)
+    trainer.send(messages.Train(0, 0), messages.Ping(), messages.FinishRound(1), messages.FinishRound(0))
+    trainer.obey()
+    trainer.receive(messages.Pong)
+    assert trainer.receive(messages.Contributed).inner_steps_this_round >= 1, "another round's end is ignored"
+    trainer.receive(messages.Encoded)
+    sent = bytes(trainer.outgoing[:SIZE])
 
     early = messages.Train(1, 0, takes_steps=False), messages.FinishRound(0), messages.Validate(1), messages.Ping()
-    mesh.send(*early, messages.Save())
-    waiting = threading.Thread(target=mesh.obey)
+    trainer.send(*early, messages.Save())
+    waiting = threading.Thread(target=trainer.obey)
     waiting.start()
-    mesh.receive(messages.Pong)
-    assert mesh.receive(messages.Saved).round == 0
-    assert mesh.outgoing[:SIZE] == sent, "the partner may still be reading it"
-    mesh.send(messages.TakeOuterStep(0))
+    trainer.receive(messages.Pong)
+    assert trainer.receive(messages.Saved).round == 0
+    assert trainer.outgoing[:SIZE] == sent, "the partner may still be reading it"
+    trainer.send(messages.TakeOuterStep(0))
     waiting.join()
-    assert mesh.receive(messages.OuterStepTaken).round == 0
-    assert mesh.receive(messages.Contributed).round == 1
-    mesh.receive(messages.Encoded)
-    mesh.obey()
-    assert mesh.receive(messages.Validated).round == 1
+    assert trainer.receive(messages.OuterStepTaken).round == 0
+    assert trainer.receive(messages.Contributed).round == 1
+    trainer.receive(messages.Encoded)
+    trainer.obey()
+    assert trainer.receive(messages.Validated).round == 1
 
 
 class Driven(Adder):
@@ -277,10 +194,10 @@ class Driven(Adder):
         return messages.InnerStepTaken(True)
 
 
-def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callable[[Engine], Mesh]) -> None:
-    mesh = meet(driven := Driven())
-    mesh.receive(messages.Prepared)
-    mesh.send(
+def test_a_driven_engine_computes_on_commands_until_the_round_ends(start: Start) -> None:
+    trainer = start(MANIFEST, driven := Driven())
+    trainer.receive(messages.Prepared)
+    trainer.send(
         messages.Train(0, 0),
         messages.Work("forward", 3),
         messages.Validate(1),
@@ -290,14 +207,14 @@ def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callabl
         messages.Settle(3, is_kept=False),
         messages.Ping(),
     )
-    mesh.obey()
-    assert mesh.receive(messages.Worked).problem == "forward 3"
-    assert mesh.receive(messages.Validated).round == 0, "at once: what is asked for went through the stages before"
-    assert mesh.receive(messages.InnerStepTaken).is_taken
-    assert mesh.receive(messages.Contributed).inner_steps_this_round == 1
-    mesh.receive(messages.Encoded)
-    mesh.obey()
-    mesh.obey()
-    mesh.obey()
-    mesh.receive(messages.Pong)  # and no answer to work that crossed the contribution
+    trainer.obey()
+    assert trainer.receive(messages.Worked).problem == "forward 3"
+    assert trainer.receive(messages.Validated).round == 0, "at once: what is asked for went through the stages before"
+    assert trainer.receive(messages.InnerStepTaken).is_taken
+    assert trainer.receive(messages.Contributed).inner_steps_this_round == 1
+    trainer.receive(messages.Encoded)
+    trainer.obey()
+    trainer.obey()
+    trainer.obey()
+    trainer.receive(messages.Pong)  # and no answer to work that crossed the contribution
     assert driven.settled == [3], "what ended between two rounds leaves its slot"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import socket
 import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,34 +15,12 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, SAVING_NICENESS
 from farandole.node.store.run_file import manifest_of
-from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.process import TrainerProcess, make_engine
-from farandole.protocol.run.manifest import DataConfig, Manifest
+from farandole.protocol.run.manifest import DataConfig
 from farandole.protocol.run.rules import ScreeningConfig
-from farandole.protocol.trainer.trainer_messages import (
-    LENGTH,
-    Contributed,
-    DrawSlices,
-    Encoded,
-    FinishRound,
-    OuterStepTaken,
-    Prepare,
-    Prepared,
-    Report,
-    Save,
-    Saved,
-    Screen,
-    Screened,
-    SlicesTrained,
-    TakeOuterStep,
-    Train,
-    TrainerSettings,
-    decode_report,
-    encode,
-)
+from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.trainer.trainer_messages import FinishRound, Save, Screen, TakeOuterStep, Train
 from farandole.training.engine import snapshot
 from farandole.training.engine.learner import HeldOutLoss, Learner, build_learner
 from farandole.training.engine.replica import Replica
@@ -56,7 +30,7 @@ from farandole.training.screening.rule import Accept, Partner, Refuse, Screening
 
 from ...patience import PATIENCE
 from ...training.conftest import copy_without
-from ..trainer_commands import prepare_for, with_settings
+from .conftest import Start, Trainer
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
 
@@ -82,35 +56,10 @@ class LateCopier(DeviceCopier):
         return self.send(source.clone(), host)  # operations queued later may change the source
 
 
-@pytest.fixture
-def prepare(tmp_path: Path) -> Iterator[Prepare]:
-    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
-        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing, incoming=incoming)
+BOB = b"b" * 32
 
 
-@contextlib.contextmanager
-def in_process(
-    prepare: Prepare, manifest: Manifest = MANIFEST
-) -> Iterator[tuple[TrainerProcess, Learner, socket.socket]]:
-    """Yield a trainer process's commands, its engine, and the mesh process's end of the connection."""
-    mesh, trainers = socket.socketpair()
-    with mesh, trainers:
-        channel = TrainerSocket(trainers)
-        engine = make_engine(channel, prepare, manifest)
-        assert isinstance(engine, Learner)
-        yield TrainerProcess(channel, prepare, manifest, engine), engine, mesh
-
-
-def reports_of(mesh: socket.socket) -> Iterator[Report]:
-    """Yield the trainer's reports, earlier ones and new ones."""
-    mesh.settimeout(PATIENCE)
-    with mesh.makefile("rb") as stream:
-        while True:
-            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-            yield decode_report(stream.read(length))
-
-
-def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inner_steps_go_on_while_a_contribution_is_encoded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy is possible before the next round's first inner step; the sent contribution is from before that step."""
     may_copy, step = threading.Event(), Replica.inner_step
 
@@ -121,32 +70,19 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
 
     monkeypatch.setattr(Replica, "inner_step", inner_step)
     monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier(may_copy))
-    with in_process(prepare) as (trainer, learner, mesh):
-        trainer.handle(Train(0, 2))
-        expected = learner.round_end.fast_weights()
-        mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
-        trainer.handle(Train(1, 2))
-
-        kinds: list[type[Report]] = []
-        for report in reports_of(mesh):
-            kinds.append(type(report))
-            match report:
-                case Encoded(digest=bytes(digest)) if report.round == 0:
-                    assert digest == blake3(expected.numpy().tobytes()).digest()
-                case OuterStepTaken(round_index, late):
-                    assert (round_index, late) == (0, 1)
-                case Encoded(digest=bytes(digest)):
-                    break
-        size = learner.round_end.contribution_bytes
-        assert digest == blake3(memoryview(map_shared_memory(prepare.outgoing, size))[:size]).digest()
-    assert [kind for kind in kinds if kind in (Contributed, OuterStepTaken)] == [
-        Contributed,
-        OuterStepTaken,
-        Contributed,
-    ]
+    trainer = start(MANIFEST)
+    trainer.handle(Train(0, 2))
+    expected = trainer.learner.round_end.fast_weights()
+    trainer.send(TakeOuterStep(0, BOB, 0, 0))
+    trainer.handle(Train(1, 2))
+    assert trainer.report(messages.Contributed).round == 0
+    assert trainer.report(messages.Encoded).digest == blake3(expected.numpy().tobytes()).digest()
+    assert trainer.report(messages.OuterStepTaken) == messages.OuterStepTaken(0, late_steps=1)
+    assert trainer.report(messages.Contributed).round == 1
+    assert trainer.report(messages.Encoded).digest == blake3(trainer.outgoing[: trainer.size]).digest()
 
 
-def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inner_step_takes_as_long_as_its_pace_says(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pace is the time from the start of one step to the start of the next, however fast the machine is."""
     pace, begun, learn = 0.05, list[float](), Learner.learn
 
@@ -155,29 +91,26 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
         return learn(learner)
 
     monkeypatch.setattr(Learner, "learn", noted)
-    with in_process(with_settings(prepare, step_seconds=pace)) as (trainer, _, _):
-        started_at = time.monotonic()
-        trainer.handle(Train(0, 4))
+    trainer, started_at = start(MANIFEST, step_seconds=pace), time.monotonic()
+    trainer.handle(Train(0, 4))
     assert len(begun) == 4
     assert all(at - started_at >= number * pace for number, at in enumerate(begun))
 
 
-def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(prepare: Prepare) -> None:
-    with in_process(with_settings(prepare, step_seconds=3_600.0)) as (trainer, _, mesh):
-        for index in range(2):
-            mesh.sendall(encode(FinishRound(index)))
-            trainer.handle(Train(index, 4))
-            trainer.handle(TakeOuterStep(index))
-        reports = reports_of(mesh)
-        rounds = [next(report for report in reports if isinstance(report, Contributed)) for _ in range(2)]
-    assert [report.inner_steps_this_round for report in rounds] == [1, 1]
-    for report in rounds:
-        assert 0.0 < report.busy_seconds <= report.seconds
-        assert 0.0 < report.utilisation <= 1.0
+def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(start: Start) -> None:
+    trainer = start(MANIFEST, step_seconds=3_600.0)
+    for index in range(2):
+        trainer.send(FinishRound(index))
+        trainer.handle(Train(index, 4), TakeOuterStep(index))
+    for _ in range(2):
+        contributed = trainer.report(messages.Contributed)
+        assert contributed.inner_steps_this_round == 1
+        assert 0.0 < contributed.busy_seconds <= contributed.seconds
+        assert 0.0 < contributed.utilisation <= 1.0
 
 
 def test_inner_steps_go_on_while_a_checkpoint_is_written(
-    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint can be written only after two more inner steps; its content is from before them."""
     monkeypatch.delenv(KEEP_PRIORITY_VARIABLE, raising=False)
@@ -201,11 +134,11 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(Replica, "inner_step", inner_step)
     monkeypatch.setattr(snapshot, "copier_for", lambda device: Late(may_copy))
-    with in_process(prepare) as (trainer, _, mesh):
-        mesh.sendall(encode(Save()))
-        trainer.handle(Train(0, 4))
-        saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
-    twin = build_learner(MANIFEST, run_id=prepare.run_id, author=prepare.author, settings=TrainerSettings(device="cpu"))
+    trainer = start(MANIFEST)
+    trainer.send(Save())
+    trainer.handle(Train(0, 4))
+    saved = trainer.report(messages.Saved)
+    twin = a_learner(trainer.prepare.author)
     twin.learn()
     content = twin.checkpoint.save(tmp_path / "twin")
     assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
@@ -213,28 +146,26 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     assert set(priorities) == {SAVING_NICENESS}
 
 
-def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(prepare: Prepare) -> None:
-    with in_process(prepare) as (trainer, learner, mesh):
-        trainer.handle(Train(0, 2))
-        trainer.handle(TakeOuterStep(0))
-        expected = learner.round_end.slow_weights()
-        trainer.handle(Train(1, 2, takes_steps=False))
-        for report in reports_of(mesh):
-            match report:
-                case Contributed(1):
-                    contributed = report
-                case Encoded(1, digest=bytes(digest)):
-                    break
-        trainer.handle(TakeOuterStep(1))
-        trainer.handle(Train(2, 2))
-    assert digest == blake3(expected.numpy().tobytes()).digest()
+def a_learner(author: bytes) -> Learner:
+    return build_learner(MANIFEST, run_id=b"r" * 32, author=author, settings=messages.TrainerSettings(device="cpu"))
+
+
+def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(start: Start) -> None:
+    trainer = start(MANIFEST)
+    trainer.handle(Train(0, 2), TakeOuterStep(0))
+    expected = trainer.learner.round_end.slow_weights()
+    trainer.handle(Train(1, 2, takes_steps=False))
+    assert trainer.report(messages.Encoded).round == 0
+    contributed, encoded = trainer.report(messages.Contributed), trainer.report(messages.Encoded)
+    trainer.handle(TakeOuterStep(1), Train(2, 2))
+    assert encoded.digest == blake3(expected.numpy().tobytes()).digest()
     assert (contributed.inner_steps_this_round, contributed.tokens_this_round, contributed.loss) == (0, 0, None)
     assert contributed.inner_steps == 2
-    assert (learner.totals.round, learner.totals.steps) == (2, 4)
+    assert (trainer.engine.totals.round, trainer.engine.totals.steps) == (2, 4)
 
 
-def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare, tmp_path: Path) -> None:
-    donor = build_learner(MANIFEST, run_id=prepare.run_id, author=b"d" * 32, settings=TrainerSettings(device="cpu"))
+def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(start: Start, tmp_path: Path) -> None:
+    donor = a_learner(b"d" * 32)
     for _ in range(2):
         donor.learn()
         donor.learn()
@@ -242,47 +173,44 @@ def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(prepare: Prepare,
     donor.checkpoint.save(tmp_path / "whole")
     part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
     fetched = copy_without(part, "square", tmp_path / "fetched")
-    with in_process(msgspec.structs.replace(prepare, fetched=str(fetched))) as (trainer, learner, mesh):
-        assert (learner.totals.round, learner.totals.steps, learner.replica.optimizer.begun_at) == (2, 4, 4)
-        trainer.handle(Train(5, 2))
-        trainer.handle(TakeOuterStep(5))
-        trainer.handle(Train(6, 2))
-        claims = list(itertools.islice((each for each in reports_of(mesh) if isinstance(each, Contributed)), 2))
-    tokens = claims[0].tokens_this_round
-    assert tokens > 0
+    trainer = start(MANIFEST, fetched=str(fetched))
+    totals, optimizer = trainer.engine.totals, trainer.learner.replica.optimizer
+    assert (totals.round, totals.steps, optimizer.begun_at) == (2, 4, 4)
+    trainer.handle(Train(5, 2), TakeOuterStep(5), Train(6, 2))
+    claims = [trainer.report(messages.Contributed) for _ in range(2)]
+    assert claims[0].tokens_this_round > 0
     assert [claim.tokens_claimed for claim in claims] == [0, 0], "it has met nobody yet"
     assert claims[0].inner_steps == 4 + 3 * 2 + 2, "the schedule is at the run's place"
-    assert learner.replica.optimizer.begun_at == 4 + 3 * 2, "the ramp is where it was"
+    assert optimizer.begun_at == 4 + 3 * 2, "the ramp is where it was"
 
 
-def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
-    manifest = msgspec.structs.replace(MANIFEST, data=DataConfig(epochs=2))
-    prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))
-    with in_process(prepare, manifest) as (trainer, _, mesh):
-        mesh.sendall(encode(DrawSlices(1, [(2, 3), (7, 1)])))
-        trainer.handle(Train(0, 4))
-        mesh.sendall(encode(TakeOuterStep(0)))
-        mesh.sendall(encode(FinishRound(1)))
-        trainer.handle(trainer.next_command())
-        trainer.handle(Train(1, 4))
+def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(start: Start) -> None:
+    trainer = start(msgspec.structs.replace(MANIFEST, data=DataConfig(epochs=2)))
+    trainer.send(messages.DrawSlices(1, [(2, 3), (7, 1)]))
+    trainer.handle(Train(0, 4))
+    trainer.send(TakeOuterStep(0), FinishRound(1))
+    trainer.obey()
+    trainer.handle(Train(1, 4))
 
-        prepared, trained, contributed = None, list[int](), list[Contributed]()
-        for report in reports_of(mesh):
-            match report:
-                case Prepared():
-                    prepared = report
-                case SlicesTrained(1, ranges):
-                    trained += [index for first, count in ranges for index in range(first, first + count)]
-                case Contributed():
-                    contributed.append(report)
-            if len(contributed) == 2:
-                break
-    assert prepared is not None
+    prepared, trained, contributed = trainer.report(messages.Prepared), list[int](), list[messages.Contributed]()
+    while len(contributed) < 2:
+        match next(trainer.reports):
+            case messages.SlicesTrained(1, ranges):
+                trained += [index for first, count in ranges for index in range(first, first + count)]
+            case messages.Contributed() as report:
+                contributed.append(report)
     assert prepared.num_slices > 7
     assert len(prepared.corpus) == 8
     assert trained == [2, 3, 4, 7]
     assert [report.inner_steps_this_round for report in contributed] == [4, 0]
     assert contributed[1].loss is None
+
+
+def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(start: Start) -> None:
+    trainer = start(msgspec.structs.replace(MANIFEST, data=DataConfig(held_out=0.0)))
+    trainer.handle(messages.Validate(1), Train(0, 1))
+    assert "too little text is held out" in trainer.report(messages.Validated).problem
+    assert trainer.report(messages.Contributed).inner_steps == 1
 
 
 class RememberingConfig(
@@ -310,39 +238,38 @@ class Remembering(ScreeningRule):
         partner.history.append("tokens", partner.encounter.partner_tokens)
 
 
+def screen_own(trainer: Trainer, by: float = 0.0, tokens: int = 70) -> int:
+    """Let Bob send this node's own contribution, which is judged; return its size."""
+    trainer.incoming[: trainer.size] = trainer.outgoing[: trainer.size]
+    trainer.handle(Screen(trainer.size, 1, BOB, tokens, by=by))
+    return trainer.size
+
+
 @pytest.mark.parametrize("harm", [None, b"rubbish"])
 def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
-    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, harm: bytes | None
+    start: Start, monkeypatch: pytest.MonkeyPatch, harm: bytes | None
 ) -> None:
     module = types.ModuleType("remembering")
     module.__dict__["RULE"] = Remembering
     monkeypatch.setitem(sys.modules, "farandole.training.screening.remembering", module)
     manifest = msgspec.structs.replace(MANIFEST, screening=RememberingConfig())
-    bob = b"b" * 32
-
-    def meet(round_index: int) -> str:
-        """Return the verdict on Bob, who sends this node's own contribution, by a new trainer."""
-        with in_process(prepare, manifest) as (trainer, learner, mesh):
-            trainer.handle(Train(round_index, 1))
-            size = learner.round_end.contribution_bytes
-            map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
-            trainer.handle(Screen(size, 1, bob, 70))
-            trainer.handle(TakeOuterStep(round_index, bob if not round_index else b"", 0 if round_index else size, 70))
-            trainer.handle(Save(is_last=True))
-            return next(report.reason for report in reports_of(mesh) if isinstance(report, Screened))
-
-    assert meet(0) == ""
-    if harm is None:
-        assert meet(1) == "met with 128 and 70 tokens, now (128, 70)"
-    else:
-        (file,) = Path(prepare.settings.checkpoints).glob("*-peers.msgpack")
+    trainer = start(manifest)
+    trainer.handle(Train(0, 1))
+    trainer.handle(TakeOuterStep(0, BOB, screen_own(trainer), 70), Save(is_last=True))
+    assert trainer.report(messages.Screened).reason == ""
+    if harm is not None:
+        (file,) = Path(trainer.prepare.settings.checkpoints).glob("*-peers.msgpack")
         file.write_bytes(harm)
-        assert meet(1) == "", "a damaged file is as good as none"
+    again = start(manifest)
+    again.handle(Train(1, 1))
+    screen_own(again)
+    told = "met with 128 and 70 tokens, now (128, 70)"
+    assert again.report(messages.Screened).reason == ("" if harm else told), "a damaged file is as good as none"
 
 
 @pytest.mark.parametrize("slowness", [0.0, 0.4])
 def test_a_trainer_that_is_slow_to_judge_counts_half_and_says_how_long_it_takes(
-    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, slowness: float
+    start: Start, monkeypatch: pytest.MonkeyPatch, slowness: float
 ) -> None:
     """In half a second, of which a window takes ``slowness`` and a few milliseconds."""
     on_exam = HeldOutLoss.on_exam
@@ -352,14 +279,11 @@ def test_a_trainer_that_is_slow_to_judge_counts_half_and_says_how_long_it_takes(
         return on_exam(held_out, num_windows, key)
 
     monkeypatch.setattr(HeldOutLoss, "on_exam", slow)
-    with in_process(prepare, MANIFEST) as (trainer, learner, mesh):
-        trainer.handle(Train(0, 1))
-        size = learner.round_end.contribution_bytes
-        map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
-        bob, seconds = b"b" * 32, 0.5 if slowness else 60.0
-        trainer.handle(Screen(size, 1, bob, 128, by=time.monotonic() + seconds))
-        trainer.handle(TakeOuterStep(0, bob, size, 128))
-        judged = next(report for report in reports_of(mesh) if isinstance(report, Screened))
+    trainer = start(MANIFEST)
+    trainer.handle(Train(0, 1))
+    size = screen_own(trainer, time.monotonic() + (0.5 if slowness else 60.0), 128)
+    trainer.handle(TakeOuterStep(0, BOB, size, 128))
+    judged = trainer.report(messages.Screened)
     assert (judged.reason, judged.clip) == ("", 0.5 if slowness else 1.0)
     assert (judged.late_seconds > 3 * 0.4) == bool(slowness)
-    assert learner.totals.round == 1
+    assert trainer.engine.totals.round == 1

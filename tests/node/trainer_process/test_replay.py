@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from farandole.node.base.system.memory import open_shared_memory
-from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.process import TrainerProcess, make_engine
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import (
     KEPT_STARTS,
-    LENGTH,
     Contributed,
     Ping,
     Pong,
-    Prepare,
     Recorded,
     Replay,
     Replayed,
-    Report,
     TakeOuterStep,
     Train,
-    decode_report,
-    encode,
 )
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Replica
 
-from ...patience import PATIENCE
 from ..small_runs import small_manifest
-from ..trainer_commands import prepare_for
+from .conftest import Start, Trainer
 
 DETERMINISTIC = {"batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 2, "deterministic": True}
 MANIFEST = small_manifest(
@@ -49,60 +37,39 @@ STEPS = 4
 LEARN = Learner.learn
 
 
-class Trainer:
-    """A trainer process's commands, carried out in this process."""
+class Audited:
+    """An author's trainer whose rounds are recorded, and which replays others'."""
 
-    def __init__(
-        self, prepare: Prepare, manifest: Manifest, mesh: socket.socket, stream: BinaryIO, trainers: socket.socket
-    ) -> None:
-        channel = TrainerSocket(trainers)
-        engine = make_engine(channel, prepare, manifest)
-        assert isinstance(engine, Learner)
-        self.author = prepare.author
-        self.learner = engine
-        self.process = TrainerProcess(channel, prepare, manifest, engine)
-        self.mesh = mesh
-        self.reports = self._read(stream)
-
-    def _read(self, stream: BinaryIO) -> Iterator[Report]:
-        while True:
-            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-            yield decode_report(stream.read(length))
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.learner = trainer.learner
+        self.author = trainer.prepare.author
 
     def round(self, index: int) -> Recorded:
         """Take a round's inner steps, and its outer step alone."""
-        self.process.handle(Train(index, STEPS))
-        recorded = next(report for report in self.reports if isinstance(report, Recorded))
-        self.process.handle(TakeOuterStep(index))
+        self.trainer.handle(Train(index, STEPS))
+        recorded = self.trainer.report(Recorded)
+        self.trainer.handle(TakeOuterStep(index))
         return recorded
 
     def replay(self, recorded: Recorded, author: bytes, **changes: object) -> Replayed:
         """Return the result of replaying a round here."""
         commitment = msgspec.structs.replace(recorded.commitment, **changes)
-        self.process.handle(Replay(recorded.start.path, author, commitment))
-        return next(report for report in self.reports if isinstance(report, Replayed))
+        self.trainer.handle(Replay(recorded.start.path, author, commitment))
+        return self.trainer.report(Replayed)
 
 
-MakeTrainer = Callable[..., Trainer]
+MakeTrainer = Callable[..., Audited]
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path, texts: Path) -> Iterator[MakeTrainer]:
-    """Return a function that makes authors' trainers, each with its own folder, and the same text."""
-    with contextlib.ExitStack() as held:
+def make_trainer(start: Start, texts: Path) -> MakeTrainer:
+    """Return a function that makes authors' trainers with the same text."""
 
-        def make(author: bytes = b"a" * 32, manifest: Manifest = MANIFEST) -> Trainer:
-            folder = tmp_path / author[:1].decode()
-            folder.mkdir()
-            memory = [held.enter_context(open_shared_memory(name)) for name in ("outgoing", "incoming")]
-            mesh, trainers = (held.enter_context(end) for end in socket.socketpair())
-            prepare = prepare_for(
-                manifest, folder, author=author, data=[str(texts)], outgoing=memory[0], incoming=memory[1]
-            )
-            mesh.settimeout(PATIENCE)
-            return Trainer(prepare, manifest, mesh, held.enter_context(mesh.makefile("rb")), trainers)
+    def make(author: bytes = b"a" * 32, manifest: Manifest = MANIFEST) -> Audited:
+        return Audited(start(manifest, author=author, data=[str(texts)]))
 
-        yield make
+    return make
 
 
 def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
@@ -137,8 +104,8 @@ def test_the_share_of_inner_steps_counts_a_replay_before_the_first_round(make_tr
     recorded = author.round(0)
     for _ in range(3):
         auditor.replay(recorded, author.author)
-    auditor.process.handle(Train(0, STEPS))
-    contributed = next(report for report in auditor.reports if isinstance(report, Contributed))
+    auditor.trainer.handle(Train(0, STEPS))
+    contributed = auditor.trainer.report(Contributed)
     assert 0.0 < contributed.utilisation <= 1.0
 
 
@@ -157,9 +124,8 @@ def test_ten_thousand_audits_accuse_no_honest_member(make_trainer: MakeTrainer) 
 
 def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -> None:
     author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
-    author.learner.totals.steps = author.learner.replica.optimizer.begun_at = (
-        100  # the weights came from a peer, without AdamW's means
-    )
+    # The weights came from a peer, without AdamW's means.
+    author.learner.totals.steps = author.learner.replica.optimizer.begun_at = 100
     for recorded in (author.round(0), author.round(1)):
         assert recorded.commitment.begun_at == 100
         assert is_equal(auditor.replay(recorded, author.author), recorded)
@@ -225,10 +191,10 @@ def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
 
 
 def test_a_replay_answers_signs_of_life_and_puts_off_the_rest(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    recorded = trainer.round(0)
-    trainer.mesh.sendall(encode(Ping()) + encode(Train(1, STEPS)) + encode(Ping()))
-    trainer.process.handle(Replay(recorded.start.path, trainer.author, recorded.commitment))
+    author = make_trainer()
+    trainer, recorded = author.trainer, author.round(0)
+    trainer.send(Ping(), Train(1, STEPS), Ping())
+    trainer.handle(Replay(recorded.start.path, author.author, recorded.commitment))
     reports = itertools.takewhile(lambda report: not isinstance(report, Replayed), trainer.reports)
     assert [report for report in reports if isinstance(report, Pong)] == [Pong(), Pong()]
     assert trainer.process.next_command() == Train(1, STEPS)
@@ -241,9 +207,7 @@ def test_starts_are_kept_for_a_few_rounds(make_trainer: MakeTrainer) -> None:
 
 
 def test_rounds_are_recorded_only_where_the_run_has_audits(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(manifest=small_manifest(inner=DETERMINISTIC))
-    trainer.process.handle(Train(0, STEPS))
-    trainer.process.handle(TakeOuterStep(0))
-    trainer.process.handle(Ping())
+    trainer = make_trainer(manifest=small_manifest(inner=DETERMINISTIC)).trainer
+    trainer.handle(Train(0, STEPS), TakeOuterStep(0), Ping())
     reports = itertools.takewhile(lambda report: not isinstance(report, Pong), trainer.reports)
     assert not [report for report in reports if isinstance(report, Recorded)]

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory, open_shared_memory
 from farandole.node.store.run_file import manifest_of
-from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.process import StepPace, TrainerProcess
+from farandole.node.trainer_process.process import StepPace
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import (
-    Command,
     FinishRound,
     OuterStepTaken,
-    Prepare,
-    Report,
     Save,
     Saved,
     Screen,
     TakeOuterStep,
     Train,
     TrainerSettings,
-    encode,
 )
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.engine.replica import Recipe, Replica
@@ -41,8 +35,7 @@ from farandole.training.outer.outer_state import OuterState
 from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
 
 from ...patience import PATIENCE
-from ..trainer_commands import prepare_for
-from .test_process import reports_of
+from .conftest import Start, Trainer
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 STEPS = 2
@@ -70,72 +63,61 @@ def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> L
     )
 
 
-class Mesh:
-    """The mesh process's part of Alice's first exchange, with Bob's contribution."""
+@dataclass
+class Meeting:
+    """Alice's first exchange, with Bob's contribution, after `STEPS` inner steps."""
 
-    def __init__(self, prepare: Prepare, manifest: Manifest, alice: Learner, ours: socket.socket) -> None:
-        self.reports = reports_of(ours)
-        bob = learner_of(manifest, BOB)
-        for _ in range(STEPS):
-            bob.learn()
-        self.contribution = bytearray(bob.round_end.contribution_bytes)
-        size, _ = bob.round_end.contribute(self.contribution)
-        del self.contribution[size:]
-        incoming = map_shared_memory(prepare.incoming, counted_size(alice.round_end.contribution_bytes))
-        incoming[: len(self.contribution)] = self.contribution
-        SharedCounter(incoming).store(1, len(self.contribution))
-        self.tokens = bob.totals.tokens
-        self._ours = ours
+    trainer: Trainer
+    manifest: Manifest
+    contribution: bytearray
+    tokens: int
 
-    def tell(self, command: Command) -> None:
-        self._ours.sendall(encode(command))
+    @property
+    def alice(self) -> Learner:
+        return self.trainer.learner
 
-    def judge(self) -> None:
-        self.tell(Screen(len(self.contribution), 1, BOB, self.tokens))
+    def screen(self) -> None:
+        """Send what the mesh process does once all of Bob's contribution is there."""
+        self.trainer.send(Screen(len(self.contribution), 1, BOB, self.tokens))
+        self.trainer.send(TakeOuterStep(0, BOB, len(self.contribution), self.tokens))
 
-    def commit(self) -> None:
-        self.tell(TakeOuterStep(0, BOB, len(self.contribution), self.tokens))
+    def end_round(self) -> None:
+        """Have the trainer judge the contribution and take the outer step, before the next round begins."""
+        self.screen()
+        for _ in range(2):
+            self.trainer.obey()
 
-
-class Play(Protocol):
-    """Trains Alice for `STEPS` inner steps, until her contribution awaits Bob's."""
-
-    def __call__(self, *, is_lean: bool = False, **outer: object) -> tuple[TrainerProcess, Learner, Mesh]: ...
+    def late(self) -> int:
+        """Return how late the outer step was."""
+        return self.trainer.report(OuterStepTaken).late_steps
 
 
-@pytest.fixture
-def play(tmp_path: Path) -> Iterator[Play]:
-    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
-        ours, trainers = socket.socketpair()
-        begun: list[TrainerProcess] = []
-
-        def begin(*, is_lean: bool = False, **outer: object) -> tuple[TrainerProcess, Learner, Mesh]:
-            manifest = manifest_with(**outer)
-            prepare = prepare_for(manifest, tmp_path, outgoing=outgoing, incoming=incoming)
-            alice = learner_of(manifest, ALICE, is_lean=is_lean)
-            trainer = TrainerProcess(TrainerSocket(trainers), prepare, manifest, alice)
-            begun.append(trainer)
-            mesh = Mesh(prepare, manifest, alice, ours)
-            trainer.handle(Train(0, STEPS))
-            return trainer, alice, mesh
-
-        with ours, trainers:
-            yield begin
-            for trainer in begun:
-                trainer.close()
+def meet(start: Start, *, is_lean: bool = False, **outer: object) -> Meeting:
+    """Train Alice until her contribution awaits Bob's, which has arrived."""
+    manifest = manifest_with(**outer)
+    trainer = start(manifest, learner_of(manifest, ALICE, is_lean=is_lean))
+    bob = learner_of(manifest, BOB)
+    for _ in range(STEPS):
+        bob.learn()
+    contribution = bytearray(bob.round_end.contribution_bytes)
+    size, _ = bob.round_end.contribute(contribution)
+    del contribution[size:]
+    trainer.arrive(1, contribution)
+    trainer.handle(Train(0, STEPS))
+    return Meeting(trainer, manifest, contribution, bob.totals.tokens)
 
 
-def in_turn(manifest: Manifest, mesh: Mesh, late: int, *, is_lean: bool) -> Learner:
+def in_turn(met: Meeting, late: int, *, is_lean: bool = False) -> Learner:
     """Return Alice after the same steps with everything in one thread, the outer step ``late`` inner steps late."""
-    alice = learner_of(manifest, ALICE, is_lean=is_lean)
+    alice = learner_of(met.manifest, ALICE, is_lean=is_lean)
     for _ in range(STEPS):
         alice.learn()
     alice.round_end.contribute(bytearray(alice.round_end.contribution_bytes))
     for _ in range(late):
         alice.learn()
-    encounter = Encounter(BOB, alice.round_end.tokens_claimed, mesh.tokens)
-    alice.round_end.screen(mesh.contribution, encounter)
-    assert alice.round_end.apply(mesh.contribution, encounter, own_first=True) == late
+    encounter = Encounter(BOB, alice.round_end.tokens_claimed, met.tokens)
+    alice.round_end.screen(met.contribution, encounter)
+    assert alice.round_end.apply(met.contribution, encounter, own_first=True) == late
     for _ in range(MORE_STEPS - late):
         alice.learn()
     return alice
@@ -163,35 +145,22 @@ class SlowStep:
         monkeypatch.setattr(Replica, "inner_step", count)
 
 
-def end_round(trainer: TrainerProcess, mesh: Mesh) -> None:
-    """Have the trainer judge the contribution and take the outer step, before the next round begins."""
-    mesh.judge()
-    mesh.commit()
-    for _ in range(2):
-        trainer.handle(trainer.next_command())
-
-
-def late_of(reports: Iterator[Report]) -> int:
-    """Read reports up to the outer step's; return how late it was."""
-    return next(report.late_steps for report in reports if isinstance(report, OuterStepTaken))
-
-
 @pytest.mark.parametrize(
     ("outer", "is_lean"),
     [({"codec": "fp32"}, False), ({"codec": "int8"}, False), ({}, True)],
 )
 def test_inner_steps_go_on_while_the_outer_step_is_computed(
-    play: Play, monkeypatch: pytest.MonkeyPatch, outer: dict[str, object], is_lean: bool
+    start: Start, monkeypatch: pytest.MonkeyPatch, outer: dict[str, object], is_lean: bool
 ) -> None:
-    trainer, alice, mesh = play(is_lean=is_lean, **outer)
+    met = meet(start, is_lean=is_lean, **outer)
+    alice = met.alice
     with monkeypatch.context() as patch:
         SlowStep(patch, alice, STEPS + 2)
-        mesh.judge()
-        mesh.commit()
-        trainer.handle(Train(1, MORE_STEPS))
-    late = late_of(mesh.reports)
+        met.screen()
+        met.trainer.handle(Train(1, MORE_STEPS))
+    late = met.late()
     assert 2 <= late <= MORE_STEPS
-    expected = in_turn(manifest_with(**outer), mesh, late, is_lean=is_lean)
+    expected = in_turn(met, late, is_lean=is_lean)
     assert torch.equal(alice.round_end.slow_weights(), expected.round_end.slow_weights())
     if is_lean:  # which random bits round the weights depends on when their loss was measured
         torch.testing.assert_close(
@@ -201,36 +170,36 @@ def test_inner_steps_go_on_while_the_outer_step_is_computed(
         assert torch.equal(alice.round_end.fast_weights(), expected.round_end.fast_weights())
 
 
-def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(play: Play) -> None:
-    trainer, alice, mesh = play()
-    end_round(trainer, mesh)
-    trainer.handle(Save())
-    assert late_of(mesh.reports) == 0
-    assert torch.equal(alice.round_end.fast_weights(), alice.round_end.slow_weights())
+def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(start: Start) -> None:
+    met = meet(start)
+    met.end_round()
+    met.trainer.handle(Save())
+    assert met.late() == 0
+    assert torch.equal(met.alice.round_end.fast_weights(), met.alice.round_end.slow_weights())
 
 
 def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, alice, mesh = play(codec="fp32")
-    step = SlowStep(monkeypatch, alice, STEPS + 1)
-    end_round(trainer, mesh)
+    met = meet(start, codec="fp32")
+    alice, step = met.alice, SlowStep(monkeypatch, met.alice, STEPS + 1)
+    met.end_round()
     while not step.has_begun.wait(0.01):
         alice.round_end.side_thread.look()
-    trainer.handle(Train(1, MORE_STEPS))
-    late = late_of(mesh.reports)
+    met.trainer.handle(Train(1, MORE_STEPS))
+    late = met.late()
     assert 1 <= late <= MORE_STEPS
     monkeypatch.undo()
-    expected = in_turn(manifest_with(codec="fp32"), mesh, late, is_lean=False)
+    expected = in_turn(met, late)
     assert torch.equal(alice.round_end.slow_weights(), expected.round_end.slow_weights())
     assert torch.equal(alice.round_end.fast_weights(), expected.round_end.fast_weights())
 
 
 def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A judgement needs the other thread several times: it must not take as many inner steps, with their pauses."""
-    trainer, _, mesh = play()
+    met = meet(start)
     end_step, lates = StepPace.end_step, list[int]()
 
     def pause(pace: StepPace) -> float:
@@ -238,15 +207,14 @@ def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
         return time.monotonic() + 2 * PATIENCE
 
     def finish() -> None:
-        lates.append(late_of(mesh.reports))
-        mesh.tell(FinishRound(1))
+        lates.append(met.late())
+        met.trainer.send(FinishRound(1))
 
     monkeypatch.setattr(StepPace, "end_step", pause)
-    mesh.judge()
-    mesh.commit()
+    met.screen()
     finishing = threading.Thread(target=finish)
     finishing.start()
-    trainer.handle(Train(1, MORE_STEPS))
+    met.trainer.handle(Train(1, MORE_STEPS))
     finishing.join()
     assert lates == [1]
 
@@ -273,7 +241,7 @@ class AskingTwice(ScreeningRule):
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_all_losses_of_a_judgement_are_of_the_same_weights(
-    play: Play, monkeypatch: pytest.MonkeyPatch, fragments: int
+    start: Start, monkeypatch: pytest.MonkeyPatch, fragments: int
 ) -> None:
     """With fragments, what is not exchanged in this round changes with each inner step."""
     stepped = threading.Condition()
@@ -291,22 +259,21 @@ def test_all_losses_of_a_judgement_are_of_the_same_weights(
     rule = AskingTwice(wait_for_step)
     monkeypatch.setattr(round_end, "rule_of", lambda settings: rule)
     monkeypatch.setattr(Replica, "inner_step", count)
-    trainer, _, mesh = play(fragments=fragments)
-    mesh.judge()
-    mesh.commit()
-    trainer.handle(Train(1, MORE_STEPS))
+    met = meet(start, fragments=fragments)
+    met.screen()
+    met.trainer.handle(Train(1, MORE_STEPS))
     first, again = rule.losses
     assert first is not None
     assert first == again
 
 
-def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:
+def test_a_checkpoint_waits_for_the_outer_step(start: Start) -> None:
     """Halfway through the step, some of the slow weights would be new."""
-    trainer, alice, mesh = play()
-    before = alice.round_end.slow_weights()
-    end_round(trainer, mesh)
-    trainer.handle(Save())
-    saved = next(report for report in mesh.reports if isinstance(report, Saved))
+    met = meet(start)
+    alice, before = met.alice, met.alice.round_end.slow_weights()
+    met.end_round()
+    met.trainer.handle(Save())
+    saved = met.trainer.report(Saved)
     assert saved.round == 1
     again = learner_of(manifest_with(), ALICE)
     again.checkpoint.load(Path(saved.path))
@@ -314,10 +281,10 @@ def test_a_checkpoint_waits_for_the_outer_step(play: Play) -> None:
     assert not torch.equal(again.round_end.slow_weights(), before)
 
 
-def test_a_trainer_ends_while_the_side_thread_waits_for_it(play: Play) -> None:
-    trainer, alice, mesh = play()
-    end_round(trainer, mesh)
-    trainer.close()
+def test_a_trainer_ends_while_the_side_thread_waits_for_it(start: Start) -> None:
+    met = meet(start)
+    met.end_round()
+    met.trainer.process.close()
     with pytest.raises(CancelledError):
-        trainer.handle(Save())
-    assert alice.totals.round == 0
+        met.trainer.handle(Save())
+    assert met.alice.totals.round == 0
