@@ -66,11 +66,12 @@ async def follow(folder: Path, loop: Callable[[], None], run: Manifest | None = 
     """Run a loop in a thread, and yield its trainer; at the end it goes away by itself."""
     async with open_script_door(folder / "trainer.sock") as door, trio.open_nursery() as nursery:
         nursery.start_soon(in_thread, loop)
-        with pytest.raises(TrainerError, match="gone"):
+        with pytest.raises(TrainerError, match="gone") as raised:
             async with trainer_at(door, folder, run) as trainer:
                 yield trainer
                 while True:
                     await trainer.receive()
+        assert raised.value.cause == "detached"
 
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
@@ -236,11 +237,7 @@ async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> N
     attachment = attached(tmp_path, Loop(a_model()))
 
     async with open_script_door(tmp_path / "trainer.sock") as door, trio.open_nursery() as nursery:
-
-        async def begin() -> None:
-            await in_thread(attachment.begin)
-
-        nursery.start_soon(begin)
+        nursery.start_soon(in_thread, attachment.begin)
         await door.wait()
         await in_thread(attachment.end)
 

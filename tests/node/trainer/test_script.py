@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import trio
 from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory
 from farandole.node.base.system.sockets import connect
 from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer.script import ANOTHER, open_script_door
-from farandole.node.trainer.trainer import TrainerError
+from farandole.node.trainer.script import ANOTHER, ScriptDoor, open_script_door
+from farandole.node.trainer.trainer import Trainer, TrainerError
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
@@ -29,124 +30,105 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trainer.sock"
 
 
-def a_loop(path: Path) -> tuple[TrainerSocket, socket.socket]:
-    connection = connect(path, PATIENCE)
-    return TrainerSocket(connection), connection
+@pytest.fixture
+async def door(path: Path) -> AsyncIterator[ScriptDoor]:
+    with trio.fail_after(PATIENCE):
+        async with open_script_door(path) as door:
+            yield door
+
+
+@contextmanager
+def a_loop(path: Path) -> Iterator[TrainerSocket]:
+    with connect(path, PATIENCE) as connection:
+        yield TrainerSocket(connection)
 
 
 async def hear(loop: TrainerSocket) -> messages.Command:
     return await trio.to_thread.run_sync(loop.receive)
 
 
-def command(folder: Path) -> messages.Prepare:
-    return prepare_for(small_manifest(), folder)
+def open_trainer(door: ScriptDoor, path: Path) -> AbstractAsyncContextManager[Trainer]:
+    return door.open_trainer(prepare_for(small_manifest(), path.parent))
 
 
 async def test_a_loop_shares_memory_with_the_node_and_reports(path: Path) -> None:
-    async with open_script_door(path) as door:
-        loop, connection = a_loop(path)
-        with connection, trio.fail_after(PATIENCE):
-            await door.wait()
-            loop.send(PREPARED)
-            async with door.open_trainer(command(path.parent)) as trainer:
-                prepare = await hear(loop)
-                assert isinstance(prepare, messages.Prepare)
-                outgoing = map_shared_memory(prepare.outgoing, counted_size(SIZE))
-                outgoing[:4] = b"here"
-                SharedCounter(outgoing).store(3, 4)
-                assert trainer.outgoing[:4] == b"here"
-                assert SharedCounter(trainer.outgoing).count_of(3) == 4
-                loop.send(messages.Pong())
-                assert await trainer.receive() == messages.Pong()
-                outgoing.close()
-            assert await hear(loop) == messages.Stop()
+    with trio.fail_after(PATIENCE):
+        async with open_script_door(path) as door:
+            with a_loop(path) as loop:
+                await door.wait()
+                loop.send(PREPARED)
+                async with open_trainer(door, path) as trainer:
+                    prepare = await hear(loop)
+                    assert isinstance(prepare, messages.Prepare)
+                    outgoing = map_shared_memory(prepare.outgoing, counted_size(SIZE))
+                    outgoing[:4] = b"here"
+                    SharedCounter(outgoing).store(3, 4)
+                    assert trainer.outgoing[:4] == b"here"
+                    assert SharedCounter(trainer.outgoing).count_of(3) == 4
+                    loop.send(messages.Pong())
+                    assert await trainer.receive() == messages.Pong()
+                    outgoing.close()
+                assert await hear(loop) == messages.Stop()
     assert not list(path.parent.rglob("*.shared"))
     with pytest.raises((FileNotFoundError, ConnectionError)):
         connect(path, 1.0)
 
 
-async def test_one_loop_at_a_time(path: Path) -> None:
-    async with open_script_door(path) as door:
-        first, held = a_loop(path)
-        with held, trio.fail_after(PATIENCE):
-            await door.wait()
-            second, connection = a_loop(path)
-            with connection:
-                assert await hear(second) == messages.Dismiss(ANOTHER)
-            first.send(PREPARED)
-            async with door.open_trainer(command(path.parent)):
-                third, connection = a_loop(path)
-                with connection:
-                    assert await hear(third) == messages.Dismiss(ANOTHER)
-            fourth, connection = a_loop(path)
-            with connection:
-                await door.wait()
-                fourth.send(PREPARED)
-                async with door.open_trainer(command(path.parent)):
-                    pass
-
-
-async def test_a_loop_that_goes_away_has_detached(path: Path) -> None:
-    async with open_script_door(path) as door:
-        loop, connection = a_loop(path)
+async def test_one_loop_at_a_time(door: ScriptDoor, path: Path) -> None:
+    with a_loop(path) as first:
         await door.wait()
-        loop.send(PREPARED)
-        with pytest.raises(TrainerError) as raised:
-            async with door.open_trainer(command(path.parent)) as trainer:
-                connection.close()
-                with trio.fail_after(PATIENCE):
-                    await trainer.receive()
-        assert raised.value.cause == "detached"
+        with a_loop(path) as second:
+            assert await hear(second) == messages.Dismiss(ANOTHER)
+        first.send(PREPARED)
+        async with open_trainer(door, path):
+            with a_loop(path) as third:
+                assert await hear(third) == messages.Dismiss(ANOTHER)
+        with a_loop(path) as fourth:
+            await door.wait()
+            fourth.send(PREPARED)
+            async with open_trainer(door, path):
+                pass
 
 
 @pytest.mark.parametrize(("cause", "told"), [("detached", "detached"), ("fault", "detached"), ("weights", "weights")])
 async def test_what_a_loop_fails_by_is_its_owners_affair_but_for_a_peers_weights(
-    path: Path, cause: messages.Cause, told: messages.Cause
+    door: ScriptDoor, path: Path, cause: messages.Cause, told: messages.Cause
 ) -> None:
-    async with open_script_door(path) as door:
-        loop, connection = a_loop(path)
-        with connection:
-            await door.wait()
-            loop.send(messages.Failed("another model", cause))
-            with pytest.raises(TrainerError, match="another model") as raised:
-                async with door.open_trainer(command(path.parent)):
-                    pass
-            assert raised.value.cause == told
+    with a_loop(path) as loop:
+        await door.wait()
+        loop.send(messages.Failed("another model", cause))
+        with pytest.raises(TrainerError, match="another model") as raised:
+            async with open_trainer(door, path):
+                pass
+        assert raised.value.cause == told
 
 
-async def test_a_loop_that_hangs_is_let_go(path: Path) -> None:
+async def test_a_loop_that_hangs_is_let_go(door: ScriptDoor, path: Path) -> None:
     """The node does not end a process that it has not started."""
-    async with open_script_door(path) as door:
-        loop, connection = a_loop(path)
-        with connection:
-            await door.wait()
-            loop.send(PREPARED)
-            with pytest.raises(TrainerError), trio.fail_after(PATIENCE):
-                async with door.open_trainer(command(path.parent)) as trainer:
-                    await trainer.condemn("it hangs")
-                    await trainer.receive()
+    with a_loop(path) as loop:
+        await door.wait()
+        loop.send(PREPARED)
+        with pytest.raises(TrainerError):
+            async with open_trainer(door, path) as trainer:
+                await trainer.condemn("it hangs")
+                await trainer.receive()
 
 
-async def test_no_loop_is_wanted_any_more(path: Path) -> None:
+async def test_no_loop_is_wanted_any_more(door: ScriptDoor, path: Path) -> None:
     over = messages.Dismiss("all rounds are done", is_over=True)
-    async with open_script_door(path) as door:
-        waiting, held = a_loop(path)
-        with held, trio.fail_after(PATIENCE):
-            await door.wait()
-            await door.dismiss(over.reason)
-            assert await hear(waiting) == over
-            late, connection = a_loop(path)
-            with connection:
-                assert await hear(late) == over
+    with a_loop(path) as waiting:
+        await door.wait()
+        await door.dismiss(over.reason)
+        assert await hear(waiting) == over
+    with a_loop(path) as late:
+        assert await hear(late) == over
 
 
-async def test_a_loop_that_trains_is_told_why_it_is_stopped(path: Path) -> None:
-    async with open_script_door(path) as door:
-        loop, connection = a_loop(path)
-        with connection, trio.fail_after(PATIENCE):
-            await door.wait()
-            loop.send(PREPARED)
-            async with door.open_trainer(command(path.parent)):
-                assert isinstance(await hear(loop), messages.Prepare)
-                door.dismissal = "the node leaves the run"
-            assert await hear(loop) == messages.Dismiss("the node leaves the run", is_over=True)
+async def test_a_loop_that_trains_is_told_why_it_is_stopped(door: ScriptDoor, path: Path) -> None:
+    with a_loop(path) as loop:
+        await door.wait()
+        loop.send(PREPARED)
+        async with open_trainer(door, path):
+            assert isinstance(await hear(loop), messages.Prepare)
+            door.dismissal = "the node leaves the run"
+        assert await hear(loop) == messages.Dismiss("the node leaves the run", is_over=True)
