@@ -33,6 +33,11 @@ async def connected_pair() -> AsyncIterator[tuple[Host, Host]]:
             yield alice, bob
 
 
+def port_of(host: Host) -> int:
+    """Return the port at which the host listens."""
+    return host.own.listening[0][1]
+
+
 def has_ipv6() -> bool:
     """Return whether this system can listen over IPv6."""
     try:
@@ -45,6 +50,21 @@ def has_ipv6() -> bool:
 async def echo(stream: Libp2pStream) -> None:
     while data := await stream.receive_some():
         await stream.send_all(data)
+
+
+async def echoed(stream: Libp2pStream, data: bytes) -> bytes:
+    """Send data and an end to an echo, and receive meanwhile; return all that comes back."""
+    received = bytearray()
+
+    async def send() -> None:
+        await stream.send_all(data)
+        await stream.send_eof()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        while piece := await stream.receive_some():
+            received += piece
+    return bytes(received)
 
 
 async def assert_echo(caller: Host, peer: Host) -> None:

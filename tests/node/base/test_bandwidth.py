@@ -6,8 +6,6 @@ import math
 import random
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,20 +25,19 @@ from farandole.node.base.bandwidth import (
     Shaping,
 )
 from farandole.node.base.figures import BYTES_PER_MBIT
-from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.mesh.host import open_host
 from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import MAX_SERVED, BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.run.manifest import RoundConfig
 from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
+from ..bulk.channels.parties import move
 from ..hosts import LOOPBACK
 from ..relayed import until
-from ..sockets import tcp_pair
+from ..sockets import channel_pair
 from ..transfers.files import RUN, checkpoint_bytes, hold
 
 PATIENCE = 30.0
@@ -125,15 +122,6 @@ def move_bulk(shaper: Shaper, clock: Clock, seconds: float, flood: float = 0.0) 
     return moved
 
 
-@pytest.mark.parametrize("rate", RATES)
-def test_a_flood_of_control_slows_bulk_down_and_never_stops_it(rate: float) -> None:
-    clock = Clock()
-    shaper = Shaper(rate, clock)
-    seconds = 1_000 * shaper.quantum / rate
-    shaper.charge(round(1_000 * rate))
-    assert move_bulk(shaper, clock, seconds, flood=10) >= BULK_SHARE * rate * seconds - 2 * shaper.quantum
-
-
 def test_a_flood_of_control_is_paid_for_so_long_and_no_longer() -> None:
     clock = Clock()
     shaper = Shaper(125_000, clock)
@@ -199,32 +187,6 @@ def test_the_rate_of_late_is_of_the_last_seconds() -> None:
 # On real sockets
 
 
-@asynccontextmanager
-async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
-    """Open both ends of a channel over loopback TCP."""
-    dialled, accepted = tcp_pair()
-    secrets = Secrets(b"n" * 32, b"f" * 32)
-    channels: dict[bool, BulkChannel] = {}
-
-    async def open_one(connection: socket.socket, is_asker: bool, shaping: Shaping) -> None:
-        own = secrets if is_asker else Secrets(secrets.opening, secrets.sealing)
-        channel = BulkChannel(b"p" * 32, b"s" * 16, connection, own, shaping)
-        await channel.open(is_asker)
-        channels[is_asker] = channel
-        if not is_asker:
-            channel.announce()
-
-    with trio.fail_after(PATIENCE):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(open_one, dialled, True, near)
-            nursery.start_soon(open_one, accepted, False, far)
-        try:
-            yield channels[True], channels[False]
-        finally:
-            channels[False].close()
-            channels[True].close()
-
-
 def num_counted(shaper: Shaper) -> float:
     """Return all bytes that it has counted, if its clock stands at 0."""
     return shaper.per_second() * (METER_SECONDS - 1)
@@ -233,9 +195,8 @@ def num_counted(shaper: Shaper) -> float:
 async def test_a_channel_counts_what_it_moves() -> None:
     near, far = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
     size = 2 * RECORD_BYTES + 1
-    async with open_channels(near, far) as (sender, receiver), trio.open_nursery() as nursery:
-        nursery.start_soon(sender.send, memoryview(bytes(size)))
-        await receiver.receive_into(memoryview(bytearray(size)))
+    with channel_pair(near, far) as (sender, receiver, _):
+        await move(sender, receiver, bytes(size))
     assert num_counted(near.up) == size + 3 * OVERHEAD_BYTES
     assert num_counted(near.up) <= num_counted(far.down) <= num_counted(near.up) + HEADER_BYTES  # of the next record
     assert num_counted(near.down) == num_counted(far.up) == 0
@@ -245,19 +206,11 @@ async def test_a_channel_counts_what_it_moves() -> None:
 async def test_both_ways_at_once_caps_hold_whatever_the_records_sizes(up: float, down: float) -> None:
     sides = Shaping.of_mbit(up, down), Shaping()
     data = random.Random(1).randbytes(MIB + 1_001)
-    async with open_channels(*sides) as channels:
+    with channel_pair(*sides) as (one, other, _):
         began = time.monotonic()
-
-        async def move(sender: BulkChannel, receiver: BulkChannel) -> None:
-            memory = bytearray(len(data))
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(sender.send, memoryview(data))
-                await receiver.receive_into(memoryview(memory))
-            assert memory == data
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(move, *channels)
-            nursery.start_soon(move, *reversed(channels))
+            nursery.start_soon(move, one, other, data)
+            nursery.start_soon(move, other, one, data)
         seconds = time.monotonic() - began
     for shaper in (sides[0].up, sides[0].down):
         assert not shaper.rate or len(data) <= shaper.burst + shaper.rate * seconds
@@ -266,7 +219,7 @@ async def test_both_ways_at_once_caps_hold_whatever_the_records_sizes(up: float,
 @pytest.mark.parametrize("is_sending", [True, False])
 async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sending: bool) -> None:
     rate = MIN_QUANTUM / (2 * PATIENCE)  # the second piece may move only when it is too late
-    async with open_channels(Shaping(Shaper(rate), Shaper(rate)), Shaping()) as (capped, free):
+    with channel_pair(Shaping(Shaper(rate), Shaper(rate))) as (capped, free, _):
         first, all_of_it = memoryview(bytearray(MIN_QUANTUM - OVERHEAD_BYTES)), memoryview(bytearray(MIB))
         async with trio.open_nursery() as nursery:
             if is_sending:

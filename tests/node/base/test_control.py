@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -53,14 +52,10 @@ async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
     """Return the server's answers to these bytes, until it or their end closes the connection."""
     with trio.fail_after(PATIENCE):
         connection = await trio.to_thread.run_sync(connect, home / "control.sock", 5.0)
-        return await said_to(connection, sent)
-
-
-async def said_to(connection: socket.socket, sent: bytes) -> list[dict[str, Any]]:
-    async with trio.SocketStream(trio.socket.from_stdlib_socket(connection)) as stream:
-        await stream.send_all(sent)
-        stream.socket.shutdown(trio.socket.SHUT_WR)
-        received = b"".join([data async for data in stream])
+        async with trio.SocketStream(trio.socket.from_stdlib_socket(connection)) as stream:
+            await stream.send_all(sent)
+            stream.socket.shutdown(trio.socket.SHUT_WR)
+            received = b"".join([data async for data in stream])
     return [json.loads(line) for line in received.splitlines()]
 
 

@@ -1,3 +1,5 @@
+"""Alice and Bob, with contributions over a stream and bulk channels in memory."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,8 +7,48 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from ..parties import ALICE, BOB, MemoryHost, Party
-from .bulk_pair import BulkPair
+from farandole.protocol.exchange.pipe import BULK_FROM
+
+from ..parties import ALICE, BOB, PATIENCE, MemoryChannels, MemoryHost, Party, assert_committed, meet
+
+
+class BulkPair:
+    """Alice and Bob with contributions of one size, by default large enough for a channel."""
+
+    def __init__(self, nursery: trio.Nursery, size: int = BULK_FROM + 1) -> None:
+        self.size = size
+        hosts: dict[bytes, MemoryHost] = {}
+        channels: dict[bytes, MemoryChannels] = {}
+        self.ways = [MemoryChannels(author, channels) for author in (ALICE, BOB)]
+        self.alice, self.bob = (
+            Party(MemoryHost(way.author, nursery, hosts), seed, size, way) for seed, way in enumerate(self.ways, 1)
+        )
+
+    def way(self, author: bytes) -> MemoryChannels:
+        return self.ways[author == BOB]
+
+    def party(self, author: bytes) -> Party:
+        return self.bob if author == BOB else self.alice
+
+    def both(self, first: bytes) -> tuple[Party, Party]:
+        return (self.alice, self.bob) if first == ALICE else (self.bob, self.alice)
+
+    async def meet(self) -> None:
+        await meet(self.alice, self.bob)
+
+    def assert_committed(self, path: str, num_channels: int) -> None:
+        """Assert that both committed, over this number of channels."""
+        assert_committed(self.alice, self.bob)
+        assert self.alice.result.path == path
+        assert self.way(ALICE).num_acquired == num_channels
+        assert trio.current_time() <= PATIENCE
+
+    def assert_aborted(self) -> None:
+        """Assert that neither committed, and that no channel is kept on which data may still arrive."""
+        assert not self.alice.result.committed
+        assert not self.bob.result.committed
+        assert not any(way.kept for way in self.ways)
+        assert trio.current_time() <= PATIENCE
 
 
 @pytest.fixture

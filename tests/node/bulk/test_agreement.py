@@ -17,7 +17,7 @@ from farandole.protocol.exchange.exchange import Exchange
 from farandole.protocol.exchange.pipe import BULK_FROM, CHUNK_BYTES, HEADER_BYTES, MAX_ROUTES, Sealed
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryHost, Party, assert_committed, meet
-from .bulk_pair import BulkPair
+from .conftest import BulkPair
 
 
 @pytest.mark.parametrize("who", [ALICE, BOB])

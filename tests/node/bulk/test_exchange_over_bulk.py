@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import trio
 import trio.testing
@@ -9,11 +11,11 @@ from trio.testing import MockClock
 
 from farandole.node.base.figures import size
 from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
-from farandole.node.bulk.pipe import SILENT_CHECKS
+from farandole.node.bulk.pipe import SILENT_CHECKS, Outgoing
 from farandole.protocol.exchange.pipe import BULK_FROM, Transfer
 
-from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
-from .bulk_pair import BulkPair
+from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannel, assert_committed
+from .conftest import BulkPair
 
 
 async def test_large_contributions_move_over_a_channel_that_is_kept(pair: BulkPair, clock: MockClock) -> None:
@@ -63,18 +65,6 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
     assert silence < 0.1 if fault == "cut_at" else 1 <= silence <= 1 + 2 / SILENT_CHECKS
 
 
-@pytest.mark.parametrize("closed", [ALICE, BOB])
-@pytest.mark.parametrize("who", [ALICE, BOB])
-async def test_where_no_other_channel_opens_the_stream_takes_the_rest(
-    pair: BulkPair, who: bytes, closed: bytes, clock: MockClock
-) -> None:
-    pair.way(who).faults.cut_at = 1_000
-    pair.way(closed).num_allowed = 1
-    await pair.meet()
-    assert_committed(pair.alice, pair.bob)
-    assert pair.alice.result.path == "stream"
-
-
 async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, clock: MockClock) -> None:
     pair.way(BOB).faults.freeze_at = 1_000
     async with trio.open_nursery() as nursery:
@@ -119,3 +109,87 @@ async def test_a_channel_that_is_too_slow_says_so_with_figures(
     for party in (pair.alice, pair.bob):
         assert party.result.path == "bulk"
         assert party.result.reason.startswith(f"{size(pair.size)} did not fit into ")
+
+
+# Contributions that are sent while they are encoded, and decoded while they arrive
+
+LARGE = BULK_FROM + 1
+SECOND_BYTES = LARGE // 4  # a slow encoder's bytes per second, so that it takes five
+
+
+@pytest.fixture(params=[SIZE, LARGE], ids=["stream", "channel"])
+async def either(nursery: trio.Nursery, request: pytest.FixtureRequest) -> BulkPair:
+    """Return a pair that exchanges over a stream, or over a channel."""
+    return BulkPair(nursery, request.param)
+
+
+@pytest.mark.parametrize("slow", [[ALICE], [BOB], [ALICE, BOB]])
+async def test_an_encoder_that_is_slower_than_the_link_is_waited_for(
+    either: BulkPair, slow: list[bytes], clock: MockClock
+) -> None:
+    for author in slow:
+        either.both(author)[0].encode_slowly(either.size // 4, seconds=1)
+    await either.meet()
+    assert_committed(either.alice, either.bob)
+    assert trio.current_time() == pytest.approx(5, abs=0.5)
+    for author in slow:
+        taken_in = either.both(author)[1].taken_in
+        assert any(0 < position < either.size for position in taken_in), "it moved as it was encoded"
+        assert all(before <= after for before, after in itertools.pairwise(taken_in))
+
+
+@pytest.mark.parametrize("slow", [ALICE, BOB])
+async def test_who_goes_while_it_encodes_ends_it_for_both(either: BulkPair, slow: bytes, clock: MockClock) -> None:
+    """Its trainer died, which cancels the exchange."""
+    encoding, other = either.both(slow)
+    encoding.encode_slowly(either.size // 4, seconds=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other.exchange, slow)
+        with trio.move_on_after(2.5):
+            await encoding.exchange(other.host.author)
+    assert 0 < max(other.taken_in) < either.size
+    assert not encoding.results
+    assert not other.result.committed
+    assert other.result.reason == "the partner closed the stream"
+    assert trio.current_time() < 5
+    assert not any(way.kept for way in either.ways)
+
+
+async def test_an_encoder_that_stops_costs_the_deadline(either: BulkPair, clock: MockClock) -> None:
+    either.bob.outgoing = Outgoing(memoryview(either.bob.contribution), None, lambda: either.size // 2)
+    await either.meet()
+    for party in (either.alice, either.bob):
+        assert not party.result.committed
+    assert trio.current_time() <= PATIENCE
+
+
+@pytest.mark.parametrize("liar", [ALICE, BOB])
+async def test_a_wrong_hash_is_nobodys_gain(either: BulkPair, liar: bytes, clock: MockClock) -> None:
+    lying, honest = either.both(liar)
+    lying.encode_slowly(either.size // 4, seconds=1, digest=bytes(32))
+    await either.meet()
+    assert honest.result.reason.endswith("the hash of a transfer is not what its sender says")
+    assert not honest.result.committed
+    assert not lying.result.committed
+    assert trio.current_time() < 10
+
+
+async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(either: BulkPair, clock: MockClock) -> None:
+    either.alice.encode_slowly(either.size // 2, seconds=1.1 * SILENT_FOR * PATIENCE)
+    await either.meet()
+    assert_committed(either.alice, either.bob)
+
+
+@pytest.mark.parametrize("slow", [ALICE, BOB])
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
+async def test_a_channel_that_is_lost_while_encoding_goes_on_is_replaced(
+    nursery: trio.Nursery, slow: bytes, fault: str, clock: MockClock
+) -> None:
+    pair = BulkPair(nursery, LARGE)
+    pair.party(slow).encode_slowly(SECOND_BYTES, seconds=1)
+    setattr(pair.way(slow).faults, fault, SECOND_BYTES + 1)
+    await pair.meet()
+    pair.assert_committed("bulk", num_channels=2)
+    for party in (pair.alice, pair.bob):
+        assert party.result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
+        assert all(before <= after for before, after in itertools.pairwise(party.taken_in))

@@ -1,18 +1,18 @@
-"""A node that comes back to an address book written mostly by one attacker."""
+"""A node that has lost its members, and dials those of its address book, which one attacker may have written."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.join.address_book import MAX_PEERS, AddressBook, Reconnector
+from farandole.node.join.address_book import MAX_ISOLATION_INTERVAL, MAX_PEERS, AddressBook, Reconnector
 from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.status.journal import Journal
 from farandole.protocol.state.believing import Partners
@@ -80,3 +80,25 @@ async def test_three_of_the_honest_are_reached_though_most_of_the_book_is_one_st
     reached = [await num_honest_reached(seed, do_false_answer) for seed in range(NUM_SEEDS)]
     print(f"\n{min(reached)} to {max(reached)} of the honest, {sum(reached) / NUM_SEEDS:.1f} on average")
     assert sum(number >= MIN_HONEST for number in reached) >= 0.99 * NUM_SEEDS
+
+
+async def test_a_member_cut_off_dials_without_end_says_so_and_stops_when_it_is_back(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    world: Any = World(set())
+    alice, mallory, store = key(1), key(2), cast("Any", None)
+    book, journal = AddressBook(store), Journal(say=lambda text: None)
+    book.note_reached(alice, ["/ip4/1.1.1.1/tcp/1"])
+    target = Target(b"r" * 32, None, {mallory: ["/ip4/2.2.2.2/tcp/2"]})
+    nursery.start_soon(Reconnector(world, book, target, lambda: world.connected, journal).run)
+    await trio.sleep(24 * 3600)
+    assert set(world.dialled) == {alice, mallory}
+    num_pauses = 24 * 3600 / MAX_ISOLATION_INTERVAL
+    assert 2 * num_pauses / 2 < len(world.dialled) < 2 * num_pauses / 0.5
+    assert "no member answered; next in" in journal.state.isolation
+    world.connected = frozenset({alice})
+    world.dialled.clear()
+    await trio.sleep(3600)
+    assert world.dialled == []
+    assert journal.state.isolation == ""
+    nursery.cancel_scope.cancel()

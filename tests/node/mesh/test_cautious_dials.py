@@ -12,11 +12,7 @@ from farandole.node.mesh.host import Host
 from farandole.protocol.mesh.dialling import FREE_OF_PORT
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, echo, host_at_loopback
-
-
-def port_of(host: Host) -> int:
-    return int(host.addresses[0].split("/")[4])
+from ..hosts import ECHO, echo, host_at_loopback, port_of
 
 
 async def dial_in_vain(host: Host, peer: bytes, address: str) -> str:

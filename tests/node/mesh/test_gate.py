@@ -173,7 +173,7 @@ async def test_what_admits_nobody_opens_no_stream(kind: str, tries: int, run: Ru
         assert set(refusals) <= {(member.author, visitor.gate.refusal)}
 
 
-@pytest.mark.parametrize("kind", ["expired", "used"])
+@pytest.mark.parametrize("kind", ["uninvited", "expired", "used"])
 async def test_nor_where_a_member_speaks_first(kind: str, run: Run) -> None:
     """The member's DHT does so at intervals, with all connected peers."""
     async with member_and_visitor(run) as (member, visitor, served):
@@ -263,15 +263,6 @@ async def test_an_invite_for_several_finds_each_a_seat(run: Run) -> None:
             third.dialler.add_addresses(member.author, member.addresses)
             with pytest.raises(NotAdmittedError, match="has been used"):
                 await third.open_stream(member.author, ECHO)
-
-
-async def test_a_peer_that_is_no_member_is_not_spoken_to(run: Run) -> None:
-    async with member_and_visitor(run) as (member, stranger, _):
-        stranger.set_handler(ECHO, echo)
-        stranger.gate.show(RUN_ID, b"", None)
-        member.dialler.add_addresses(stranger.author, stranger.addresses)
-        with pytest.raises(NotAdmittedError):
-            await member.open_stream(stranger.author, ECHO)
 
 
 @pytest.mark.parametrize(("is_visitor", "is_at_once"), [(False, False), (True, False), (False, True)])

@@ -25,17 +25,17 @@ from farandole.testnet.bench.worker.hostile_attacks import (
     attack,
 )
 
-from ..hosts import ECHO, assert_answers, echo, host_at_loopback
+from ..hosts import ECHO, assert_answers, echo, host_at_loopback, port_of
 
 
 @asynccontextmanager
 async def attacked(host: Host, names: Sequence[str], number: int, sources: int = 1) -> AsyncIterator[None]:
     """Attack with ``number`` connections, of these kinds in turn, all at once, until the block ends."""
-    port, rng = int(host.addresses[0].split("/")[4]), random.Random(0)
+    rng = random.Random(0)
     async with trio.open_nursery() as nursery:
         for index in range(number):
             source = f"127.0.0.{1 + index % sources}"
-            nursery.start_soon(attack, names[index % len(names)], port, host.author, source, rng)
+            nursery.start_soon(attack, names[index % len(names)], port_of(host), host.author, source, rng)
         yield
         nursery.cancel_scope.cancel()
 

@@ -32,7 +32,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import upgrading
 from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
-from farandole.node.mesh.host import MAX_IDENTIFY_BYTES, Host
+from farandole.node.mesh.host import MAX_IDENTIFY_BYTES
 from farandole.node.mesh.libp2p_parts import receive_message
 from farandole.node.mesh.links import Socket
 from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, Negotiation
@@ -42,47 +42,15 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, assert_answers, assert_echo, connected_pair, echo, host_at_loopback
+from ..hosts import ECHO, assert_answers, assert_echo, connected_pair, echo, host_at_loopback, port_of
 
 MULTISTREAM = "/multistream/1.0.0"
 SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", KAD_PROTOCOL]
 
 
-def port_of(host: Host) -> int:
-    return host.own.listening[0][1]
-
-
 def message(text: str) -> bytes:
     """Return one multistream message."""
     return bytes((len(text) + 1,)) + text.encode() + b"\n"
-
-
-# An inbound connection's slot and task were never freed
-
-
-async def test_connections_come_and_go_and_leave_no_task() -> None:
-    async with host_at_loopback() as alice, host_at_loopback() as bob:
-        bob.set_handler(ECHO, echo)
-
-        async def come_and_go(times: int) -> None:
-            at_alice, at_bob = alice.connections.events(), bob.connections.events()
-            for number in range(times):
-                with trio.fail_after(PATIENCE):
-                    await alice.connect(bob.author, bob.addresses)
-                    assert await anext(at_alice) == (bob.author, True)
-                    assert await anext(at_bob) == (alice.author, True)
-                    one, other = (bob, alice) if number % 2 else (alice, bob)
-                    await one.connections.disconnect(other.author)
-                    assert await anext(at_alice) == (bob.author, False)
-                    assert await anext(at_bob) == (alice.author, False)
-
-        await come_and_go(5)
-        before = trio.lowlevel.current_statistics().tasks_living
-        await come_and_go(60)
-        with trio.fail_after(PATIENCE):  # for streams that are still ending
-            while trio.lowlevel.current_statistics().tasks_living > before:
-                await wait_all_tasks_blocked(0.05)
-        await assert_answers(bob)
 
 
 # Silent sockets kept all other peers out

@@ -13,7 +13,6 @@ from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
 from farandole.node.mesh import yamux as driver
 from farandole.node.mesh.yamux import Libp2pStream, MuxedConn, UnreadBudget
 from farandole.protocol.mesh.yamux import (
-    INITIAL_WINDOW,
     MAX_MESSAGE_BYTES,
     PIECE_BYTES,
 )
@@ -140,21 +139,6 @@ async def test_an_end_is_announced_and_waits_for_no_peer_that_reads_nothing(
         await conn.event_closed.wait()
         if is_read:
             assert await receive_frame(far) == (GO_AWAY, 0, 0, 0)
-
-
-async def test_a_writer_that_waits_for_credit_goes_on_with_it() -> None:
-    async with open_conn() as (conn, far):
-        stream = await accept(conn, far)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.send_all, bytes(INITIAL_WINDOW + 10))
-            left = INITIAL_WINDOW
-            while left:
-                *_, length = await receive_frame(far)
-                left -= length
-                while length:
-                    length -= len(await far.receive_some(length))
-            await far.send_all(encode(WINDOW_UPDATE, 0, 1, 100))
-            assert await receive_frame(far) == (DATA, 0, 1, 10)
 
 
 async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:

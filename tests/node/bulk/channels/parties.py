@@ -142,6 +142,26 @@ async def assert_no_channel(alice: Party, bob: Party) -> None:
         assert not any(channel.is_fit for channel in service._idle.values())
 
 
+async def assert_refused(alice: Party, bob: Party, peer: bytes = BOB) -> None:
+    """Assert that Alice, whom Bob expects, gets no channel to the peer."""
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(peer) is None
+    await assert_no_channel(alice, bob)
+
+
+def noted(*parties: Party) -> list[Proposal]:
+    """Return a list that will have the proposals of these parties, in their order."""
+    proposals: list[Proposal] = []
+
+    def note(proposal: Proposal) -> Proposal:
+        proposals.append(proposal)
+        return proposal
+
+    for party in parties:
+        party.host.change = note
+    return proposals
+
+
 async def move(sender: BulkChannel, receiver: BulkChannel, data: bytes) -> None:
     """Send data and compare them, including the hash."""
     memory, so_far = bytearray(len(data)), sender.num_sent

@@ -23,14 +23,14 @@ from farandole.node.base.settings import DEFAULT_LISTEN
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS, open_bulk
 from farandole.node.mesh.host import open_host
-from farandole.protocol.exchange.bulk import Proposal, greeting
+from farandole.protocol.exchange.bulk import greeting
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.messagepack import encode
 
 from ....patience import PATIENCE
 from ...hosts import has_ipv6, host_at_loopback
 from ...parties import ALICE, BOB, RUN_ID
-from .parties import Party, assert_no_channel, meet, move, two_parties
+from .parties import Party, assert_no_channel, assert_refused, meet, move, noted, two_parties
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs 127.0.0.2")
@@ -60,13 +60,7 @@ async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) 
 async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
     bob.host.own.mapped[bob.port] = ("5.1.1.1", 5_002)
     bob.host.observed = [("5.1.1.1", 5_003)]
-    offered: list[Proposal] = []
-
-    def note(proposal: Proposal) -> Proposal:
-        offered.append(proposal)
-        return proposal
-
-    bob.host.change = note
+    offered = noted(bob)
     assert bob.host.own.bulk_ports == {bob.port}
     await meet(alice, bob)
     assert offered[0].addresses == [("5.1.1.1", 5_002), ("5.1.1.1", 5_003), ("127.0.0.1", bob.port)]
@@ -103,22 +97,14 @@ async def test_who_could_not_be_reached_is_tried_again_over_another_connection(a
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_peer_that_freezes_in_the_negotiation_costs_its_timeout(alice: Party, bob: Party, who: bytes) -> None:
     (alice if who == ALICE else bob).host.is_frozen = True
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-    await assert_no_channel(alice, bob)
+    await assert_refused(alice, bob)
 
 
 async def test_each_negotiation_has_keys_of_its_own(alice: Party, bob: Party) -> None:
-    proposed: list[bytes] = []
-
-    def note(proposal: Proposal) -> Proposal:
-        proposed.append(proposal.key)
-        return proposal
-
-    alice.host.change = bob.host.change = note
+    proposed = noted(alice, bob)
     for _ in range(2):
         await meet(alice, bob)
-    assert len(set(proposed)) == len(proposed) == 4
+    assert len({proposal.key for proposal in proposed}) == len(proposed) == 4
 
 
 async def test_a_stranger_is_cut_off_while_nothing_is_negotiated(bob: Party) -> None:
@@ -136,32 +122,23 @@ async def test_a_negotiation_for_which_the_exchange_has_no_more_time_counts_as_f
     assert alice.host.streams_opened == 1
 
 
-@pytest.mark.parametrize("liar", [ALICE, BOB])
-async def test_another_key_than_the_proposed_one_is_refused(alice: Party, bob: Party, liar: bytes) -> None:
-    other = X25519PrivateKey.generate().public_key().public_bytes_raw()
-    host = alice.host if liar == ALICE else bob.host
-    host.change = lambda proposal: msgspec.structs.replace(proposal, key=other)
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-    await assert_no_channel(alice, bob)
-
-
-@pytest.mark.parametrize("lie", [{"key": bytes(32)}, {"key": b""}, {"session": b"x" * 16}])
-async def test_a_proposal_that_lies_brings_no_channel(alice: Party, bob: Party, lie: dict[str, object]) -> None:
-    bob.host.change = lambda proposal: msgspec.structs.replace(proposal, **lie)
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-    await assert_no_channel(alice, bob)
+OTHER_KEY = X25519PrivateKey.generate().public_key().public_bytes_raw()
 
 
 @pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("lie", [{"key": OTHER_KEY}, {"key": bytes(32)}, {"key": b""}, {"token": bytes(32)}])
 @pytest.mark.parametrize("liar", [ALICE, BOB])
-async def test_a_wrong_token_lets_nobody_in(alice: Party, bob: Party, liar: bytes) -> None:
+async def test_a_proposal_that_lies_brings_no_channel(
+    alice: Party, bob: Party, liar: bytes, lie: dict[str, object]
+) -> None:
     host = alice.host if liar == ALICE else bob.host
-    host.change = lambda proposal: msgspec.structs.replace(proposal, token=bytes(32))
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(BOB) is None
-    assert alice.service._idle == {}
+    host.change = lambda proposal: msgspec.structs.replace(proposal, **lie)
+    await assert_refused(alice, bob)
+
+
+async def test_an_answer_to_another_session_brings_no_channel(alice: Party, bob: Party) -> None:
+    bob.host.change = lambda proposal: msgspec.structs.replace(proposal, session=b"x" * 16)
+    await assert_refused(alice, bob)
 
 
 @pytest.mark.parametrize("hidden", [ALICE, BOB])
@@ -263,15 +240,11 @@ async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party
     """Mallory is in the middle of two libp2p streams of her own: Alice means to talk to her, and so does Bob."""
     mallory = b"m" * 32
     alice.host.network[mallory] = bob.host  # Alice's stream to Mallory ends at Bob, unchanged
-    with bob.service.expecting(ALICE):
-        assert await alice.service.acquire(mallory) is None
-    await assert_no_channel(alice, bob)
+    await assert_refused(alice, bob, mallory)
 
 
 @pytest.mark.parametrize("other", [{"run_id": b"x" * 32}, {"handshake_hash": b"x" * 32}])
 async def test_ends_in_different_runs_or_on_different_connections_get_no_channel(other: dict[str, Any]) -> None:
     """A man in the middle would need this: proposals forwarded between two connections of its own."""
     async with two_parties(**other) as (alice, bob):
-        with bob.service.expecting(ALICE):
-            assert await alice.service.acquire(BOB) is None
-        await assert_no_channel(alice, bob)
+        await assert_refused(alice, bob)

@@ -1,7 +1,6 @@
 """Circuits between real hosts, on loopback: their data, their refusals, and what remains when one breaks."""
 
 import contextlib
-import hashlib
 import os
 
 import pytest
@@ -29,7 +28,7 @@ from farandole.protocol.mesh.relay import (
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import ECHO, echo
+from ...hosts import ECHO, echo, echoed
 from ...relayed import open_home, open_public, open_relay, relayed_pair, reserve, until
 
 RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
@@ -63,18 +62,8 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
         )
         assert relay.server.table.num_circuits == 1
         payload = os.urandom(8 * 2**20)
-        stream = await alice.open_stream(bob.author, ECHO)
-        received = bytearray()
-        async with trio.open_nursery() as nursery:
-
-            async def send() -> None:
-                await stream.send_all(payload)
-                await stream.send_eof()
-
-            nursery.start_soon(send)
-            while data := await stream.receive_some():
-                received += data
-        assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
+        is_intact = await echoed(await alice.open_stream(bob.author, ECHO), payload) == payload
+        assert is_intact
         await alice.connections.disconnect(bob.author)
         await until(lambda: alice.author not in bob.connected and relay.server.table.num_circuits == 0)
 
