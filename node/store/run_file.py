@@ -21,7 +21,7 @@ from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_
 from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
 from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.own_model import FunctionName, Settings
-from farandole.protocol.run.rules import DEFAULT_SCREENING, with_kind
+from farandole.protocol.run.rules import with_known
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.model.own_function import require_allowed
@@ -67,15 +67,13 @@ def manifest_of(
         model = {kind: model.removeprefix(_HF_PREFIX)}
     if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
         tokenizer = hf_tokenizer(model["hf"], folder)
-    complete = {"created_at": int(now), **settings, "outer": with_kind(settings.get("outer", {}))}
-    if "screening" in settings:
-        complete["screening"] = with_kind(settings["screening"], DEFAULT_SCREENING.kind)
+    complete = with_known({"created_at": int(now), "outer": {}, **settings})
     if "model" not in settings and not settings.keys() - set(Manifest.__struct_fields__):
         raise ManifestError(f"model is missing: expected {_MODEL_FORM}")
     if "model" in settings:
         complete["model"] = _model(model, folder, allowed_models)
     complete["tokenizer"] = _tokenizer(tokenizer, folder)
-    complete["inner"] = _by_steps(settings.get("inner", {}), complete.get("model"))
+    complete["inner"] = _by_steps(complete.get("inner", {}), complete.get("model"))
     elsewhere = {
         setting.name: f"nodes have it: put it into a node's {CONFIG_NAME}, or use farandole join {setting.flag}"
         for setting in SETTINGS

@@ -22,7 +22,7 @@ from .families import HFConfig
 from .families.base import NumLayers
 from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
 from .roster import Roster
-from .rules import DEFAULT_KIND, DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_kind
+from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_known
 from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without
@@ -129,11 +129,6 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     2404.06395): it is stable until the last ``decay_share`` of ``total_steps``, and falls linearly there."""
     decay_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
     """Share of ``total_steps`` in which ``wsd`` lowers the rate."""
-    ends_rate: _Positive = 1.0
-    """Factor of the rate for embedding, head, norms, biases and all else that Muon would not step."""
-    z_loss: _NonNegative = 0.0
-    """Weight of the squared logarithm of the softmax's denominator in the training loss, which keeps logits small
-    (PaLM, arXiv 2204.02311, section 5: 1e-4)."""
     beta1: _UnitInterval = 0.9
     """Share that AdamW's mean of gradients keeps in a step."""
     beta2: _UnitInterval = 0.95
@@ -464,10 +459,7 @@ def decode_body(body: bytes) -> Manifest:
 
 
 def _converted(settings: object) -> Manifest:
-    if isinstance(settings, dict):
-        defaults = {"outer": DEFAULT_KIND, "screening": DEFAULT_SCREENING.kind}
-        rules = {name: with_kind(settings[name], kind) for name, kind in defaults.items() if name in settings}
-        settings = {**settings, **rules}
+    settings = with_known(settings) if isinstance(settings, dict) else settings
     return msgspec.convert(settings, type=Manifest, strict=True)
 
 

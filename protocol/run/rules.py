@@ -114,21 +114,28 @@ class PlainConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=
 OuterRules = NoLoCoConfig | PlainConfig
 """The rules that a manifest may name, by ``kind``."""
 
-# Older manifests name no kind, because there was no choice of rules, and have settings that went since: whether codec
-# errors are fed back, when the guard compares losses, and the strength of a correction of the inner steps, which made a
-# difference unless it was 0.
+# Older manifests name no kind, because there was no choice of rules, and have settings that went since, which make no
+# difference: whatever they are (None), or with these values.
 DEFAULT_KIND = "noloco"
-_DROPPED = frozenset({"error_feedback", "first_checks", "checked_share"})
-_DROPPED_AT_ZERO = "drift"
+_DROPPED: Mapping[str, Mapping[str, float | None]] = {
+    "inner": {"ends_rate": 1.0, "z_loss": 0.0},
+    "outer": {"drift": 0.0, "error_feedback": None},
+    "screening": {"checked_share": None, "first_checks": None},
+}
 
 
-def with_kind(section: object, kind: str = DEFAULT_KIND) -> object:
-    """Return a parsed section of a rule, with this kind if it names none, and without dropped settings."""
-    if not isinstance(section, Mapping):
-        return section
-    settings: dict[Any, Any] = {"kind": kind, **section}
-    at_zero = {_DROPPED_AT_ZERO} if settings.get(_DROPPED_AT_ZERO) == 0 else frozenset[str]()
-    return {name: value for name, value in settings.items() if name not in _DROPPED | at_zero}
+def with_known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest's parsed settings, with the default kinds of rules, and without dropped settings."""
+    known, kinds = dict(settings), {"outer": DEFAULT_KIND, "screening": "guard"}
+    for section, dropped in _DROPPED.items():
+        if isinstance(given := known.get(section), Mapping):
+            kept = {
+                name: value
+                for name, value in given.items()
+                if name not in dropped or dropped[name] not in (value, None)
+            }
+            known[section] = ({"kind": kinds[section]} if section in kinds else {}) | kept
+    return known
 
 
 _LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "its limit"}

@@ -239,16 +239,15 @@ class _Optimizer:
         self._theta = theta
         self._gradients = gradients
         self._mean, self._square, self._update = (torch.zeros_like(theta) for _ in range(3))
-        self._is_muon, scale, decay = (torch.zeros_like(theta[:1]) for _ in range(3))
+        self._is_muon, decay = (torch.zeros_like(theta[:1]) for _ in range(2))
         for flat, value_of in (
             (self._is_muon, lambda name, _: float(name in gradients.by_muon)),
-            (scale, lambda name, _: 1.0 if name in model.matrices else settings.ends_rate),
             (decay, lambda _, view: settings.weight_decay if view.ndim > 2 else 0.0),  # (1, rows, columns)
         ):
             for name, view in model.views(flat).items():
                 view.fill_(value_of(name, view))
-        self._scale = factors * scale
-        self._decay = self._scale * decay
+        self._factors = factors
+        self._decay = factors * decay
 
     def step(self, steps: int) -> None:
         """Take inner step ``steps`` (from 0) with the gradients."""
@@ -260,7 +259,7 @@ class _Optimizer:
         if self._gradients.by_muon:
             self._update.lerp_(self._gradients.direction, self._is_muon)
         self._theta.addcmul_(self._theta, self._decay, value=-rate)
-        self._theta.addcmul_(self._update, self._scale, value=rate)
+        self._theta.addcmul_(self._update, self._factors, value=rate)
 
 
 class _Outer:

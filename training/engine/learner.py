@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final, cast
 
@@ -108,7 +107,7 @@ class Learner(Engine):
             exam=Exam(sampler.context, shares_text=recipe.data.shares_text),
         )
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
-        self.loss: Callable[[nn.Module, Tensor], Tensor] = partial(language_loss, z_loss=recipe.inner.z_loss)
+        self.loss: Callable[[nn.Module, Tensor], Tensor] = language_loss
         """What inner steps make smaller: the mean over tokens (B, T + 1)."""
         # Sum and number stay on the device: reading them would wait for the steps.
         self._losses: Tensor | float = 0.0

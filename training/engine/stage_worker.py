@@ -193,7 +193,6 @@ class StageWorker(Engine):
         replica = Replica(module, recipe, run_id=run_id, device=device)
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self._pipeline = pipeline
-        self._z_loss = recipe.inner.z_loss
         self._sampler = sampler
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
@@ -461,8 +460,7 @@ class StageWorker(Engine):
         assert microbatch.tokens is not None
         stage = as_stage(microbatch.version.module)
         with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
-            z_loss = 0.0 if microbatch.number == _HELD_OUT else self._z_loss
-            return stage.loss(last, microbatch.tokens[:, 1:], z_loss)
+            return stage.loss(last, microbatch.tokens[:, 1:])
 
     def _decode_activations(self, data: Buffer, sender: bytes) -> Tensor:
         """Return activations (B, T, C) whose gradient is wanted; raises `ActivationError` if they are unfit."""

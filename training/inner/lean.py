@@ -153,7 +153,7 @@ class LeanOptimizer(InnerOptimizer):
                 continue
             weights, momentum = span.weights.float(), span.mean.float()
             if span.is_decayed:
-                decay_(weights, span.factor * rate, self._settings)
+                decay_(weights, rate, self._settings)
             muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
             self._store(span.weights, weights, is_fit)
             self._store(span.mean, momentum, is_fit)
@@ -164,9 +164,9 @@ class LeanOptimizer(InnerOptimizer):
         for piece in self._pieces(span.weights):
             weights, mean, square = (vector[piece].float() for vector in (span.weights, span.mean, squares))
             if span.is_decayed:
-                decay_(weights, span.factor * rate, self._settings)
+                decay_(weights, rate, self._settings)
             gradient = span.gradient[piece].float().mul_(scale)
-            adamw_(weights, gradient, mean, square, number, span.factor * rate, self._settings)
+            adamw_(weights, gradient, mean, square, number, rate, self._settings)
             self._store(span.weights[piece], weights, is_fit)
             self._store(span.mean[piece], mean, is_fit)
             self._store(squares[piece], square, is_fit)

@@ -183,7 +183,7 @@ def decay_(weights: Tensor, rate: float, inner: InnerConfig, fit: Tensor | float
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is stepped with one rate: a matrix (r, c) by Muon, or adjacent parameters (n,) by AdamW.
+    """What is stepped at once: a matrix (r, c) by Muon, or adjacent parameters (n,) by AdamW.
 
     All are views of the optimizer's vectors.
     """
@@ -193,8 +193,6 @@ class Span:
     mean: Tensor
     square: Tensor | None
     """None for Muon."""
-    factor: float
-    """Factor of the rate."""
     is_decayed: bool
 
 
@@ -221,8 +219,7 @@ class InnerOptimizer:
         self._is_queued = weights.is_cuda or weights.is_meta if is_queued is None else is_queued
         self._parameters = list(module.parameters())
         self._mean = torch.zeros_like(weights)
-        matrices = matrices_of(module)
-        by_muon = matrices if settings.optimizer == "muon" else frozenset()
+        by_muon = matrices_of(module) if settings.optimizer == "muon" else frozenset()
         squares = layout.part([name for name in layout.names if name not in by_muon])
         self._square = weights.new_zeros(squares.num_elements)
         self.parts = {OPTIMIZER_VECTORS[1]: squares}
@@ -230,21 +227,21 @@ class InnerOptimizer:
         self._spans = list[Span]()
         views = [layout.views(flat) for flat in (weights, gradient, self._mean)]
         places, square_places = layout.places(), squares.places()
-        runs = list[tuple[slice, slice, tuple[float, bool]]]()  # of AdamW: adjacent parameters together
+        runs = list[tuple[slice, slice, bool]]()  # of AdamW: adjacent parameters together
         for name, shape in zip(layout.names, layout.shapes, strict=True):
-            kind = 1.0 if name in matrices else settings.ends_rate, len(shape) > 1 and settings.weight_decay > 0
+            is_decayed = len(shape) > 1 and settings.weight_decay > 0
             if name in by_muon:
                 matrix, its_gradient, mean = (by_name[name] for by_name in views)
-                self._spans.append(Span(matrix, its_gradient, mean, None, *kind))
+                self._spans.append(Span(matrix, its_gradient, mean, None, is_decayed))
                 continue
             place, square_place = places[name], square_places[name]
-            if runs and runs[-1][0].stop == place.start and runs[-1][2] == kind:
+            if runs and runs[-1][0].stop == place.start and runs[-1][2] == is_decayed:
                 before, squares_before, _ = runs.pop()
                 place, square_place = slice(before.start, place.stop), slice(squares_before.start, square_place.stop)
-            runs.append((place, square_place, kind))
-        for place, square_place, kind in runs:
+            runs.append((place, square_place, is_decayed))
+        for place, square_place, is_decayed in runs:
             vectors = weights[place], gradient[place], self._mean[place], self._square[square_place]
-            self._spans.append(Span(*vectors, *kind))
+            self._spans.append(Span(*vectors, is_decayed))
         self._num_skipped: int | Tensor = 0
         self.begun_at = 0
         """Inner step at which the means began."""
@@ -287,20 +284,19 @@ class InnerOptimizer:
     def _step(self, number: int, rate: float, fit: Tensor | None = None) -> None:
         """Step every span; nothing changes where ``fit``, a number on the device, is 0: reading it would wait."""
         for span in self._spans:
-            own_rate = span.factor * rate
             if span.is_decayed:
-                decay_(span.weights, own_rate, self._settings, 1.0 if fit is None else fit)
+                decay_(span.weights, rate, self._settings, 1.0 if fit is None else fit)
             if span.square is None:
                 gradient = span.gradient if fit is None else torch.where(fit > 0, span.gradient, span.mean)
-                muon_(span.weights, gradient, span.mean, own_rate, self._settings.momentum, fit)
+                muon_(span.weights, gradient, span.mean, rate, self._settings.momentum, fit)
             elif fit is not None:
                 vectors = span.weights, span.gradient, span.mean, span.square
-                fused_adamw_(*vectors, number, own_rate, self._settings, 1 - fit)
+                fused_adamw_(*vectors, number, rate, self._settings, 1 - fit)
             else:
                 for start in range(0, len(span.weights), PIECE):
                     piece = slice(start, start + PIECE)
                     vectors = span.weights[piece], span.gradient[piece], span.mean[piece], span.square[piece]
-                    adamw_(*vectors, number, own_rate, self._settings)
+                    adamw_(*vectors, number, rate, self._settings)
 
     def restart(self, steps: int, begun_at: int) -> None:
         """Continue after ``steps`` inner steps with means that were loaded, and that began at ``begun_at``.

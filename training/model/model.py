@@ -127,15 +127,15 @@ class LanguageModel(nn.Module, abc.ABC):
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last layer's (B, T, C)."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, z_loss: float = 0.0) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) for tokens (B, T), of the whole model; with targets (B, T), their `loss`."""
         last = self.advance(self.embed(tokens))
-        return self.logits(last) if targets is None else self.loss(last, targets, z_loss)
+        return self.logits(last) if targets is None else self.loss(last, targets)
 
-    def loss(self, x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """`cross_entropy` of the last layer's (B, T, C) and targets (B, T)."""
         if targets.numel() * self.vocabulary <= MAX_LOGITS:
-            return cross_entropy(self.logits(x), targets, z_loss)
+            return cross_entropy(self.logits(x), targets)
         size = max(1, MAX_LOGITS // self.vocabulary)
         total = x.new_zeros((), dtype=torch.float32)
         for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True):
@@ -143,14 +143,13 @@ class LanguageModel(nn.Module, abc.ABC):
                 self._summed_loss,
                 x_chunk[None],
                 targets_chunk[None],
-                z_loss,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         return total / targets.numel()
 
-    def _summed_loss(self, x: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-        return cross_entropy(self.logits(x), targets, z_loss) * targets.numel()
+    def _summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.logits(x), targets) * targets.numel()
 
 
 class Transformer(LanguageModel):
@@ -201,25 +200,17 @@ class Transformer(LanguageModel):
         return self.embedding(self.norm(x))  # type: ignore[no-any-return]
 
 
-def language_loss(model: nn.Module, tokens: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Mean cross-entropy, in nats a token, of each next token in (B, T + 1); ``z_loss`` as in `cross_entropy`."""
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats a token, of each next token in (B, T + 1)."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if isinstance(getattr(model, "_orig_mod", model), LanguageModel):  # as it is, or as torch.compile wraps it
-        return model(inputs, targets, z_loss)  # type: ignore[no-any-return]
-    return cross_entropy(model(inputs), targets, z_loss)
+        return model(inputs, targets)  # type: ignore[no-any-return]
+    return cross_entropy(model(inputs), targets)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Mean over all targets (B, T), in nats a token, of logits (B, T, V).
-
-    With ``z_loss``, plus this multiple of the mean of log(Z)^2, where Z is the softmax's denominator.
-    """
-    flat = logits.flatten(0, 1).float()
-    if not z_loss:
-        return F.cross_entropy(flat, targets.flatten())
-    chances = flat.log_softmax(-1)  # the only tensor of this size that is kept for the backward pass
-    log_z = flat[:, 0] - chances[:, 0]
-    return F.nll_loss(chances, targets.flatten()) + z_loss * log_z.square().mean()
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all targets (B, T), in nats a token, of logits (B, T, V)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def build_model(model: ModelConfig, seed: int, layers: range | None = None, *, has_ends: bool = True) -> Transformer:

@@ -83,9 +83,9 @@ class OwnStage(nn.Module):
         """(B, T, V) for the last layer's (B, T, C)."""
         return cast("Ends", self.ends).logits(x)
 
-    def loss(self, x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """`cross_entropy` of the last layer's (B, T, C) and targets (B, T), whole: an own head may mix tokens."""
-        return cross_entropy(self.logits(x), targets, z_loss)
+        return cross_entropy(self.logits(x), targets)
 
 
 def build_own_model(

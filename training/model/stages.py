@@ -39,7 +39,7 @@ class StageModule(Protocol):
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last stage's (B, T, C); stage 0 alone."""
 
-    def loss(self, x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """`farandole.training.model.model.cross_entropy` of these logits and targets (B, T); stage 0 alone."""
 
 

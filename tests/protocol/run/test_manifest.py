@@ -150,10 +150,18 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
 
 
 def test_settings_that_went_are_ignored_unless_they_made_a_difference() -> None:
-    before = {**msgspec.to_builtins(manifest()), "screening": {"kind": "guard", "first_checks": 3, "checked_share": 1}}
-    assert manifest_from_dict({**before, "outer": {"drift": 0.0, "error_feedback": True}}) == manifest()
-    with pytest.raises(ManifestError, match="drift"):
-        manifest_from_dict({**before, "outer": {"drift": 0.1}})
+    now = msgspec.to_builtins(manifest())
+    went: dict[str, dict[str, Any]] = {
+        "inner": {"z_loss": 0.0, "ends_rate": 1.0},
+        "outer": {"drift": 0.0, "error_feedback": True},
+        "screening": {"first_checks": 3, "checked_share": 1},
+    }
+    assert (
+        manifest_from_dict({**now, **{name: {**now[name], **section} for name, section in went.items()}}) == manifest()
+    )
+    for section, setting in (("outer", "drift"), ("inner", "z_loss")):
+        with pytest.raises(ManifestError, match=setting):
+            manifest_from_dict({**now, section: {**now[section], setting: 0.1}})
 
 
 def test_vectors_of_rules_have_names_of_their_own() -> None:

@@ -15,9 +15,7 @@ from farandole.testnet.methods.stacked import Stack
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text
 
-INNER = InnerConfig(
-    learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, ends_rate=0.5, clip=0.5
-)
+INNER = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, clip=0.5)
 PLAIN = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0)
 METHODS = [
     Method("synchronous", "gradients"),

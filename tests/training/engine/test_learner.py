@@ -9,23 +9,20 @@ from functools import partial
 import pytest
 import torch
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import is_out_of_memory
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
-from farandole.training.model.model import build_model
 
 from ...token_arrays import array_of
 from ..conftest import MakeReplica
 
 
-def learner(
-    make_replica: MakeReplica, microbatch_size: int, *, is_compiled: bool = False, z_loss: float = 0.0
-) -> Learner:
+def learner(make_replica: MakeReplica, microbatch_size: int, *, is_compiled: bool = False) -> Learner:
     return make_replica(
-        inner_settings=InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=6, z_loss=z_loss),
+        inner_settings=InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=6),
         settings=TrainerSettings(microbatch=microbatch_size, compile=is_compiled),
     )
 
@@ -100,17 +97,3 @@ def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> No
     with pytest.raises(RuntimeError) as mismatch:
         torch.zeros(2) @ torch.zeros(3)
     assert not is_out_of_memory(mismatch.value)
-
-
-def test_the_z_loss_is_in_the_training_loss_and_not_in_the_held_out_loss(
-    make_replica: MakeReplica, model: ModelConfig
-) -> None:
-    plain, other = learner(make_replica, 0), learner(make_replica, 0, z_loss=0.01)
-    tokens = torch.from_numpy(plain.sampler.batch(0))
-    with torch.no_grad():
-        denominators = build_model(model, 7)(tokens[:, :-1]).logsumexp(-1)
-
-    assert plain.evaluate(1) == other.evaluate(1)
-    expected = float(plain.learn()) + 0.01 * float(denominators.square().mean())
-    assert float(other.learn()) == pytest.approx(expected, rel=1e-5)
-    assert not torch.equal(plain.round_end.fast_weights(), other.round_end.fast_weights())

@@ -132,7 +132,7 @@ def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
     deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool, overlap: bool, optimizer: str
 ) -> None:
     """Where steps may overlap, but do not, too."""
-    no_clip = replace(no_clip, optimizer=optimizer, z_loss=1e-3)
+    no_clip = replace(no_clip, optimizer=optimizer)
     workers = workers_of(deep, no_clip, text, num_stages, recompute=recompute, overlap=overlap)
     learner = whole(deep, no_clip, text)
 

@@ -90,12 +90,9 @@ def test_means_that_begin_anew_are_given_twice_their_memory() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("ends_rate", [1.0, 0.3])
-def test_a_step_that_is_queued_is_the_same_and_counts_as_a_change(
-    model: ModelConfig, optimizer: InnerName, ends_rate: float
-) -> None:
+def test_a_step_that_is_queued_is_the_same_and_counts_as_a_change(model: ModelConfig, optimizer: InnerName) -> None:
     """A GPU gets this step; here it is taken on the CPU. The fourth gradient is not finite."""
-    inner = msgspec.structs.replace(INNER, optimizer=optimizer, ends_rate=ends_rate, weight_decay=0.1)
+    inner = msgspec.structs.replace(INNER, optimizer=optimizer, weight_decay=0.1)
     optimizers: list[tuple[InnerOptimizer, Tensor, Tensor]] = []
     for is_queued in (False, True):
         module = build_model(model, 0)

@@ -67,7 +67,7 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
     make_replica: MakeReplica, inner: InnerConfig, optimizer: InnerName
 ) -> None:
     """Both take a step with the same bf16 weights, gradient and means."""
-    inner = msgspec.structs.replace(inner, optimizer=optimizer, ends_rate=0.5)
+    inner = msgspec.structs.replace(inner, optimizer=optimizer)
     lean, plain = make_replica(inner_settings=inner, settings=LEAN), make_replica(inner_settings=inner)
     train(lean, 4)
     plain.round_end.weights.flat.copy_(trained(lean))
