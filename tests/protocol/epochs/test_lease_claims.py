@@ -107,23 +107,6 @@ def test_what_a_late_slice_of_a_section_implies_is_paid_as_well() -> None:
     assert done.count <= 5 * SIGNED_SLACK
 
 
-def test_a_gpu_that_is_a_hundred_times_as_fast_is_believed_at_once_by_a_laptop() -> None:
-    """The GPU leases and reports every ten seconds; the laptop, at five slices a second, does not lag behind."""
-    standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 500.0})
-    claims, done = claims_of()
-    lease, trained = 6_000, 0
-    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, lease), LeasedSlices(lease, lease))), standing)
-    pass_time(claims, 5, standing)  # the lease settles
-    while trained < NUM_SLICES - 2 * lease:
-        trained += 5_000
-        first = trained // lease * lease
-        whole = tuple(LeasedSlices(begin, lease, lease) for begin in range(max(0, first - 5 * lease), first, lease))
-        now = LeasedSlices(first, lease, trained - first)
-        claims.hear(BOB, 0, Lease(0, CORPUS, (*whole, now, LeasedSlices(first + lease, lease))), standing)
-        claims.believe(standing, 10.0)
-        assert done.count == trained
-
-
 def test_who_is_met_late_is_believed_in_a_few_minutes() -> None:
     stranger = replace(STANDING, proven=STANDING.proven - {BOB})
     claims, done = claims_of()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import msgspec
+import pytest
 from blake3 import blake3
 
 from farandole.protocol.exchange.exchange import (
     CONTRIBUTION,
+    MAX_CONTROL_BYTES,
     Accepted,
     Commit,
     Committed,
@@ -19,6 +22,7 @@ from farandole.protocol.exchange.exchange import (
 from farandole.protocol.exchange.pipe import (
     BULK_FROM,
     CHUNK_BYTES,
+    CONTROL_KIND,
     Received,
     Reroute,
     Route,
@@ -27,6 +31,8 @@ from farandole.protocol.exchange.pipe import (
     TransferReceived,
 )
 from farandole.protocol.exchange.pipe import Control as PipeControl
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.wire.framing import frame
 
 Said = Control | PipeControl | memoryview
 Heard = Control | PipeControl | TransferReceived
@@ -78,6 +84,20 @@ class Side:
 
 def tell(sender: Side, receiver: Side, *messages: Said, piece: int = 2**20) -> list[Heard]:
     return receiver.receive(b"".join(sender.send(message) for message in messages), piece)
+
+
+def lie(message: Control | PipeControl) -> bytes:
+    """Return the frame of a message, whether it may be sent or not."""
+    kind = CONTROL_KIND if isinstance(message, Route | Reroute | Sealed | Received) else 0
+    return frame(bytes((kind,)) + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
+
+
+def refuse(sender: Side, receiver: Side, message: Control | PipeControl) -> None:
+    """Check that a message may neither be sent by one side, nor be received by the other."""
+    with pytest.raises(LocalProtocolError):
+        sender.send(message)
+    with pytest.raises(RemoteProtocolError):
+        receiver.receive(lie(message))
 
 
 def share_offers(alice: Side, bob: Side, piece: int = 2**20) -> None:

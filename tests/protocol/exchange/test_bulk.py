@@ -165,10 +165,6 @@ def test_where_the_peer_was_seen_comes_first_with_each_port_that_it_offers() -> 
     assert dialable([PUBLIC, ("9.9.9.9", 6000)], ["1.1.1.1"])[:2] == [("1.1.1.1", 5000), ("1.1.1.1", 6000)]
 
 
-def test_system_ports_are_not_dialled() -> None:
-    assert dialable([("8.8.8.8", 22)], []) == []
-
-
 @given(
     st.lists(st.tuples(st.ip_addresses().map(str) | st.text(max_size=10), st.integers(0, 65_535)), max_size=12),
     st.lists(st.ip_addresses().map(str) | st.text(max_size=10), max_size=4),

@@ -10,7 +10,6 @@ import pytest
 from farandole.protocol.exchange.exchange import (
     MAX_CONTROL_BYTES,
     MAX_OUTCOMES,
-    TRANSITIONS,
     Aborted,
     Accepted,
     Commit,
@@ -21,11 +20,37 @@ from farandole.protocol.exchange.exchange import (
     decode_first,
     reason_of,
 )
-from farandole.protocol.exchange.pipe import CHUNK_BYTES, CHUNK_FRAME_BYTES, DIGEST_BYTES, Received, Sealed
+from farandole.protocol.exchange.pipe import (
+    BULK_FROM,
+    CHUNK_BYTES,
+    CHUNK_FRAME_BYTES,
+    DIGEST_BYTES,
+    MAX_ROUTES,
+    Received,
+    Reroute,
+    Route,
+    RouteStep,
+    Sealed,
+)
+from farandole.protocol.exchange.pipe import Control as PipeControl
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import LENGTH_BYTES
 
-from .sides import SIZE, Side, move_over, open_way, share, share_offers, tell
+from .sides import (
+    CHANNEL,
+    HERE,
+    SIZE,
+    Side,
+    assert_can_commit,
+    incoming_of,
+    lie,
+    move_over,
+    open_way,
+    refuse,
+    share,
+    share_offers,
+    tell,
+)
 
 
 @pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
@@ -64,17 +89,6 @@ def test_a_reason_of_ones_own_may_be_said(alice: Side, bob: Side) -> None:
     said = Aborted(reason_of("out of\nm\u00e9moire " * 100))
     assert said.reason.startswith("out of?m?moire out")
     assert tell(alice, bob, said) == [said]
-
-
-def test_every_state_of_the_table_can_be_reached_and_every_end_is_an_end() -> None:
-    for table in TRANSITIONS.values():
-        reached, fresh = {Step.OFFERING}, {Step.OFFERING}
-        while fresh:
-            fresh = {after for step in fresh for after in table[step].values()} - reached
-            reached |= fresh
-        assert {Step.COMMITTED, Step.ABORTED} <= reached
-        assert not table[Step.COMMITTED]
-        assert not table[Step.ABORTED]
 
 
 def test_the_offer_can_be_read_before_the_session_is_known(alice: Side) -> None:
@@ -135,27 +149,14 @@ def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> No
 
 @pytest.mark.parametrize("message", [Accepted(), Commit(), Committed()])
 def test_no_verdict_before_everything_is_there(alice: Side, bob: Side, message: Control) -> None:
-    tell(alice, bob, alice.offer)
-    tell(bob, alice, bob.offer)
+    share_offers(alice, bob)
     for side in (alice, bob):
-        with pytest.raises(LocalProtocolError):
-            side.exchange.send(message)
-    forged = Side(True).exchange
-    payload = msgspec.msgpack.encode(message)
-    data = (1 + len(payload)).to_bytes(4, "big") + b"\0" + payload
-    for side in (alice, bob):
-        with pytest.raises(RemoteProtocolError):
-            side.receive(data)
-    assert forged.ours is Step.OFFERING
+        refuse(side, side, message)
 
 
 def test_a_commit_without_our_verdict_is_a_lie(alice: Side, bob: Side) -> None:
     share(alice, bob)
-    with pytest.raises(LocalProtocolError):
-        alice.exchange.send(Commit())
-    payload = msgspec.msgpack.encode(Commit())
-    with pytest.raises(RemoteProtocolError):
-        bob.receive((1 + len(payload)).to_bytes(4, "big") + b"\0" + payload)
+    refuse(alice, bob, Commit())
 
 
 @pytest.mark.parametrize(
@@ -237,3 +238,113 @@ def test_outcomes_what_is_unknown_was_never_committed_and_memory_is_bounded() ->
         outcomes.decide(index.to_bytes(16, "big"), committed=True)
     assert outcomes.answer(bytes(16), b"bob") == "aborted"
     assert outcomes.answer(MAX_OUTCOMES.to_bytes(16, "big"), b"bob") == "committed"
+
+
+# Contributions that move over channels, which may break
+
+
+@pytest.mark.parametrize("named", [None, CHANNEL])
+def test_without_a_channel_at_both_ends_chunks_move(large: tuple[Side, Side], named: bytes | None) -> None:
+    alice, bob = large
+    tell(alice, bob, Route(named, 0))
+    tell(bob, alice, Route(None, 0))
+    for sender, receiver in (large, large[::-1]):
+        assert tell(sender, receiver, sender.sealed, *sender.chunks())[1:] == [HERE]
+        assert receiver.incoming == sender.contribution
+        with pytest.raises(LocalProtocolError):
+            receiver.send(Received())
+    assert_can_commit(alice, bob)
+
+
+def test_a_word_of_the_responder_may_cross_the_initiators_route(large: tuple[Side, Side]) -> None:
+    for crossing in (Reroute(), Received()):
+        alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
+        share_offers(alice, bob)
+        open_way(alice, bob)
+        for sender, receiver in ((alice, bob), (bob, alice)):
+            tell(sender, receiver, sender.sealed)
+        move_over(alice, bob, BULK_FROM if crossing == Received() else 7)
+        if crossing == Received():
+            bob.exchange.pipe.check_whole()
+        said = bob.send(crossing)
+        route = alice.send(Route(None, 0))
+        assert alice.receive(said) == [crossing]
+        bob.receive(route)
+        tell(bob, alice, Route(None, bob.exchange.pipe.num_received))
+        for sender, receiver in ((alice, bob), (bob, alice)):
+            tell(sender, receiver, *sender.chunks())
+        assert_can_commit(alice, bob)
+
+
+@pytest.mark.parametrize("received", [-1, 1, 2**63, BULK_FROM, BULK_FROM + 1])
+def test_an_offset_that_cannot_be_is_refused(large: tuple[Side, Side], received: int) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    if received != 1:
+        refuse(alice, bob, Route(None, received))
+        return
+    with pytest.raises(LocalProtocolError):
+        alice.send(Route(None, received))
+    bob.receive(lie(Route(None, received)))  # possible, though false: then Alice has no whole contribution
+
+
+def test_a_session_has_so_many_routes(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    for _ in range(MAX_ROUTES):
+        open_way(alice, bob)
+    with pytest.raises(LocalProtocolError, match="beyond"):
+        alice.send(Route(CHANNEL, 0))
+    forged = Side(True, BULK_FROM)
+    forged.exchange.pipe.step = RouteStep.CHANNEL
+    forged.exchange.pipe.incoming.add(0, BULK_FROM)
+    with pytest.raises(RemoteProtocolError, match="beyond"):
+        tell(forged, bob, Route(CHANNEL, 0))
+
+
+@pytest.mark.parametrize("messages", [[Reroute(), Reroute()], [Reroute(), Received()], [Received(), Received()]])
+def test_what_contradicts_itself_is_refused(large: tuple[Side, Side], messages: list[PipeControl]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    move_over(alice, bob)
+    tell(alice, bob, alice.sealed)
+    bob.exchange.pipe.check_whole()
+    first, second = messages
+    tell(bob, alice, first)
+    refuse(bob, alice, second)
+
+
+def test_the_responder_names_no_channel_of_its_own(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    tell(alice, bob, Route(CHANNEL, 0))
+    with pytest.raises(LocalProtocolError):
+        bob.send(Route(b"x" * 16, 0))
+    alice, forged = Side(True, BULK_FROM), Side(False, BULK_FROM)
+    share_offers(alice, forged)
+    tell(alice, forged, Route(CHANNEL, 0))
+    forged.exchange.pipe.proposed = b"x" * 16
+    with pytest.raises(RemoteProtocolError, match="not named"):
+        tell(forged, alice, Route(b"x" * 16, 0))
+
+
+def test_a_channel_brings_what_was_encoded_or_nothing(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    with pytest.raises(LocalProtocolError, match="not here yet"):
+        alice.exchange.pipe.check_whole()
+    move_over(alice, bob)
+    with pytest.raises(RemoteProtocolError, match="no hash"):
+        bob.exchange.pipe.check_whole()
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        tell(sender, receiver, sender.sealed)
+    bob.exchange.pipe.check_whole()
+    for message, problem in ((Received(), "before the transfer"), (Commit(), "before the contribution")):
+        with pytest.raises(LocalProtocolError, match=problem):
+            alice.send(message)
+    tell(bob, alice, Received())
+    with pytest.raises(LocalProtocolError):
+        bob.send(Accepted())  # Alice has received nothing yet, and a verdict is the last message
+    incoming_of(alice).write(memoryview(bytes(BULK_FROM)))
+    with pytest.raises(RemoteProtocolError, match="hash"):
+        alice.exchange.pipe.check_whole()
+    with pytest.raises(LocalProtocolError, match="before the transfer"):
+        alice.send(Received())

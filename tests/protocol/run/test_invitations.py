@@ -28,8 +28,6 @@ from farandole.protocol.state.entries import (
     AdmissionProof,
     Delta,
     Kind,
-    Notice,
-    Payload,
     Proof,
     Revocation,
     Signed,
@@ -230,15 +228,6 @@ def test_a_revoked_member_is_dropped_with_its_guests_and_stays_out() -> None:
         roots.add(state.root)
     assert len(roots) == 1
     assert state.merge(Delta((member(ANNA),)), NOW).outcomes == [Outcome.UNINVITED]
-
-
-@pytest.mark.parametrize(
-    ("kind", "payload"), [(Kind.REVOCATION, Revocation((author_of(ANNA),))), (Kind.NOTICE, Notice("stop"))]
-)
-def test_the_creators_word_is_the_creators(kind: Kind, payload: Payload) -> None:
-    forged = signed(MALLORY, kind, 0, tick_at(kind), payload)
-    state = invited_run()
-    assert state.merge(Delta((forged,)), NOW).outcomes == [Outcome.INVALID]
 
 
 # Visitors

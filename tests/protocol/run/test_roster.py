@@ -421,17 +421,6 @@ def test_a_revoked_member_is_out_for_the_runs_life_while_the_creators_node_is_of
             assert not restarted.is_member(author_of(BEN))
 
 
-def test_another_cannot_change_a_members_seat_or_witness_in_the_run_state() -> None:
-    roster = settled(admitted(ANNA, 0), admitted(MALLORY, 1))
-    state = RunState(RUN_ID, CREATOR, roster=roster)
-    moved = admitted(ANNA, 2, by=MALLORY, since=0)
-    forged = msgspec.structs.replace(
-        in_state(MALLORY, Kind.ADMISSION, AdmissionProof(encode(moved))), author=author_of(ANNA)
-    )
-    assert state.merge(Delta((forged,)), NOW).outcomes == [Outcome.INVALID]
-    assert roster.admission_of(author_of(ANNA)) == admitted(ANNA, 0)
-
-
 def test_replayed_entries_of_a_member_that_moved_to_another_seat_change_nothing() -> None:
     old, new = admitted(ANNA, 0, by=CREATOR_NUMBER), admitted(ANNA, 1, by=CREATOR_NUMBER, since=T0 + 50)
     roster = settled(old)

@@ -34,14 +34,6 @@ def with_settled(capacity: int) -> AuthorPlaces:
     return places
 
 
-def test_who_came_first_stays_whoever_else_comes() -> None:
-    places = with_settled(40)
-    for number in range(100):
-        take(places, named(f"{number} ", 3), Introducer(bytes([number]) * 32, f"10.1.{number}.0/24"))
-    assert take(places, named("settled", 20), None) == []
-    assert len(places) == 40
-
-
 def test_of_the_others_the_newest_of_who_has_most_give_way() -> None:
     places = with_settled(20)
     assert take(places, named("a", 8), ALICE) == []

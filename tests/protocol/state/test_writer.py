@@ -113,15 +113,6 @@ def test_a_second_that_others_remember_is_in_no_mark_yet() -> None:
     assert heir.written[-1][1] == remembered.tick + 1
 
 
-def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
-    remembered = state_of(member(1)).get(author_of(1), Kind.MEMBER)
-    assert remembered is not None
-    writer = Writer(key_of(1), RUN_ID)
-    writer.observe(remembered)
-    writer.marked(((0, int(NOW) + 60),))
-    assert writer.write(Kind.MEMBER, 0, Member(), NOW).tick == remembered.tick + 1
-
-
 def test_past_lives_that_are_heard_of_newest_first_leave_a_mark_that_can_be_stored() -> None:
     """The disk was lost, and others send back the entries, in any order."""
     heir = Author()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
 from farandole.protocol.stages.activations import (
+    DATA_BYTES,
+    DOWNSTREAM,
     MAX_CONTROL_BYTES,
+    MAX_CREDITS,
+    MAX_OPEN,
     MAX_QUESTION_BYTES,
+    MAX_SECONDS_LEFT,
     TICKET_BYTES,
+    TRANSITIONS,
+    UPSTREAM,
     Answer,
+    Control,
     Credits,
     DataReceived,
     Dropped,
@@ -18,14 +29,15 @@ from farandole.protocol.stages.activations import (
     Question,
     Settled,
     Transit,
+    Welcome,
     decode_question,
     encode_question,
     shape_hash,
 )
-from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
-from .sides import FORWARD, HELLO, SIZE, bring_to, forward, give_back, lie, pair
+from .sides import FORWARD, HELLO, SIZE, Side, bring_to, forward, give_back, lie, lying_data, pair, refuse, send_data
 
 
 @pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
@@ -122,3 +134,271 @@ def test_questions_and_answers_survive_the_wire(is_kept: bool | None) -> None:
         for wrong in (payload[:-1], payload + b"\0", encode_question(Question(ticket[1:]))):
             with pytest.raises(RemoteProtocolError):
                 decode_question(wrong)
+
+
+# A microbatch moves through the steps of the table, and the greetings come first.
+
+
+@pytest.mark.parametrize("step", Transit)
+@pytest.mark.parametrize(("who", "kind"), TRANSITIONS)
+def test_a_microbatch_goes_as_the_table_says(
+    who: bool, kind: type[Gradient | Dropped | Settled], step: Transit
+) -> None:
+    messages: dict[type, Control] = {
+        Gradient: Gradient(0),
+        Dropped: Dropped(0, "", is_untouched=False),
+        Settled: Settled(0, is_kept=False),
+    }
+    alice, bob = pair()
+    bring_to(alice, bob, step)
+    sender, receiver = (alice, bob) if who is UPSTREAM else (bob, alice)
+    message, before = messages[kind], bytes(receiver.memory)
+    if step in TRANSITIONS[who, kind]:
+        following = TRANSITIONS[who, kind][step]
+        expected = {} if following is None else {0: following}
+        assert receiver.hear(sender.say(message)) == [message]
+    else:
+        expected = {0: step}
+        refuse(sender, receiver, message)
+    assert sender.link.open == receiver.link.open == expected
+    assert receiver.memory == before
+
+
+@pytest.mark.parametrize("step", Transit)
+def test_only_what_has_returned_is_kept(step: Transit) -> None:
+    alice, bob = pair()
+    bring_to(alice, bob, step)
+    kept = Settled(0, is_kept=True)
+    if step is Transit.RETURNED:
+        assert bob.hear(alice.say(kept)) == [kept]
+        return
+    refuse(alice, bob, kept)
+    assert alice.link.open == bob.link.open == {0: step}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("run_id", b"R" * 32), ("stage", 4), ("shape", b"S" * 32), ("version", 2)]
+)
+def test_a_link_of_something_else_is_refused(field: str, value: object) -> None:
+    other = msgspec.structs.replace(HELLO, **{field: value})
+    alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
+    with pytest.raises(LocalProtocolError, match=field.replace("_", " ")):
+        alice.link.send(other)
+    with pytest.raises(RemoteProtocolError, match=field.replace("_", " ")):
+        bob.hear(lie(other))
+    with pytest.raises(LocalProtocolError):
+        bob.link.send(Welcome(1))
+    assert not bob.link.is_open
+
+
+def test_greetings_come_once_in_their_order_and_each_from_its_side() -> None:
+    alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
+    refuse(bob, alice, Welcome(1))  # before the Hello
+    refuse(bob, alice, HELLO)
+    assert (alice.link.is_open, alice.link.credits) == (False, 0)
+    alice = Side(UPSTREAM)
+    assert bob.hear(alice.say(HELLO)) == [HELLO]
+    refuse(alice, bob, HELLO)
+    bob = Side(DOWNSTREAM)
+    bob.hear(lie(HELLO))
+    refuse(alice, bob, Welcome(1))
+    alice, bob = pair()
+    refuse(alice, bob, HELLO)
+    refuse(bob, alice, Welcome(4))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Credits(1), FORWARD, Gradient(0), Dropped(0, "", is_untouched=True), Settled(0, is_kept=False)],
+    ids=lambda message: type(message).__name__,
+)
+def test_nothing_is_said_before_the_greetings(message: Control) -> None:
+    for is_upstream in (UPSTREAM, DOWNSTREAM):
+        for is_greeted in (False, True):
+            side = Side(is_upstream)
+            if is_greeted:
+                side.say(HELLO) if is_upstream else side.hear(lie(HELLO))
+            refuse(side, side, message)
+            assert (side.link.credits, side.link.num_forwarded, side.link.open) == (0, 0, {})
+
+
+def test_no_data_before_they_are_announced() -> None:
+    for side in (Side(UPSTREAM), Side(DOWNSTREAM), *pair()):
+        with pytest.raises(LocalProtocolError):
+            send_data(side.link, memoryview(b"data"))
+        with pytest.raises(RemoteProtocolError):
+            side.hear(lying_data(4))
+
+
+# A peer that lies, or breaks the rules, is detected.
+
+
+PIECES = [(0, DATA_BYTES), (DATA_BYTES, DATA_BYTES), (2 * DATA_BYTES, 100)]
+
+
+@pytest.mark.parametrize(
+    ("message", "who"),
+    [
+        (HELLO, UPSTREAM),
+        (Welcome(1), DOWNSTREAM),
+        (Credits(9), DOWNSTREAM),
+        (FORWARD, UPSTREAM),
+        (Gradient(0), DOWNSTREAM),
+        (Dropped(0, "", is_untouched=True), DOWNSTREAM),
+        (Settled(0, is_kept=False), UPSTREAM),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_message_has_its_side(message: Control, who: bool) -> None:
+    alice, bob = pair()
+    forward(alice, bob)
+    wrong, receiver = (bob, alice) if who is UPSTREAM else (alice, bob)
+    refuse(wrong, receiver, message)
+    assert alice.link.open == bob.link.open == {0: Transit.THERE}
+
+
+@pytest.mark.parametrize("index", [1, 2, 2**53])
+def test_nobody_speaks_of_what_was_not_forwarded(index: int) -> None:
+    alice, bob = pair()
+    forward(alice, bob)
+    for sender, receiver, message in (
+        (bob, alice, Gradient(index)),
+        (bob, alice, Dropped(index, "", is_untouched=True)),
+        (alice, bob, Settled(index, is_kept=False)),
+    ):
+        refuse(sender, receiver, message)
+
+
+def test_we_do_not_speak_of_what_has_ended() -> None:
+    alice, bob = pair()
+    forward(alice, bob)
+    alice.say(Settled(0, is_kept=False))
+    with pytest.raises(LocalProtocolError):
+        alice.link.send(Settled(0, is_kept=False))
+    bob.say(Dropped(0, "", is_untouched=True))
+    for message in (Dropped(0, "", is_untouched=True), Gradient(0)):
+        with pytest.raises(LocalProtocolError):
+            bob.link.send(message)
+
+
+def test_no_more_is_forwarded_than_there_are_credits() -> None:
+    alice, bob = pair(credits=1)
+    forward(alice, bob)
+    bob.say(Credits(2))  # in transit: Alice has not received it
+    with pytest.raises(LocalProtocolError):
+        alice.link.send(FORWARD)
+    bob.hear(lie(FORWARD) + b"".join(lying_data(size, SIZE + at) for at, size in PIECES))
+    with pytest.raises(RemoteProtocolError):
+        bob.hear(lie(FORWARD))
+    assert bob.link.num_forwarded == 2
+
+
+def test_credits_are_not_taken_back_and_have_a_bound() -> None:
+    alice, bob = pair(credits=3)
+    forward(alice, bob)
+    assert alice.hear(bob.say(Credits(3)) + bob.say(Credits(1 + MAX_CREDITS)))
+    for total in (0, 3, MAX_CREDITS, 2 + MAX_CREDITS, 2**53):
+        refuse(bob, alice, Credits(total))
+    assert alice.link.credits == bob.link.credits == 1 + MAX_CREDITS
+    greeted = Side(DOWNSTREAM)
+    greeted.hear(lie(HELLO))
+    with pytest.raises(LocalProtocolError):
+        greeted.link.send(Welcome(MAX_CREDITS + 1))
+    assert not greeted.link.is_open
+
+
+def test_who_ends_no_microbatch_may_not_forward_for_ever() -> None:
+    """Mallory takes the gradients, and never says how the microbatches ended."""
+    mallory, bob = pair(credits=1, size=10)
+    for index in range(MAX_OPEN):
+        forward(mallory, bob)
+        give_back(mallory, bob, index)
+        assert mallory.hear(bob.say(Credits(index + 2)))
+    refuse(mallory, bob, FORWARD)
+    assert len(bob.link.open) == MAX_OPEN
+
+
+@pytest.mark.parametrize("size", [0, 1, 101])
+def test_data_are_as_many_as_the_run_says(size: int) -> None:
+    """The last hundred bytes of a microbatch are due."""
+    alice, bob = pair()
+    assert bob.hear(alice.say(FORWARD) + alice.next_data() + alice.next_data()) == [FORWARD]
+    for wrong in (0, 101):
+        with pytest.raises(LocalProtocolError):
+            send_data(alice.link, memoryview(bytes(wrong)))
+    if size == 1:
+        assert bob.hear(lying_data(1, 2 * DATA_BYTES)) == []
+        assert bob.hear(lying_data(99, 2 * DATA_BYTES + 1)) == [DataReceived(0)]
+        size = 1  # more than what remains
+    with pytest.raises(RemoteProtocolError):
+        bob.hear(lying_data(size, bob.link.pipe.num_received))
+
+
+def test_data_of_one_microbatch_at_a_time() -> None:
+    alice, bob = pair()
+    forward(alice, bob)
+    forward(alice, bob)
+    alice.hear(bob.say(Gradient(0)) + bob.next_data())
+    bob.hear(alice.say(FORWARD) + alice.next_data())
+    for sender, receiver, message in ((alice, bob, FORWARD), (bob, alice, Gradient(1))):
+        refuse(sender, receiver, message)
+    assert alice.link.open == bob.link.open == {0: Transit.BACK, 1: Transit.THERE, 2: Transit.FORWARD}
+
+
+@pytest.mark.parametrize("header", [b"\xff\xff\xff\xff", (CHUNK_FRAME_BYTES - 3).to_bytes(4, "big")])
+def test_a_lying_length_is_refused_before_anything_follows_it(header: bytes) -> None:
+    for side in pair():
+        with pytest.raises(RemoteProtocolError):
+            side.hear(header)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\0",
+        b"\2",
+        b"\xff" * 9,
+        b"\0\xc1",
+        b"\0" + b"\x91" * 600,  # nested
+        b"\0" + bytes(MAX_CONTROL_BYTES),
+        b"\0" + msgspec.msgpack.encode([8, 0]),
+        b"\0" + msgspec.msgpack.encode({"type": 3, "total": 5}),
+        b"\0" + msgspec.msgpack.encode([3, 5, 5]),
+        b"\0" + msgspec.msgpack.encode([3, -1]),
+        b"\0" + msgspec.msgpack.encode([3, 2**53 + 1]),
+        b"\0" + msgspec.msgpack.encode([3, "5"]),
+        b"\0" + msgspec.msgpack.encode([3, 5]) + b"\0",
+        b"\0" + msgspec.msgpack.encode([6, 0, "r" * 129, True]),
+        b"\0" + b"\x94\x06\x00\xa1\xff\xc3",  # a reason that is not text
+    ],
+)
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    alice, bob = pair()
+    forward(alice, bob)
+    for side in (alice, bob):
+        with pytest.raises(RemoteProtocolError):
+            side.hear(frame(payload, DATA_BYTES))
+        assert side.link.open == {0: Transit.THERE}
+        assert side.link.credits == 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seconds_left": math.nan},
+        {"seconds_left": math.inf},
+        {"seconds_left": -0.1},
+        {"seconds_left": MAX_SECONDS_LEFT + 1.0},
+        {"ticket": b"t" * (TICKET_BYTES - 1)},
+        {"origin": b"o" * 33},
+        {"round": -1},
+        {"round": 2**31},
+    ],
+    ids=str,
+)
+def test_a_forward_out_of_bounds_is_refused(fields: dict[str, object]) -> None:
+    _, bob = pair()
+    with pytest.raises(RemoteProtocolError):
+        bob.hear(lie(msgspec.structs.replace(FORWARD, **fields)))
+    assert bob.link.num_forwarded == 0
