@@ -11,22 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.protocol.checkpoints.block_transfer import (
-    BLOCK_TIMEOUT,
-    HELP_RATIO,
-    MAX_DONORS,
-    MAX_KNOWN,
-    MAX_WINDOW,
-    PATIENCE,
-    SILENCE,
-    DialDonor,
-    Download,
-    Forget,
-    HangUp,
-    Output,
-    Tell,
-    Want,
-)
+from farandole.protocol.checkpoints import block_transfer as transfer
 
 ANN, BOB, CYD, DAN, EVE, FAY = (letter.encode() * 32 for letter in "abcdef")
 TICK = 0.1
@@ -60,7 +45,7 @@ class World:
 
     def __init__(self, donors: dict[bytes, Donor], num_blocks: int, have: frozenset[int] = frozenset()) -> None:
         self.donors = donors
-        self.download = Download(0.0, have)
+        self.download = transfer.Download(0.0, have)
         self.now = 0.0
         self.arrived: Counter[int] = Counter()
         self.accused: list[tuple[bytes, int]] = []
@@ -75,21 +60,21 @@ class World:
     def need(self, blocks: Iterable[int]) -> None:
         self.carry_out(self.download.need(blocks, self.now))
 
-    def carry_out(self, outputs: Iterable[Output]) -> None:
+    def carry_out(self, outputs: Iterable[transfer.Output]) -> None:
         for output in outputs:
             self.carry_out_one(output)
 
-    def carry_out_one(self, output: Output) -> None:
+    def carry_out_one(self, output: transfer.Output) -> None:
         match output:
-            case DialDonor(name):
+            case transfer.DialDonor(name):
                 self.donors[name].ready_at = self.now + self.donors[name].delay
-            case Tell(name, Want(first, count)):
+            case transfer.Tell(name, transfer.Want(first, count)):
                 assert count > 0
                 self.donors[name].queue += [(self.now, block) for block in range(first, first + count)]
-                assert len(self.donors[name].queue) <= 2 * MAX_WINDOW
-            case Tell(name, Forget(block)):
+                assert len(self.donors[name].queue) <= 2 * transfer.MAX_WINDOW
+            case transfer.Tell(name, transfer.Forget(block)):
                 self.donors[name].queue = [item for item in self.donors[name].queue if item[1] != block]
-            case HangUp(name, _, wrong_block):
+            case transfer.HangUp(name, _, wrong_block):
                 if wrong_block is not None:
                     self.accused.append((name, wrong_block))
                 self.hung_up.append((name, self.now))
@@ -107,6 +92,11 @@ class World:
             self.carry_out(self.download.tick(self.now))
             self.most_open = max(self.most_open, self.download.num_open)
         return self.now - began
+
+    def stall(self, seconds: float) -> None:
+        """Run for some time, in which not all blocks arrive."""
+        with pytest.raises(AssertionError, match="never complete"):
+            self.run(seconds)
 
     def let_give(self, name: bytes, donor: Donor) -> None:
         if self.now >= donor.dies_at:
@@ -160,25 +150,24 @@ def test_each_gives_as_much_as_it_can() -> None:
     world = World(donors, 400)
     assert world.run() <= 1.15 * 400 / 33.3
     assert donors[ANN].num_given > 8 * donors[BOB].num_given > 4 * 8 * donors[CYD].num_given
-    assert world.num_twice <= MAX_WINDOW
+    assert world.num_twice <= transfer.MAX_WINDOW
 
 
 def test_nobody_waits_at_the_end_for_the_slowest() -> None:
     world = World({ANN: Donor(10.0), BOB: Donor(0.01)}, 50)
-    assert world.run() <= 1.2 * 50 / 10 + HELP_RATIO
+    assert world.run() <= 1.2 * 50 / 10 + transfer.HELP_RATIO
 
 
 def test_a_dead_donor_is_replaced() -> None:
     donors = {name: Donor(20.0, dies_at=2.0) for name in (ANN, BOB, CYD, DAN)} | {EVE: Donor(20.0)}
     world = World(donors, 400)
     assert world.run() <= 2 + (400 - 4 * 40) / 20 + 4
-    assert world.most_open == MAX_DONORS
+    assert world.most_open == transfer.MAX_DONORS
 
 
 def test_the_only_donor_may_come_back() -> None:
     world = World({ANN: Donor(20.0, dies_at=1.0)}, 100)
-    with pytest.raises(AssertionError, match="never complete"):
-        world.run(20.0)
+    world.stall(20.0)
     so_far = sum(world.arrived.values())
     world.donors[ANN].dies_at = float("inf")
     world.run()
@@ -187,17 +176,15 @@ def test_the_only_donor_may_come_back() -> None:
 
 def test_a_silent_donor_is_left_in_time() -> None:
     world = World({ANN: Donor(20.0, freezes_at=1.0)}, 100)
-    with pytest.raises(AssertionError, match="never complete"):
-        world.run(1.5 * SILENCE)
+    world.stall(1.5 * transfer.SILENCE)
     assert world.hung_up[0][0] == ANN
-    assert world.hung_up[0][1] == pytest.approx(1.0 + SILENCE, abs=1.0)
+    assert world.hung_up[0][1] == pytest.approx(1.0 + transfer.SILENCE, abs=1.0)
 
 
 def test_a_donor_that_trickles_is_left_in_the_end_and_held_nobody_up() -> None:
     world = World({ANN: Donor(1.0, trickles=True)}, 100)
-    with pytest.raises(AssertionError, match="never complete"):
-        world.run(1.5 * BLOCK_TIMEOUT)
-    assert world.hung_up[0][1] == pytest.approx(BLOCK_TIMEOUT, abs=1.0)
+    world.stall(1.5 * transfer.BLOCK_TIMEOUT)
+    assert world.hung_up[0][1] == pytest.approx(transfer.BLOCK_TIMEOUT, abs=1.0)
     world = World({ANN: Donor(1.0, trickles=True), BOB: Donor(10.0)}, 100)
     assert world.run() <= 1.2 * 100 / 10
 
@@ -224,25 +211,24 @@ def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
     world = World({ANN: Donor(20.0, busy_until=7.0)}, 20)
     assert 7.0 <= world.run() <= 7.0 + 20 / 20 + 1.0
     world = World({ANN: Donor(20.0, busy_until=7e9)}, 20)
-    with pytest.raises(AssertionError, match="never complete"):
-        world.run(200.0)
+    world.stall(200.0)
 
 
 def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> None:
-    download = Download(100.0)
+    download = transfer.Download(100.0)
     download.need([0], 100.0)
-    download.know((ANN,), 99.0 + PATIENCE)
-    assert not download.is_hopeless(99.0 + PATIENCE)
-    download.lost(ANN, 99.0 + PATIENCE, busy_seconds=30.0)
-    assert not download.is_hopeless(128.0 + 2 * PATIENCE)
-    assert download.is_hopeless(130.0 + 2 * PATIENCE)
+    download.know((ANN,), 99.0 + transfer.PATIENCE)
+    assert not download.is_hopeless(99.0 + transfer.PATIENCE)
+    download.lost(ANN, 99.0 + transfer.PATIENCE, busy_seconds=30.0)
+    assert not download.is_hopeless(128.0 + 2 * transfer.PATIENCE)
+    assert download.is_hopeless(130.0 + 2 * transfer.PATIENCE)
 
 
 def test_no_more_donors_are_remembered_than_needed() -> None:
-    download = Download(0.0)
-    for start in range(0, 10 * MAX_KNOWN, MAX_KNOWN):
-        download.know([b"%d" % number for number in range(start, start + 2 * MAX_KNOWN)], 0.0)
-    assert len(download._donors) <= MAX_KNOWN + MAX_DONORS
+    download = transfer.Download(0.0)
+    for start in range(0, 10 * transfer.MAX_KNOWN, transfer.MAX_KNOWN):
+        download.know([b"%d" % number for number in range(start, start + 2 * transfer.MAX_KNOWN)], 0.0)
+    assert len(download._donors) <= transfer.MAX_KNOWN + transfer.MAX_DONORS
 
 
 @settings(max_examples=60)
@@ -273,7 +259,7 @@ def test_as_long_as_somebody_is_honest_it_ends_well(seed: int) -> None:
     donors = {name: some_donor() for name in (ANN, BOB, CYD, DAN, EVE)} | {FAY: Donor(5.0)}
     have = frozenset(block for block in range(num_blocks) if rng.random() < 0.2)
     world = World(donors, num_blocks, have)
-    world.run(4 * BLOCK_TIMEOUT)
+    world.run(4 * transfer.BLOCK_TIMEOUT)
     assert set(world.arrived) == set(range(num_blocks)) - have
-    assert world.num_twice <= MAX_DONORS * MAX_WINDOW
+    assert world.num_twice <= transfer.MAX_DONORS * transfer.MAX_WINDOW
     assert {name for name, _ in world.accused} <= {name for name, donor in donors.items() if donor.lies_about >= 0}

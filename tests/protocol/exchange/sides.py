@@ -9,36 +9,15 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from farandole.protocol.exchange.exchange import (
-    CONTRIBUTION,
-    MAX_CONTROL_BYTES,
-    Accepted,
-    Commit,
-    Committed,
-    Control,
-    Exchange,
-    Offer,
-)
-from farandole.protocol.exchange.pipe import (
-    BULK_FROM,
-    CHUNK_BYTES,
-    CONTROL_KIND,
-    Received,
-    Reroute,
-    Route,
-    Sealed,
-    Transfer,
-    TransferReceived,
-)
-from farandole.protocol.exchange.pipe import Control as PipeControl
+from farandole.protocol.exchange import exchange, pipe
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
-Said = Control | PipeControl | memoryview
-Heard = Control | PipeControl | TransferReceived
-HERE = TransferReceived(CONTRIBUTION)
+Said = exchange.Control | pipe.Control | memoryview
+Heard = exchange.Control | pipe.Control | pipe.TransferReceived
+HERE = pipe.TransferReceived(exchange.CONTRIBUTION)
 
-SIZE = 2 * CHUNK_BYTES + 100
+SIZE = 2 * pipe.CHUNK_BYTES + 100
 
 
 class Side:
@@ -47,7 +26,7 @@ class Side:
     def __init__(self, is_initiator: bool, size: int = SIZE) -> None:
         self.contribution = random.Random(is_initiator).randbytes(size)
         self.incoming = bytearray(size)
-        self.offer = Offer(
+        self.offer = exchange.Offer(
             run_id=b"r" * 32,
             session=b"s" * 16,
             stage=3,
@@ -58,18 +37,18 @@ class Side:
             tokens=5,
             seconds_left=30.0,
         )
-        self.sealed = Sealed(blake3(self.contribution).digest())
-        self.exchange = Exchange(is_initiator, self.offer, memoryview(self.incoming))
+        self.sealed = pipe.Sealed(blake3(self.contribution).digest())
+        self.exchange = exchange.Exchange(is_initiator, self.offer, memoryview(self.incoming))
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the chunks that have not been sent yet."""
-        for offset in range(self.exchange.pipe.num_sent, len(self.contribution), CHUNK_BYTES):
-            yield memoryview(self.contribution)[offset : offset + CHUNK_BYTES]
+        for offset in range(self.exchange.pipe.num_sent, len(self.contribution), pipe.CHUNK_BYTES):
+            yield memoryview(self.contribution)[offset : offset + pipe.CHUNK_BYTES]
 
     def send(self, message: Said) -> bytes:
         if isinstance(message, memoryview):
             return self.exchange.pipe.send_chunk(message)
-        if isinstance(message, Route | Reroute | Sealed | Received):
+        if isinstance(message, pipe.Route | pipe.Reroute | pipe.Sealed | pipe.Received):
             return self.exchange.pipe.send(message)
         return self.exchange.send(message)
 
@@ -86,13 +65,13 @@ def tell(sender: Side, receiver: Side, *messages: Said, piece: int = 2**20) -> l
     return receiver.receive(b"".join(sender.send(message) for message in messages), piece)
 
 
-def lie(message: Control | PipeControl) -> bytes:
+def lie(message: exchange.Control | pipe.Control) -> bytes:
     """Return the frame of a message, whether it may be sent or not."""
-    kind = CONTROL_KIND if isinstance(message, Route | Reroute | Sealed | Received) else 0
-    return frame(bytes((kind,)) + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
+    kind = pipe.CONTROL_KIND if isinstance(message, pipe.Route | pipe.Reroute | pipe.Sealed | pipe.Received) else 0
+    return frame(bytes((kind,)) + msgspec.msgpack.encode(message), exchange.MAX_CONTROL_BYTES)
 
 
-def refuse(sender: Side, receiver: Side, message: Control | PipeControl) -> None:
+def refuse(sender: Side, receiver: Side, message: exchange.Control | pipe.Control) -> None:
     """Check that a message may neither be sent by one side, nor be received by the other."""
     with pytest.raises(LocalProtocolError):
         sender.send(message)
@@ -123,25 +102,25 @@ CHANNEL = b"c" * 16
 def open_way(alice: Side, bob: Side, channel: bytes | None = CHANNEL) -> None:
     """Send the initiator's Route and its answer."""
     for side, other in ((alice, bob), (bob, alice)):
-        route = Route(channel, side.exchange.pipe.num_received)
+        route = pipe.Route(channel, side.exchange.pipe.num_received)
         assert tell(side, other, route) == [route]
     assert alice.exchange.pipe.channel == bob.exchange.pipe.channel == channel
 
 
-def incoming_of(receiver: Side) -> Transfer:
+def incoming_of(receiver: Side) -> pipe.Transfer:
     return receiver.exchange.pipe.incoming.open[0]
 
 
-def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
+def move_over(sender: Side, receiver: Side, end: int = pipe.BULK_FROM) -> None:
     """Move bytes over the channel, up to the offset ``end``."""
     incoming = incoming_of(receiver)
     incoming.write(memoryview(sender.contribution)[incoming.position : end])
 
 
 def assert_can_commit(alice: Side, bob: Side) -> None:
-    assert tell(bob, alice, Accepted()) == [Accepted()]
+    assert tell(bob, alice, exchange.Accepted()) == [exchange.Accepted()]
     assert bob.exchange.is_in_doubt
-    assert tell(alice, bob, Commit()) == [Commit()]
-    assert tell(bob, alice, Committed()) == [Committed()]
+    assert tell(alice, bob, exchange.Commit()) == [exchange.Commit()]
+    assert tell(bob, alice, exchange.Committed()) == [exchange.Committed()]
     assert alice.incoming == bob.contribution
     assert bob.incoming == alice.contribution

@@ -6,19 +6,7 @@ import random
 
 import pytest
 
-from farandole.protocol.exchange.pipe import (
-    CHUNK_BYTES,
-    MAX_OPEN,
-    MAX_ROUTES,
-    Event,
-    Pipe,
-    Received,
-    Reroute,
-    Route,
-    RouteStep,
-    Sealed,
-    TransferReceived,
-)
+from farandole.protocol.exchange import pipe
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 CHANNEL = b"c" * 16
@@ -29,7 +17,7 @@ class End:
     """One end; transfers are announced by messages with their sizes."""
 
     def __init__(self, is_opener: bool, *, is_large: bool = True) -> None:
-        self.pipe = Pipe(is_opener, max_message_bytes=MAX_MESSAGE_BYTES, is_large=is_large)
+        self.pipe = pipe.Pipe(is_opener, max_message_bytes=MAX_MESSAGE_BYTES, is_large=is_large)
         self.pipe.begin()
         self.sent: list[bytes] = []
         self.received: list[bytes] = []
@@ -40,8 +28,8 @@ class End:
         self.sent.append(data)
         return self.pipe.send_message(len(data).to_bytes(4, "big"))
 
-    def hear(self, data: bytes) -> list[Event]:
-        events: list[Event] = []
+    def hear(self, data: bytes) -> list[pipe.Event]:
+        events: list[pipe.Event] = []
         self.pipe.receive_data(data)
         while (event := self.pipe.next_event()) is not None:
             events.append(event)
@@ -49,7 +37,7 @@ class End:
                 case bytes() as payload:
                     self._memory.append(bytearray(int.from_bytes(payload, "big")))
                     self.pipe.expect(len(self._memory) - 1, memoryview(self._memory[-1]))
-                case TransferReceived(name):
+                case pipe.TransferReceived(name):
                     self.received.append(bytes(self._memory[name]))
         return events
 
@@ -61,7 +49,7 @@ class End:
     def chunks(self) -> bytes:
         frames = b""
         while rest := self.rest:
-            size = min(CHUNK_BYTES, self.pipe.outgoing.head_end - self.pipe.num_sent)
+            size = min(pipe.CHUNK_BYTES, self.pipe.outgoing.head_end - self.pipe.num_sent)
             frames += self.pipe.send_chunk(memoryview(rest)[:size])
         return frames
 
@@ -74,14 +62,14 @@ class End:
             head.write(memoryview(piece))
             if not head.rest:
                 self.pipe.check_whole()
-                frames += self.pipe.send(Received())
+                frames += self.pipe.send(pipe.Received())
                 self.received.append(bytes(self._memory[head.name]))
         return frames
 
 
 def agree(alice: End, bob: End, channel: bytes | None = CHANNEL) -> None:
     for sender, receiver in ((alice, bob), (bob, alice)):
-        receiver.hear(sender.pipe.send(Route(channel, sender.pipe.num_received)))
+        receiver.hear(sender.pipe.send(pipe.Route(channel, sender.pipe.num_received)))
     assert alice.pipe.channel == bob.pipe.channel == channel
 
 
@@ -91,17 +79,17 @@ def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: in
     rng = random.Random(seed)
     alice, bob = End(True), End(False)
     num_moved = 0
-    for route in range(MAX_ROUTES):
-        agree(alice, bob, None if route == MAX_ROUTES - 1 else CHANNEL)
+    for route in range(pipe.MAX_ROUTES):
+        agree(alice, bob, None if route == pipe.MAX_ROUTES - 1 else CHANNEL)
         for sender, receiver in ((alice, bob), (bob, alice)):
-            if route == MAX_ROUTES - 1:
+            if route == pipe.MAX_ROUTES - 1:
                 receiver.hear(sender.chunks())
                 receiver.hear(sender.announce(rng.randbytes(50)) + sender.chunks())
                 continue
             wire = sender.rest
             sender.pipe.num_sent += len(wire)
             for _ in range(rng.randrange(1, 4)):
-                if len(sender.pipe.outgoing.open) < MAX_OPEN:
+                if len(sender.pipe.outgoing.open) < pipe.MAX_OPEN:
                     data = rng.randbytes(rng.randrange(1, 1_000))
                     receiver.hear(sender.announce(data))
                     sender.pipe.num_sent += len(data)
@@ -110,7 +98,7 @@ def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: in
             num_moved += len(arrived)
             sender.hear(receiver.take(arrived))
         if not alice.pipe.incoming.is_open and bob.pipe.incoming.is_open:
-            alice.hear(bob.pipe.send(Reroute()))
+            alice.hear(bob.pipe.send(pipe.Reroute()))
     assert (bob.received, alice.received) == (alice.sent, bob.sent)
     assert alice.pipe.outgoing.settled == alice.pipe.outgoing.end == sum(map(len, alice.sent))
 
@@ -118,7 +106,7 @@ def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: in
 def test_so_many_transfers_may_be_on_their_way() -> None:
     alice, bob = End(True), End(False)
     agree(alice, bob)
-    for _ in range(MAX_OPEN):
+    for _ in range(pipe.MAX_OPEN):
         bob.hear(alice.announce(b"x"))
         alice.pipe.num_sent += 1
     assert not alice.pipe.can_offer
@@ -137,10 +125,10 @@ def test_on_the_stream_one_transfer_is_announced_at_a_time() -> None:
         bob.hear(alice.pipe.send_message((1).to_bytes(4, "big")))
 
 
-@pytest.mark.parametrize("message", [Sealed(bytes(32)), Received(), Reroute(), Route(None, 0)])
-@pytest.mark.parametrize("step", [RouteStep.IDLE, RouteStep.STREAM])
+@pytest.mark.parametrize("message", [pipe.Sealed(bytes(32)), pipe.Received(), pipe.Reroute(), pipe.Route(None, 0)])
+@pytest.mark.parametrize("step", [pipe.RouteStep.IDLE, pipe.RouteStep.STREAM])
 def test_what_the_table_does_not_have_is_refused_at_both_ends(
-    step: RouteStep, message: Sealed | Received | Reroute | Route
+    step: pipe.RouteStep, message: pipe.Sealed | pipe.Received | pipe.Reroute | pipe.Route
 ) -> None:
     alice, bob, liar = End(True), End(False), End(True)
     for end in (alice, bob):
@@ -148,7 +136,7 @@ def test_what_the_table_does_not_have_is_refused_at_both_ends(
     with pytest.raises(LocalProtocolError):
         alice.pipe.send(message)
     match message:  # what a liar at this step would send
-        case Route():
+        case pipe.Route():
             said = liar.pipe.send(message)
         case _:
             said = (6).to_bytes(4, "big") + b"\2" + b"\x90" * 5

@@ -9,19 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol.mesh import yamux
-from farandole.protocol.mesh.yamux import (
-    INITIAL_WINDOW,
-    MAX_INBOUND_STREAMS,
-    MAX_MESSAGE_BYTES,
-    MAX_QUEUED_BYTES,
-    MAX_QUEUED_DATA,
-    MAX_WAITING_STREAMS,
-    MAX_WINDOW,
-    PIECE_BYTES,
-    USELESS_BURST,
-    Yamux,
-    YamuxStream,
-)
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
@@ -32,10 +19,10 @@ def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b""
     return struct.pack("!BBHII", 0, kind, flags, stream_id, length) + data
 
 
-def move(source: Yamux, target: Yamux, now: float = 0.0) -> None:
+def move(source: yamux.Yamux, target: yamux.Yamux, now: float = 0.0) -> None:
     """Deliver all queued bytes."""
     while data := source.data_to_send():
-        assert len(data) <= MAX_MESSAGE_BYTES
+        assert len(data) <= yamux.MAX_MESSAGE_BYTES
         source.note_sent(len(data))
         target.receive_data(data, now)
 
@@ -44,7 +31,7 @@ class Pair:
     """Two ends of one connection, with one stream."""
 
     def __init__(self) -> None:
-        self.alice, self.bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+        self.alice, self.bob = yamux.Yamux(is_initiator=True, now=0.0), yamux.Yamux(is_initiator=False, now=0.0)
         self.near = self.alice.open_stream()
         self.exchange()
         far = self.bob.accept_stream()
@@ -76,7 +63,7 @@ def test_what_one_end_sends_the_other_reads_and_each_may_finish_first() -> None:
 
 
 def test_what_is_received_says_what_has_changed() -> None:
-    alice, bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+    alice, bob = yamux.Yamux(is_initiator=True, now=0.0), yamux.Yamux(is_initiator=False, now=0.0)
     stream = alice.open_stream()
     stream.send(memoryview(b"x"))
     assert bob.receive_data(alice.data_to_send(), 0.0) == [stream.stream_id]
@@ -93,7 +80,7 @@ def test_what_is_received_says_what_has_changed() -> None:
 
 
 def test_a_peer_that_answers_before_it_is_asked_seems_no_nearer() -> None:
-    alice = Yamux(is_initiator=True, now=0.0)
+    alice = yamux.Yamux(is_initiator=True, now=0.0)
     alice.ping(now=1.0, number=0x5EED)
     alice.receive_data(b"".join(pong(guess) for guess in range(50)), 1.0)
     assert alice.round_trip is None
@@ -118,16 +105,16 @@ def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -
     while pair.near.has_credit:  # no one reads now
         unread += pair.near.send(memoryview(bytes(60_000)))
         move(pair.alice, pair.bob)
-    assert num_sent > MAX_WINDOW
-    assert INITIAL_WINDOW < unread <= MAX_WINDOW
-    assert pair.far.num_unread <= MAX_WINDOW
+    assert num_sent > yamux.MAX_WINDOW
+    assert yamux.INITIAL_WINDOW < unread <= yamux.MAX_WINDOW
+    assert pair.far.num_unread <= yamux.MAX_WINDOW
 
 
 def test_the_queue_is_bounded_for_data_and_empty_before_bulk() -> None:
     pair = Pair()
     sent = list(itertools.takewhile(bool, (pair.near.send(memoryview(bytes(60_000))) for _ in range(100))))
-    assert MAX_QUEUED_DATA <= pair.alice.num_queued < MAX_QUEUED_DATA + MAX_MESSAGE_BYTES
-    assert sum(sent) < INITIAL_WINDOW
+    assert yamux.MAX_QUEUED_DATA <= pair.alice.num_queued < yamux.MAX_QUEUED_DATA + yamux.MAX_MESSAGE_BYTES
+    assert sum(sent) < yamux.INITIAL_WINDOW
     pair.near.is_bulk = True
     data = pair.alice.data_to_send()
     pair.alice.note_sent(len(data))
@@ -139,15 +126,15 @@ def test_the_queue_is_bounded_for_data_and_empty_before_bulk() -> None:
 
 def test_an_honest_burst_of_streams_costs_the_excess_and_not_the_connection() -> None:
     for number in (200, 1_000):
-        alice, bob = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
+        alice, bob = yamux.Yamux(is_initiator=True, now=0.0), yamux.Yamux(is_initiator=False, now=0.0)
         streams = [alice.open_stream() for _ in range(number)]
         for stream in streams:
             stream.send(memoryview(b"a request"))
         move(alice, bob)
         move(bob, alice)
         assert not bob.has_ended
-        assert sum(not stream.is_reset for stream in streams) == MAX_WAITING_STREAMS
-        accepted = [bob.accept_stream() for _ in range(MAX_WAITING_STREAMS)]
+        assert sum(not stream.is_reset for stream in streams) == yamux.MAX_WAITING_STREAMS
+        accepted = [bob.accept_stream() for _ in range(yamux.MAX_WAITING_STREAMS)]
         assert all(stream is not None and stream.read(None, now=0.0) == b"a request" for stream in accepted)
         again = alice.open_stream()
         move(alice, bob)
@@ -168,16 +155,16 @@ def test_an_end_resets_what_is_open_and_keeps_what_was_received() -> None:
         pair.bob.open_stream()
 
 
-def inbound(*stream_ids: int) -> tuple[Yamux, list[YamuxStream]]:
+def inbound(*stream_ids: int) -> tuple[yamux.Yamux, list[yamux.YamuxStream]]:
     """Return the end that was dialled, and its streams that the other end has opened."""
-    conn = Yamux(is_initiator=False, now=0.0)
+    conn = yamux.Yamux(is_initiator=False, now=0.0)
     for stream_id in stream_ids:
         conn.receive_data(encode(WINDOW_UPDATE, SYN, stream_id, 0), 0.0)
     sent(conn)
     return conn, list(iter(conn.accept_stream, None))
 
 
-def sent(conn: Yamux) -> bytes:
+def sent(conn: yamux.Yamux) -> bytes:
     """Return all that is queued, as written."""
     data = b"".join(iter(conn.data_to_send, b""))
     conn.note_sent(len(data))
@@ -192,7 +179,7 @@ def sent(conn: Yamux) -> bytes:
         encode(DATA, SYN, 2, 0),
         encode(DATA, SYN, 1, 0),
         encode(DATA, 0, 1, 2**31),
-        encode(DATA, 0, 1, INITIAL_WINDOW + 1, bytes(INITIAL_WINDOW + 1)),
+        encode(DATA, 0, 1, yamux.INITIAL_WINDOW + 1, bytes(yamux.INITIAL_WINDOW + 1)),
     ],
 )
 def test_what_no_honest_peer_sends_ends_the_connection(bad: bytes) -> None:
@@ -203,7 +190,7 @@ def test_what_no_honest_peer_sends_ends_the_connection(bad: bytes) -> None:
 
 
 def test_too_many_streams_are_refused_one_by_one_and_those_that_nobody_takes_up_are_fewer() -> None:
-    for most, is_taken_up in ((MAX_INBOUND_STREAMS, True), (MAX_WAITING_STREAMS, False)):
+    for most, is_taken_up in ((yamux.MAX_INBOUND_STREAMS, True), (yamux.MAX_WAITING_STREAMS, False)):
         conn, _ = inbound()
         for number in range(most + 1):
             stream_id = 2 * number + 1
@@ -228,7 +215,7 @@ def test_a_peer_that_pings_and_reads_nothing_is_cut_off() -> None:
     with pytest.raises(RemoteProtocolError, match="reads nothing"):
         for second in itertools.count():  # slowly enough to be no flood
             conn.receive_data(encode(PING, SYN, 0, 1) * 8, float(second))
-    assert conn.num_counted_out < MAX_QUEUED_BYTES + 1_000
+    assert conn.num_counted_out < yamux.MAX_QUEUED_BYTES + 1_000
 
 
 def test_a_stream_that_is_abandoned_or_passes_its_limit_refuses_what_still_comes() -> None:
@@ -260,7 +247,7 @@ def test_a_stream_that_is_abandoned_or_passes_its_limit_refuses_what_still_comes
 def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes) -> None:
     conn, _ = inbound(1)
     with pytest.raises(RemoteProtocolError, match="of no use"):
-        for _ in range(int(USELESS_BURST) + 1):
+        for _ in range(int(yamux.USELESS_BURST) + 1):
             conn.receive_data(useless, 0.0)
             sent(conn)
 
@@ -268,8 +255,8 @@ def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes) -> None:
 def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
     conn, (stream,) = inbound(1)
     stream.reset()
-    full = encode(DATA, 0, 1, PIECE_BYTES, bytes(PIECE_BYTES))
-    for _ in range(MAX_WINDOW // PIECE_BYTES):
+    full = encode(DATA, 0, 1, yamux.PIECE_BYTES, bytes(yamux.PIECE_BYTES))
+    for _ in range(yamux.MAX_WINDOW // yamux.PIECE_BYTES):
         conn.receive_data(full, 0.0)
         sent(conn)
     assert not conn.has_ended
@@ -290,13 +277,13 @@ FRAMES = st.one_of(
 @settings(max_examples=300)
 @given(st.lists(FRAMES, max_size=30))
 def test_no_bytes_whatever_raise_anything_but_a_remote_protocol_error(pieces: list[bytes]) -> None:
-    conn = Yamux(is_initiator=False, now=0.0)
+    conn = yamux.Yamux(is_initiator=False, now=0.0)
     with suppress(RemoteProtocolError):
         for piece in pieces:
             conn.receive_data(piece, now=0.0)
     accepted = list(iter(conn.accept_stream, None))
     assert conn.num_unread == sum(stream.num_unread for stream in accepted)
-    assert len(accepted) <= MAX_INBOUND_STREAMS
+    assert len(accepted) <= yamux.MAX_INBOUND_STREAMS
 
 
 @settings(max_examples=200)
@@ -314,8 +301,8 @@ def test_no_bytes_whatever_raise_anything_but_a_remote_protocol_error(pieces: li
 def test_any_use_with_any_bytes_between_raises_nothing_else_and_keeps_count(
     steps: list[tuple[str, bool, int, bytes]],
 ) -> None:
-    ends = Yamux(is_initiator=True, now=0.0), Yamux(is_initiator=False, now=0.0)
-    streams: tuple[list[YamuxStream], list[YamuxStream]] = ([], [])
+    ends = yamux.Yamux(is_initiator=True, now=0.0), yamux.Yamux(is_initiator=False, now=0.0)
+    streams: tuple[list[yamux.YamuxStream], list[yamux.YamuxStream]] = ([], [])
     now = 0.0
     with suppress(RemoteProtocolError):
         for action, side, index, data in steps:
@@ -338,7 +325,7 @@ def test_any_use_with_any_bytes_between_raises_nothing_else_and_keeps_count(
         assert end.num_unread == sum(stream.num_unread for stream in mine)
 
 
-def use(stream: YamuxStream, action: str, data: bytes, now: float) -> None:
+def use(stream: yamux.YamuxStream, action: str, data: bytes, now: float) -> None:
     match action:
         case "send":
             if not (stream.has_finished or stream.is_reset):

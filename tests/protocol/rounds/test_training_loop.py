@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from farandole.protocol.rounds import pairing_messages as pairing
+from farandole.protocol.rounds import training_events as machine
 from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_events import (
     ExchangeEnded,
@@ -25,26 +26,6 @@ from farandole.protocol.rounds.pairing_events import (
     StartExchange,
 )
 from farandole.protocol.rounds.trainer_rounds import LoopConfig
-from farandole.protocol.rounds.training_events import (
-    FOLLOWING,
-    HAS_TRAINER,
-    EndTrainer,
-    Enter,
-    Event,
-    GiveUpExchange,
-    KillTrainer,
-    LoopBegan,
-    LoopOver,
-    LoopState,
-    OthersMoved,
-    Output,
-    RestChanged,
-    RoundEnd,
-    Say,
-    Signal,
-    StartTrainer,
-    TrainerEnded,
-)
 from farandole.protocol.rounds.training_loop import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
@@ -60,6 +41,7 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SAVED = messages.Saved(0, 0, 0)
+OWN_SIGNALS = machine.Signal.SAVE, machine.Signal.RESTART
 PEERS = [bytes([number]) * 32 for number in range(1, 4)]
 # Rounding error of sums of times.
 ROUNDING = 1e-6
@@ -76,13 +58,13 @@ def make_loop(rounds: RoundConfig, max_rounds: int | None = None, num_fragments:
 
 
 def test_every_state_can_be_reached_and_left() -> None:
-    reached, border = {LoopState.IDLE}, [LoopState.IDLE]
+    reached, border = {machine.LoopState.IDLE}, [machine.LoopState.IDLE]
     while border:
-        new = FOLLOWING[border.pop()] - reached
+        new = machine.FOLLOWING[border.pop()] - reached
         reached |= new
         border += new
-    assert reached == set(LoopState)
-    assert all(FOLLOWING[state] for state in LoopState if state is not LoopState.OVER)
+    assert reached == set(machine.LoopState)
+    assert all(machine.FOLLOWING[state] for state in machine.LoopState if state is not machine.LoopState.OVER)
 
 
 @dataclass
@@ -174,7 +156,7 @@ class Walk(RuleBasedStateMachine):
         self.left_at: float | None = None
         self.published = TrainingState()
         self.num_over = 0
-        self.handle(LoopBegan(TrainingState(), rest))
+        self.handle(machine.LoopBegan(TrainingState(), rest))
 
     @rule(num_deeds=st.integers(1, 12), end=st.sampled_from(["committed", "committed", "refused", "broken"]))
     def go_on(self, num_deeds: int, end: str) -> None:
@@ -205,7 +187,7 @@ class Walk(RuleBasedStateMachine):
                     self.hear(peer, *self.answers(peer)["ready"])
                 self.wait(1.0)
             elif trainer.training is not None:
-                if self.loop.state is LoopState.TRAINING and not self.sessions:
+                if self.loop.state is machine.LoopState.TRAINING and not self.sessions:
                     self.know_peers(set(PEERS))
                 self.contribute()
             else:
@@ -213,22 +195,22 @@ class Walk(RuleBasedStateMachine):
 
     # Effects of the outputs
 
-    def handle(self, *events: Event) -> None:
+    def handle(self, *events: machine.Event) -> None:
         for event in events:
             for output in self.loop.handle(event, self.now):
                 self.carry_out(output)
 
-    def carry_out(self, output: Output) -> None:
+    def carry_out(self, output: machine.Output) -> None:
         trainer = self.trainer
         match output:
-            case StartTrainer():
+            case machine.StartTrainer():
                 assert trainer is None, "one trainer at a time"
                 assert not self.rest
                 self.trainer = Trainer(self.rounds.overlap, self.rounds.partners)
-            case EndTrainer():
+            case machine.EndTrainer():
                 assert trainer is not None
                 trainer.phase, self.exchange = "ending", None
-            case KillTrainer():
+            case machine.KillTrainer():
                 assert trainer is not None
                 assert trainer.phase == "ready"
                 trainer.is_killed = True
@@ -238,9 +220,9 @@ class Walk(RuleBasedStateMachine):
                 assert output.round == trainer.contributed
                 assert trainer.awaits_outcome
                 self.exchange = output
-            case GiveUpExchange():
+            case machine.GiveUpExchange():
                 assert self.exchange is not None
-            case RoundEnd(contributed, exchanges, alone):
+            case machine.RoundEnd(contributed, exchanges, alone):
                 assert trainer is not None
                 assert contributed.round == trainer.contributed
                 assert list(exchanges) == self.ended
@@ -252,12 +234,12 @@ class Walk(RuleBasedStateMachine):
                 self.deliver(peer, pairing.decode_message(payload))
             case TrainingState():
                 self.published = output
-            case LoopOver():
+            case machine.LoopOver():
                 self.num_over += 1
             case _ if isinstance(output, messages.Command):
                 assert trainer is not None
                 trainer.obey(output)
-            case Enter() | _:
+            case machine.Enter() | _:
                 pass
 
     def deliver(self, peer: bytes, message: pairing.Message) -> None:
@@ -316,13 +298,13 @@ class Walk(RuleBasedStateMachine):
     @rule(cause=st.sampled_from(["weights", "memory", "fault", "detached"]))
     def die(self, cause: messages.Cause) -> None:
         self.trainer = self.exchange = None
-        self.handle(TrainerEnded("killed", cause))
+        self.handle(machine.TrainerEnded("killed", cause))
 
     @precondition(lambda self: self.trainer is not None and self.trainer.phase == "ending")
     @rule()
     def end(self) -> None:
         self.trainer = self.exchange = None
-        self.handle(TrainerEnded())
+        self.handle(machine.TrainerEnded())
 
     @precondition(lambda self: self.is_ready() and self.trainer.training is not None)
     @rule(steps=st.integers(0, 5))
@@ -428,21 +410,25 @@ class Walk(RuleBasedStateMachine):
         if words and not self.rest:
             self.rest_since = self.now
         self.rest = words
-        self.handle(RestChanged(words))
+        self.handle(machine.RestChanged(words))
 
     @precondition(lambda self: self.left_at is None)
     @rule(chance=st.integers(0, 7))
     def leave(self, chance: int = 0) -> None:
         if chance == 0:
             self.left_at = self.now
-            self.handle(Signal.LEAVE)
+            self.handle(machine.Signal.LEAVE)
 
-    @rule(event=st.sampled_from([Signal.SAVE, Signal.RESTART, OthersMoved(2), OthersMoved(90)]))
-    def hear_of_the_run(self, event: Event) -> None:
+    @rule(
+        event=st.sampled_from(
+            [machine.Signal.SAVE, machine.Signal.RESTART, machine.OthersMoved(2), machine.OthersMoved(90)]
+        )
+    )
+    def hear_of_the_run(self, event: machine.Event) -> None:
         self.handle(event)
 
-    @rule(chance=st.integers(0, 7), event=st.sampled_from((Signal.DATA_OVER, Signal.RUN_STOPPED)))
-    def end_rounds(self, chance: int, event: Signal) -> None:
+    @rule(chance=st.integers(0, 7), event=st.sampled_from((machine.Signal.DATA_OVER, machine.Signal.RUN_STOPPED)))
+    def end_rounds(self, chance: int, event: machine.Signal) -> None:
         if chance == 0:
             self.handle(event)
 
@@ -453,17 +439,17 @@ class Walk(RuleBasedStateMachine):
         if not hasattr(self, "loop"):
             return
         state, trainer = self.loop.state, self.trainer
-        if state in HAS_TRAINER:
+        if state in machine.HAS_TRAINER:
             assert trainer is not None
             assert trainer.phase == "ready"
-        if state is LoopState.ENDING:
+        if state is machine.LoopState.ENDING:
             assert trainer is not None
             assert trainer.is_last_save_asked
-        if trainer is not None and state is not LoopState.OVER:
-            assert state in HAS_TRAINER | {LoopState.PREPARING, LoopState.STOPPING}
-        if state is LoopState.RESTING:
+        if trainer is not None and state is not machine.LoopState.OVER:
+            assert state in machine.HAS_TRAINER | {machine.LoopState.PREPARING, machine.LoopState.STOPPING}
+        if state is machine.LoopState.RESTING:
             assert self.rest
-        assert self.num_over == (state is LoopState.OVER)
+        assert self.num_over == (state is machine.LoopState.OVER)
         assert self.published == self.loop.training
 
     @invariant()
@@ -471,12 +457,12 @@ class Walk(RuleBasedStateMachine):
         if not hasattr(self, "loop"):
             return
         trainer = self.trainer
-        if trainer is not None and self.loop.state is LoopState.TRAINING and trainer.awaits_outcome:
+        if trainer is not None and self.loop.state is machine.LoopState.TRAINING and trainer.awaits_outcome:
             assert self.now <= trainer.contributed_at + self.rounds.exchange_seconds + ROUNDING
-        if self.loop.state is LoopState.LEAVING:
+        if self.loop.state is machine.LoopState.LEAVING:
             assert self.left_at is not None
             assert self.now <= self.left_at + EXCHANGE_GRACE + GIVE_UP_GRACE + ROUNDING
-        if self.rest and self.loop.state in HAS_TRAINER:
+        if self.rest and self.loop.state in machine.HAS_TRAINER:
             assert self.now <= self.rest_since + REST_TIMEOUT + ROUNDING
 
     def teardown(self) -> None:
@@ -485,13 +471,13 @@ class Walk(RuleBasedStateMachine):
             return
         if self.left_at is None:
             self.leave()
-        if self.loop.state is LoopState.LEAVING:
+        if self.loop.state is machine.LoopState.LEAVING:
             self.wait(EXCHANGE_GRACE + GIVE_UP_GRACE)
-        while self.is_ready() and self.loop.state is LoopState.ENDING:
+        while self.is_ready() and self.loop.state is machine.LoopState.ENDING:
             self.save("")
         if self.trainer is not None:
             self.die("fault") if self.trainer.phase == "ready" else self.end()
-        assert self.loop.state is LoopState.OVER
+        assert self.loop.state is machine.LoopState.OVER
         assert self.num_over == 1
 
 
@@ -500,25 +486,25 @@ TestWalk = Walk.TestCase
 
 def test_a_loop_that_has_gone_is_waited_for_at_once_and_however_often() -> None:
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
-    loop.handle(LoopBegan(TrainingState()), 0.0)
+    loop.handle(machine.LoopBegan(TrainingState()), 0.0)
     for _ in range(100):
         loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=False), 1.0)
-        outputs = loop.handle(TrainerEnded("the loop is gone", "detached"), 2.0)
-        assert StartTrainer() in outputs
+        outputs = loop.handle(machine.TrainerEnded("the loop is gone", "detached"), 2.0)
+        assert machine.StartTrainer() in outputs
         assert not loop.training.is_trainer_dead
 
 
 def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
     loop.config = dataclasses.replace(loop.config, validate_every=1)
-    loop.handle(LoopBegan(TrainingState()), 0.0)
+    loop.handle(machine.LoopBegan(TrainingState()), 0.0)
     asked = {}
     for has_loss in (True, False):
         loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=has_loss), 1.0)
         loop.handle(messages.Contributed(0, 64, 1, 1, 1, 1, 1, None, 1.0, 0, 1.0), 2.0)
         outputs = loop.handle(messages.OuterStepTaken(0), 3.0)
         asked[has_loss] = any(messages.Validate(8) == output for output in outputs)
-        loop.handle(TrainerEnded("the loop is gone", "detached"), 4.0)
+        loop.handle(machine.TrainerEnded("the loop is gone", "detached"), 4.0)
     assert asked == {True: True, False: False}
 
 
@@ -527,10 +513,10 @@ def test_the_loss_of_the_weights_that_a_run_starts_from_is_told_once(resumed: me
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
     run = msgspec.structs.replace(loop.config.manifest, start=StartConfig("ab" * 32, "cd" * 32))
     loop.config = dataclasses.replace(loop.config, manifest=run)
-    loop.handle(LoopBegan(TrainingState()), 0.0)
+    loop.handle(machine.LoopBegan(TrainingState()), 0.0)
     begun = loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, resumed=resumed), 1.0)
     assert (messages.Validate(8) in begun) == (resumed is None)
     told = [loop.handle(messages.Validated(0, loss, bits_per_byte=1.25), 2.0) for loss in (2.5, 2.25)]
-    said = [output.text for outputs in told for output in outputs if isinstance(output, Say)]
+    said = [output.text for outputs in told for output in outputs if isinstance(output, machine.Say)]
     words = "the weights that this run starts from have a held-out loss of 2.5000 (1.2500 bits per byte)"
     assert said == ([words] if resumed is None else [])

@@ -4,53 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.state.believing import (
-    FIRST_DOUBT,
-    MAX_ACCUSERS,
-    MAX_DOUBT,
-    MAX_DOUBTED,
-    MAX_FINE_SKEW,
-    MAX_PARTNERS,
-    MIN_ACCUSERS,
-    NUM_AGREEING,
-    NUM_VOUCHERS,
-    Acquaintance,
-    Credit,
-    OwnSuspects,
-    Partners,
-    is_suspected,
-    judge_clock,
-    votes_of,
-)
+from farandole.protocol.state import believing
 from farandole.protocol.state.entries import MAX_SUSPECTS, PARTNER_BYTES, Suspects
 from farandole.protocol.state.state import MAX_AHEAD
 
 from ..authors import author_of
 
-PEERS = [number.to_bytes(32, "big") for number in range(MAX_DOUBTED + 1)]
+PEERS = [number.to_bytes(32, "big") for number in range(believing.MAX_DOUBTED + 1)]
 ANN, BOB = PEERS[:2]
 
 
 def test_the_latest_partners_are_remembered_and_outlive_the_process() -> None:
-    partners = Partners()
-    for peer in PEERS[:MAX_PARTNERS]:
+    partners = believing.Partners()
+    for peer in PEERS[: believing.MAX_PARTNERS]:
         partners.note(peer)
     partners.note(ANN)
-    partners.note(PEERS[MAX_PARTNERS])
+    partners.note(PEERS[believing.MAX_PARTNERS])
     assert ANN in partners
     assert BOB not in partners, "that was the longest ago"
-    again = Partners()
+    again = believing.Partners()
     again.restore(partners.encode() + b"torn")
     assert again.encode() == partners.encode()
-    assert len(again.encode()) == 32 * MAX_PARTNERS
+    assert len(again.encode()) == 32 * believing.MAX_PARTNERS
 
 
 def test_a_vain_claim_costs_its_claimant_its_credit_for_longer_each_time() -> None:
-    credit, now = Credit(), 0.0
+    credit, now = believing.Credit(), 0.0
     for number in range(12):
         credit.lose([ANN], now)
         credit.lose([ANN], now + 1.0)  # the same claim again
-        doubt = min(FIRST_DOUBT * 2**number, MAX_DOUBT)
+        doubt = min(believing.FIRST_DOUBT * 2**number, believing.MAX_DOUBT)
         assert not credit.is_good(ANN, now + doubt - 1.0)
         assert credit.is_good(BOB, now)
         now += doubt
@@ -58,7 +41,7 @@ def test_a_vain_claim_costs_its_claimant_its_credit_for_longer_each_time() -> No
 
 
 def test_what_is_remembered_of_liars_is_bounded() -> None:
-    credit = Credit()
+    credit = believing.Credit()
     credit.lose(PEERS, 0.0)
     assert credit.is_good(ANN, 1.0)
     assert not credit.is_good(PEERS[-1], 1.0)
@@ -74,28 +57,28 @@ def partners(of: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def test_who_was_met_is_proven_and_a_key_is_not() -> None:
-    assert Acquaintance().proven(frozenset(MET), partners({})) == frozenset(MET)
+    assert believing.Acquaintance().proven(frozenset(MET), partners({})) == frozenset(MET)
 
 
 def test_several_whom_this_node_has_met_vouch_for_a_stranger_one_round_after_the_other() -> None:
-    acquaintance = Acquaintance()
-    for number, voucher in enumerate(MET[:NUM_VOUCHERS], 1):
+    acquaintance = believing.Acquaintance()
+    for number, voucher in enumerate(MET[: believing.NUM_VOUCHERS], 1):
         proven = acquaintance.proven(frozenset(MET), partners({voucher: STRANGER}))
-        assert (STRANGER in proven) == (number == NUM_VOUCHERS)
+        assert (STRANGER in proven) == (number == believing.NUM_VOUCHERS)
     assert GHOST not in proven
 
 
 def test_liars_prove_nobody_by_saying_it_often_or_without_having_been_met() -> None:
-    acquaintance = Acquaintance()
-    liars = dict.fromkeys((*MET[: NUM_VOUCHERS - 1], STRANGER), GHOST) | {GHOST: STRANGER}
+    acquaintance = believing.Acquaintance()
+    liars = dict.fromkeys((*MET[: believing.NUM_VOUCHERS - 1], STRANGER), GHOST) | {GHOST: STRANGER}
     for _ in range(100):
         proven = acquaintance.proven(frozenset(MET), partners(liars))
     assert proven == frozenset(MET)
 
 
 def test_who_is_away_has_to_be_vouched_for_again() -> None:
-    acquaintance = Acquaintance()
-    vouching = partners(dict.fromkeys(MET[:NUM_VOUCHERS], STRANGER))
+    acquaintance = believing.Acquaintance()
+    vouching = partners(dict.fromkeys(MET[: believing.NUM_VOUCHERS], STRANGER))
     assert STRANGER in acquaintance.proven(frozenset(MET), vouching)
     gone = {author: partner for author, partner in vouching.items() if author != STRANGER}
     assert STRANGER not in acquaintance.proven(frozenset(MET), gone)
@@ -112,7 +95,7 @@ def lists(*names: bytes) -> list[Suspects]:
 
 
 def test_a_peer_is_on_the_list_until_it_is_found_good_again() -> None:
-    own = OwnSuspects()
+    own = believing.OwnSuspects()
     assert own.note(ALICE, is_suspect=True)
     assert not own.note(ALICE, is_suspect=True), "there is nothing new to publish"
     assert own.entry == Suspects((ALICE[:8],))
@@ -122,7 +105,7 @@ def test_a_peer_is_on_the_list_until_it_is_found_good_again() -> None:
 
 
 def test_the_list_is_bounded_and_keeps_the_latest() -> None:
-    own = OwnSuspects()
+    own = believing.OwnSuspects()
     for number in range(MAX_SUSPECTS + 10):
         own.note(author_of(number + 1), is_suspect=True)
     assert len(own.entry.peers) == MAX_SUSPECTS
@@ -132,16 +115,16 @@ def test_the_list_is_bounded_and_keeps_the_latest() -> None:
 
 @pytest.mark.parametrize(("num_believed", "enough"), [(0, 3), (3, 3), (9, 3), (10, 4), (14, 5), (18, 6), (250, 6)])
 def test_how_many_accusers_are_enough(num_believed: int, enough: int) -> None:
-    assert MIN_ACCUSERS <= enough <= MAX_ACCUSERS
-    assert is_suspected(ALICE, lists(*(ALICE,) * enough), num_believed)
-    assert not is_suspected(ALICE, lists(*(ALICE,) * (enough - 1), BOB), num_believed)
+    assert believing.MIN_ACCUSERS <= enough <= believing.MAX_ACCUSERS
+    assert believing.is_suspected(ALICE, lists(*(ALICE,) * enough), num_believed)
+    assert not believing.is_suspected(ALICE, lists(*(ALICE,) * (enough - 1), BOB), num_believed)
 
 
 @pytest.mark.parametrize("members", range(4, 19))
 def test_a_quarter_of_liars_among_few_is_not_enough(members: int) -> None:
     """Beyond 18 members a quarter of them is more than six: then only a node's own losses protect the honest."""
     liars = members // 4
-    assert not is_suspected(ALICE, lists(*(ALICE,) * liars), members - 2)
+    assert not believing.is_suspected(ALICE, lists(*(ALICE,) * liars), members - 2)
 
 
 HOUR = 3_600.0
@@ -149,7 +132,7 @@ HOUR = 3_600.0
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_enough_votes_that_agree_show_that_this_clock_is_wrong(sign: float) -> None:
-    skew = judge_clock([sign * (HOUR + error) for error in (0.0, 5.0, -5.0)])
+    skew = believing.judge_clock([sign * (HOUR + error) for error in (0.0, 5.0, -5.0)])
     assert skew is not None
     assert (skew.seconds, skew.num_members) == (sign * HOUR, 3)
     assert skew.is_agreed
@@ -157,8 +140,8 @@ def test_enough_votes_that_agree_show_that_this_clock_is_wrong(sign: float) -> N
 
 
 def test_fewer_votes_only_show_that_one_of_the_clocks_is_wrong() -> None:
-    for number in range(1, NUM_AGREEING):
-        skew = judge_clock([HOUR] * number)
+    for number in range(1, believing.NUM_AGREEING):
+        skew = believing.judge_clock([HOUR] * number)
         assert skew is not None
         assert (skew.is_agreed, skew.num_members) == (False, number)
 
@@ -173,22 +156,22 @@ def test_fewer_votes_only_show_that_one_of_the_clocks_is_wrong() -> None:
         [HOUR, HOUR, 0.0],
         [HOUR, HOUR, HOUR, 0.0, 1.0, 2.0],  # liars are no more than half
         [HOUR, 2 * HOUR, 3 * HOUR, 0.0],  # they do not agree, and one member confirms the clock
-        [MAX_FINE_SKEW - 1.0] * 5,
+        [believing.MAX_FINE_SKEW - 1.0] * 5,
         [MAX_AHEAD - 1.0],
     ],
 )
 def test_a_clock_that_members_confirm_or_that_is_good_enough_is_not_reported(votes: list[float]) -> None:
-    assert judge_clock(votes) is None
+    assert believing.judge_clock(votes) is None
 
 
 def test_members_that_lie_in_different_ways_do_not_agree() -> None:
-    skew = judge_clock([HOUR, 2 * HOUR, 3 * HOUR])
+    skew = believing.judge_clock([HOUR, 2 * HOUR, 3 * HOUR])
     assert skew is not None
     assert (skew.is_agreed, skew.seconds) == (False, HOUR)
 
 
 def test_a_drift_is_reported_before_it_harms() -> None:
-    skew = judge_clock([MAX_FINE_SKEW + 5.0] * NUM_AGREEING)
+    skew = believing.judge_clock([believing.MAX_FINE_SKEW + 5.0] * believing.NUM_AGREEING)
     assert skew is not None
     assert (skew.is_agreed, skew.is_harmful) == (True, False)
 
@@ -198,4 +181,4 @@ def test_the_members_of_one_public_network_and_all_relayed_ones_have_one_vote() 
     public = [(bytes([index]), "5.1.1.0/24", HOUR + index) for index in range(3, 6)]
     wide = [(bytes([index]), "2a00:1::/48", 3.0) for index in range(6, 9)]
     relayed = [(bytes([index]), "", 4.0) for index in range(9, 12)]
-    assert votes_of([*local, *public, *wide, *relayed]) == [1.0, 1.0, 1.0, HOUR + 4, 3.0, 4.0]
+    assert believing.votes_of([*local, *public, *wide, *relayed]) == [1.0, 1.0, 1.0, HOUR + 4, 3.0, 4.0]

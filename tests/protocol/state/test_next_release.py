@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.entries import (
     ALL_RULES,
     LATER_KINDS,
@@ -47,6 +46,7 @@ from ..authors import (
     state_of,
     tick_at,
 )
+from .test_antientropy import Transcript
 from .test_entries import LARGEST
 
 CHECKER = Checker(RUN_ID, CREATOR)
@@ -182,15 +182,7 @@ def test_an_unknown_kind_expires_is_replaced_and_forks_as_any_other() -> None:
 def test_two_releases_agree_on_the_state_and_bring_it_to_each_other_as_it_was_signed() -> None:
     items = (plan(1), raw(1, Kind.MEMBER, 0, [*msgspec.structs.astuple(Member()), "fine"]), beat(1), raw(2, 27, 3, 1))
     mine, theirs = state_of(*items), state_of(progress(3, 5))
-    rng = random.Random(0)
-    one, two = (Session(state, rng, NOW, is_initiator=state is mine) for state in (mine, theirs))
-    data, sides = one.start(), [(two, theirs), (one, mine)]
-    while data:
-        session, state = sides[0]
-        deltas, to_send = session.receive_data(data)
-        for delta in deltas:
-            state.merge(delta, NOW)
-        data, sides = to_send, sides[::-1]
+    Transcript(mine, theirs)
     assert contents(theirs) - contents(state_of(beat(1))) == contents(mine) - contents(state_of(beat(1)))
     assert mine.root == theirs.root
     assert {found.signed for found in theirs if found.kind != Kind.PROGRESS} >= {items[0], items[1], items[3]}

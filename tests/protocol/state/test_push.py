@@ -26,6 +26,11 @@ from ..authors import author_of, member, notice
 PEERS = [author_of(number) for number in range(1, 10)]
 
 
+@pytest.fixture
+def push() -> Push:
+    return Push(random.Random(1))
+
+
 def tick(push: Push, now: float = 0.0, candidates: Sequence[bytes] = PEERS) -> list[tuple[bytes, bytes]]:
     return push.tick(now, lambda peer: peer in candidates, lambda: candidates)
 
@@ -34,8 +39,7 @@ def sent_to(outputs: list[tuple[bytes, bytes]]) -> dict[bytes, list[Signed]]:
     return {peer: list(decode_batch(message).delta.entries) for peer, message in outputs}
 
 
-def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
-    push = Push(random.Random(1))
+def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch(push: Push) -> None:
     push.queue([member(1), notice(2)], source=None)
     outputs = tick(push)
     assert len(outputs) == NUM_CHOSEN
@@ -44,8 +48,7 @@ def test_what_is_new_goes_once_to_a_few_neighbours_in_one_batch() -> None:
     assert tick(push) == []
 
 
-def test_nothing_goes_back_to_who_has_it() -> None:
-    push = Push(random.Random(1))
+def test_nothing_goes_back_to_who_has_it(push: Push) -> None:
     tick(push)
     first, second = sorted(push.neighbours)
     push.queue([member(1), notice(2)], source=first)
@@ -53,15 +56,13 @@ def test_nothing_goes_back_to_who_has_it() -> None:
     assert sent_to(tick(push)) == {second: [member(1)]}
 
 
-def test_alone_nothing_is_lost_before_somebody_comes() -> None:
-    push = Push(random.Random(1))
+def test_alone_nothing_is_lost_before_somebody_comes(push: Push) -> None:
     push.queue([member(1)], source=None)
     assert tick(push, candidates=[]) == []
     assert sent_to(tick(push, candidates=PEERS[:1])) == {PEERS[0]: [member(1)]}
 
 
-def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
-    push = Push(random.Random(1))
+def test_a_link_carries_both_ways_while_it_is_chosen(push: Push) -> None:
     stranger = author_of(99)
     push.heard(stranger, Batch(True, Delta()), now=0.0)
     push.queue([member(1)], source=None)
@@ -74,8 +75,7 @@ def test_a_link_carries_both_ways_while_it_is_chosen() -> None:
     assert stranger not in sent_to(tick(push, CHOOSER_SECONDS + 1.0))
 
 
-def test_neighbours_that_die_or_have_had_their_time_are_replaced() -> None:
-    push = Push(random.Random(1))
+def test_neighbours_that_die_or_have_had_their_time_are_replaced(push: Push) -> None:
     tick(push)
     before = push.neighbours
     tick(push, 1.0)
@@ -93,8 +93,7 @@ def test_neighbours_that_die_or_have_had_their_time_are_replaced() -> None:
     assert seen == set(PEERS)
 
 
-def test_a_neighbour_that_does_not_answer_is_replaced() -> None:
-    push = Push(random.Random(1))
+def test_a_neighbour_that_does_not_answer_is_replaced(push: Push) -> None:
     tick(push)
     quiet, heard = sorted(push.neighbours)
     push.heard(heard, Batch(False, Delta()), now=10.0)
@@ -112,8 +111,7 @@ def _neighbours_at(push: Push, now: float, heard: bytes) -> set[bytes]:
     return push.neighbours
 
 
-def test_bounds_hold_whatever_floods_in() -> None:
-    push = Push(random.Random(1))
+def test_bounds_hold_whatever_floods_in(push: Push) -> None:
     flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
     push.queue(flood, source=None)
     outputs = tick(push)
@@ -124,8 +122,7 @@ def test_bounds_hold_whatever_floods_in() -> None:
     assert tick(push) != []
 
 
-def test_who_floods_delays_its_own_alone() -> None:
-    push = Push(random.Random(1))
+def test_who_floods_delays_its_own_alone(push: Push) -> None:
     flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
     quiet = [member(number) for number in range(1, 20)]
     push.queue(flood[:-100], source=author_of(98))
@@ -141,8 +138,7 @@ def test_an_overlong_push_is_refused() -> None:
         decode_batch(bytes(MAX_PUSH_BYTES + 1))
 
 
-def test_choosers_are_bounded() -> None:
-    push = Push(random.Random(1))
+def test_choosers_are_bounded(push: Push) -> None:
     for number in range(20, 60):
         push.heard(author_of(number), Batch(True, Delta()), now=0.0)
     assert len(push.neighbours) == MAX_CHOOSERS

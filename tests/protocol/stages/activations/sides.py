@@ -8,46 +8,31 @@ import msgspec
 import pytest
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
-from farandole.protocol.stages.activations import (
-    DATA_BYTES,
-    DOWNSTREAM,
-    MAX_CONTROL_BYTES,
-    TICKET_BYTES,
-    UPSTREAM,
-    Control,
-    DataReceived,
-    Event,
-    Forward,
-    Gradient,
-    Hello,
-    Link,
-    Transit,
-    Welcome,
-)
+from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
-SIZE = 2 * DATA_BYTES + 100  # three frames
-HELLO = Hello(run_id=b"r" * 32, stage=3, shape=b"s" * 32)
-FORWARD = Forward(ticket=b"t" * TICKET_BYTES, origin=b"o" * 32, round=7, seconds_left=12.5)
+SIZE = 2 * wire.DATA_BYTES + 100  # three frames
+HELLO = wire.Hello(run_id=b"r" * 32, stage=3, shape=b"s" * 32)
+FORWARD = wire.Forward(ticket=b"t" * wire.TICKET_BYTES, origin=b"o" * 32, round=7, seconds_left=12.5)
 
 
 class Side:
     """One end of a link, with data to send, and the data that were received last."""
 
     def __init__(self, is_upstream: bool, size: int = SIZE) -> None:
-        self.link = Link(is_upstream, HELLO, size)
+        self.link = wire.Link(is_upstream, HELLO, size)
         self.data = memoryview(random.Random(is_upstream).randbytes(size))
         self.num_sent = 0
         self.memory = b""
         self.size = size
 
-    def say(self, message: Control) -> bytes:
-        if isinstance(message, Forward | Gradient):
+    def say(self, message: wire.Control) -> bytes:
+        if isinstance(message, wire.Forward | wire.Gradient):
             self.num_sent = 0
         return self.link.send(message)
 
-    def next_data(self, size: int = DATA_BYTES) -> bytes:
+    def next_data(self, size: int = wire.DATA_BYTES) -> bytes:
         data = self.data[self.num_sent : self.num_sent + size]
         self.num_sent += len(data)
         return send_data(self.link, data)
@@ -59,34 +44,34 @@ class Side:
             frames += self.next_data()
         return frames
 
-    def hear(self, data: bytes, piece: int = 2**20) -> list[Event]:
+    def hear(self, data: bytes, piece: int = 2**20) -> list[wire.Event]:
         """Receive bytes and return the events; data go into memory."""
-        events: list[Event] = []
+        events: list[wire.Event] = []
         for start in range(0, len(data), piece):
             self.link.receive_data(data[start : start + piece])
             while (event := self.link.next_event()) is not None:
                 events.append(event)
-                if isinstance(event, DataReceived):
+                if isinstance(event, wire.DataReceived):
                     self.memory = bytes(self.link.landed)
         return events
 
 
 def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
     """Return Alice and Bob after both have greeted."""
-    alice, bob = Side(UPSTREAM, size), Side(DOWNSTREAM, size)
+    alice, bob = Side(wire.UPSTREAM, size), Side(wire.DOWNSTREAM, size)
     assert bob.hear(alice.say(HELLO)) == [HELLO]
-    assert alice.hear(bob.say(Welcome(credits))) == [Welcome(credits)]
+    assert alice.hear(bob.say(wire.Welcome(credits))) == [wire.Welcome(credits)]
     assert alice.link.is_open
     assert bob.link.is_open
     return alice, bob
 
 
-def lie(message: Control) -> bytes:
+def lie(message: wire.Control) -> bytes:
     """Return the bytes of a message, whether it may be sent or not."""
-    return frame(b"\0" + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
+    return frame(b"\0" + msgspec.msgpack.encode(message), wire.MAX_CONTROL_BYTES)
 
 
-def refuse(sender: Side, receiver: Side, message: Control) -> None:
+def refuse(sender: Side, receiver: Side, message: wire.Control) -> None:
     """Check that a message may neither be sent by one end, nor be received by the other."""
     with pytest.raises(LocalProtocolError):
         sender.link.send(message)
@@ -98,28 +83,28 @@ def lying_data(size: int, offset: int = 0) -> bytes:
     return frame(b"\1" + offset.to_bytes(8, "big") + bytes(size), CHUNK_FRAME_BYTES)
 
 
-def send_data(link: Link, data: memoryview) -> bytes:
+def send_data(link: wire.Link, data: memoryview) -> bytes:
     """Return the next data of the announced transfer, as a frame or as raw bytes."""
     return link.pipe.send_chunk(data.cast("B"))
 
 
 def forward(alice: Side, bob: Side) -> None:
     index = alice.link.num_forwarded
-    assert bob.hear(alice.say(FORWARD) + alice.rest()) == [FORWARD, DataReceived(index)]
+    assert bob.hear(alice.say(FORWARD) + alice.rest()) == [FORWARD, wire.DataReceived(index)]
 
 
 def give_back(alice: Side, bob: Side, index: int) -> None:
-    assert alice.hear(bob.say(Gradient(index)) + bob.rest()) == [Gradient(index), DataReceived(index)]
+    assert alice.hear(bob.say(wire.Gradient(index)) + bob.rest()) == [wire.Gradient(index), wire.DataReceived(index)]
 
 
-def bring_to(alice: Side, bob: Side, step: Transit) -> None:
+def bring_to(alice: Side, bob: Side, step: wire.Transit) -> None:
     """Bring microbatch 0 to this step, at both ends."""
-    if step is Transit.FORWARD:
+    if step is wire.Transit.FORWARD:
         bob.hear(alice.say(FORWARD) + alice.next_data())
     else:
         forward(alice, bob)
-    if step is Transit.BACK:
-        alice.hear(bob.say(Gradient(0)) + bob.next_data())
-    elif step is Transit.RETURNED:
+    if step is wire.Transit.BACK:
+        alice.hear(bob.say(wire.Gradient(0)) + bob.next_data())
+    elif step is wire.Transit.RETURNED:
         give_back(alice, bob, 0)
     assert alice.link.open == bob.link.open == {0: step}

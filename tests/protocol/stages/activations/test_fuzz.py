@@ -12,20 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
-from farandole.protocol.stages.activations import (
-    DOWNSTREAM,
-    MAX_CREDITS,
-    UPSTREAM,
-    Control,
-    Credits,
-    DataReceived,
-    Dropped,
-    Event,
-    Gradient,
-    Hello,
-    Settled,
-    Welcome,
-)
+from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from .sides import FORWARD, HELLO, Side, lie, lying_data
@@ -33,7 +20,7 @@ from .sides import FORWARD, HELLO, Side, lie, lying_data
 
 def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
     """Return the frames of one good conversation, Alice's and Bob's."""
-    alice, bob = Side(UPSTREAM, size), Side(DOWNSTREAM, size)
+    alice, bob = Side(wire.UPSTREAM, size), Side(wire.DOWNSTREAM, size)
     frames: dict[Side, list[bytes]] = {alice: [], bob: []}
 
     def tell(sender: Side, receiver: Side, data: bytes) -> None:
@@ -45,42 +32,42 @@ def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
             tell(sender, receiver, sender.next_data(size // 2))
 
     tell(alice, bob, alice.say(HELLO))
-    tell(bob, alice, bob.say(Welcome(3)))
+    tell(bob, alice, bob.say(wire.Welcome(3)))
     for _ in range(3):
         tell(alice, bob, alice.say(FORWARD))
         tell_data(alice, bob)
-    tell(bob, alice, bob.say(Dropped(1, "no slot is free", is_untouched=True)))
+    tell(bob, alice, bob.say(wire.Dropped(1, "no slot is free", is_untouched=True)))
     for index in (0, 2):
-        tell(bob, alice, bob.say(Gradient(index)))
+        tell(bob, alice, bob.say(wire.Gradient(index)))
         tell_data(bob, alice)
-        tell(alice, bob, alice.say(Settled(index, is_kept=index == 0)))
-    tell(bob, alice, bob.say(Credits(6)))
+        tell(alice, bob, alice.say(wire.Settled(index, is_kept=index == 0)))
+    tell(bob, alice, bob.say(wire.Credits(6)))
     return frames[alice], frames[bob]
 
 
 FUZZ_SIZE = 40
-TRANSCRIPTS = dict(zip((UPSTREAM, DOWNSTREAM), _transcripts(FUZZ_SIZE), strict=True))
+TRANSCRIPTS = dict(zip((wire.UPSTREAM, wire.DOWNSTREAM), _transcripts(FUZZ_SIZE), strict=True))
 
 
-def react(side: Side, event: Event) -> None:
+def react(side: Side, event: wire.Event) -> None:
     """React at once, as an honest node would."""
     match event:
-        case Hello():
-            side.say(Welcome(3))
-        case Welcome() | Credits():
+        case wire.Hello():
+            side.say(wire.Welcome(3))
+        case wire.Welcome() | wire.Credits():
             while side.link.num_forwarded < min(side.link.credits, 3):
                 side.say(FORWARD)
                 side.rest()
-        case DataReceived(index) if side.link.is_upstream:
-            side.say(Settled(index, is_kept=True))
-        case DataReceived(index):
-            side.say(Gradient(index))
+        case wire.DataReceived(index) if side.link.is_upstream:
+            side.say(wire.Settled(index, is_kept=True))
+        case wire.DataReceived(index):
+            side.say(wire.Gradient(index))
             side.rest()
 
 
-def expose(side: Side, stream: bytes, piece: int) -> list[Event]:
+def expose(side: Side, stream: bytes, piece: int) -> list[wire.Event]:
     """Let an honest node receive this; return the events until it closes the stream."""
-    events: list[Event] = []
+    events: list[wire.Event] = []
     if side.link.is_upstream:
         side.say(HELLO)
     with contextlib.suppress(RemoteProtocolError):
@@ -90,30 +77,30 @@ def expose(side: Side, stream: bytes, piece: int) -> list[Event]:
                 events.append(event)
                 react(side, event)
     assert len(side.link.landed) in (0, FUZZ_SIZE)
-    assert len(side.link.open) <= side.link.num_forwarded <= side.link.credits <= 2 * MAX_CREDITS
+    assert len(side.link.open) <= side.link.num_forwarded <= side.link.credits <= 2 * wire.MAX_CREDITS
     assert side.link.pipe.buffered <= CHUNK_FRAME_BYTES + piece
-    ended = [event.index for event in events if isinstance(event, Dropped | Settled)]
-    received = [event.index for event in events if isinstance(event, DataReceived)]
+    ended = [event.index for event in events if isinstance(event, wire.Dropped | wire.Settled)]
+    received = [event.index for event in events if isinstance(event, wire.DataReceived)]
     assert len(set(ended)) == len(ended), "a microbatch ends once"
     assert len(set(received)) == len(received), "and its data come once"
     return events
 
 
-@pytest.mark.parametrize("who", [UPSTREAM, DOWNSTREAM])
+@pytest.mark.parametrize("who", [wire.UPSTREAM, wire.DOWNSTREAM])
 def test_the_conversation_that_is_mutated_is_a_good_one(who: bool) -> None:
     events = expose(Side(not who, FUZZ_SIZE), b"".join(TRANSCRIPTS[who]), 7)
-    assert sum(isinstance(event, DataReceived) for event in events) == (3 if who is UPSTREAM else 2)
+    assert sum(isinstance(event, wire.DataReceived) for event in events) == (3 if who is wire.UPSTREAM else 2)
 
 
 _INDICES = st.integers(0, 5)
-_MESSAGES: st.SearchStrategy[Control] = st.one_of(
+_MESSAGES: st.SearchStrategy[wire.Control] = st.one_of(
     st.just(HELLO),
     st.just(FORWARD),
-    st.builds(Welcome, st.integers(0, MAX_CREDITS)),
-    st.builds(Credits, st.integers(0, 8)),
-    st.builds(Gradient, _INDICES),
-    st.builds(Dropped, _INDICES, st.text(max_size=8), st.booleans()),
-    st.builds(Settled, _INDICES, st.booleans()),
+    st.builds(wire.Welcome, st.integers(0, wire.MAX_CREDITS)),
+    st.builds(wire.Credits, st.integers(0, 8)),
+    st.builds(wire.Gradient, _INDICES),
+    st.builds(wire.Dropped, _INDICES, st.text(max_size=8), st.booleans()),
+    st.builds(wire.Settled, _INDICES, st.booleans()),
 )
 _OFFSETS = st.integers(0, 6).map(lambda half: half * FUZZ_SIZE // 2)
 _FRAMES = st.one_of(_MESSAGES.map(lie), st.builds(lying_data, st.integers(0, FUZZ_SIZE + 1), _OFFSETS))
@@ -121,7 +108,7 @@ _FRAMES = st.one_of(_MESSAGES.map(lie), st.builds(lying_data, st.integers(0, FUZ
 
 @settings(max_examples=300)
 @given(
-    st.sampled_from([UPSTREAM, DOWNSTREAM]),
+    st.sampled_from([wire.UPSTREAM, wire.DOWNSTREAM]),
     st.lists(
         st.tuples(st.sampled_from(["leave out", "twice", "swap", "insert"]), st.integers(0, 50), _FRAMES), max_size=5
     ),
@@ -145,5 +132,5 @@ def test_mutated_conversations_keep_only_what_has_come(
                 frames.insert(at, other)
     side = Side(not who, FUZZ_SIZE)
     events = expose(side, b"".join(frames), piece)
-    kept = [event.index for event in events if isinstance(event, Settled) and event.is_kept]
-    assert set(kept) <= {event.index for event in events if isinstance(event, DataReceived)}
+    kept = [event.index for event in events if isinstance(event, wire.Settled) and event.is_kept]
+    assert set(kept) <= {event.index for event in events if isinstance(event, wire.DataReceived)}

@@ -9,31 +9,7 @@ import pytest
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.run.manifest import Manifest, manifest_from_dict
-from farandole.protocol.stages.activations import (
-    DATA_BYTES,
-    DOWNSTREAM,
-    MAX_CONTROL_BYTES,
-    MAX_CREDITS,
-    MAX_OPEN,
-    MAX_QUESTION_BYTES,
-    MAX_SECONDS_LEFT,
-    TICKET_BYTES,
-    TRANSITIONS,
-    UPSTREAM,
-    Answer,
-    Control,
-    Credits,
-    DataReceived,
-    Dropped,
-    Gradient,
-    Question,
-    Settled,
-    Transit,
-    Welcome,
-    decode_question,
-    encode_question,
-    shape_hash,
-)
+from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
 
@@ -43,12 +19,12 @@ from .sides import FORWARD, HELLO, SIZE, Side, bring_to, forward, give_back, lie
 @pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
 def test_there_and_back_however_the_stream_is_cut(piece: int) -> None:
     alice, bob = pair(1, size=300 if piece == 1 else SIZE)
-    assert bob.hear(alice.say(FORWARD) + alice.rest(), piece) == [FORWARD, DataReceived(0)]
+    assert bob.hear(alice.say(FORWARD) + alice.rest(), piece) == [FORWARD, wire.DataReceived(0)]
     assert bob.memory == alice.data
-    assert alice.hear(bob.say(Gradient(0)) + bob.rest(), piece) == [Gradient(0), DataReceived(0)]
+    assert alice.hear(bob.say(wire.Gradient(0)) + bob.rest(), piece) == [wire.Gradient(0), wire.DataReceived(0)]
     assert alice.memory == bob.data
-    assert bob.hear(alice.say(Settled(0, is_kept=True)), piece) == [Settled(0, is_kept=True)]
-    assert alice.hear(bob.say(Credits(2)), piece) == [Credits(2)]
+    assert bob.hear(alice.say(wire.Settled(0, is_kept=True)), piece) == [wire.Settled(0, is_kept=True)]
+    assert alice.hear(bob.say(wire.Credits(2)), piece) == [wire.Credits(2)]
     assert alice.link.open == bob.link.open == {}
 
 
@@ -57,27 +33,32 @@ def test_other_frames_come_between_data() -> None:
     forward(alice, bob)
     forward(alice, bob)
     give_back(alice, bob, 0)
-    frames = [alice.say(FORWARD), alice.next_data(10), alice.say(Settled(0, is_kept=True)), alice.next_data()]
-    frames += [alice.say(Settled(1, is_kept=False)), alice.rest()]
+    frames = [alice.say(FORWARD), alice.next_data(10), alice.say(wire.Settled(0, is_kept=True)), alice.next_data()]
+    frames += [alice.say(wire.Settled(1, is_kept=False)), alice.rest()]
     events = [event for data in frames for event in bob.hear(data)]
-    assert events == [FORWARD, Settled(0, is_kept=True), Settled(1, is_kept=False), DataReceived(2)]
+    assert events == [FORWARD, wire.Settled(0, is_kept=True), wire.Settled(1, is_kept=False), wire.DataReceived(2)]
     assert bob.memory == alice.data
-    frames = [bob.say(Gradient(2)), bob.next_data(), bob.say(Credits(9)), bob.rest()]
+    frames = [bob.say(wire.Gradient(2)), bob.next_data(), bob.say(wire.Credits(9)), bob.rest()]
     events = [event for data in frames for event in alice.hear(data)]
-    assert events == [Gradient(2), Credits(9), DataReceived(2)]
+    assert events == [wire.Gradient(2), wire.Credits(9), wire.DataReceived(2)]
     assert alice.memory == bob.data
 
 
 def test_the_longest_messages_fit() -> None:
     far = 2**53
-    for message in (HELLO, FORWARD, Dropped(far, "\U0001f600" * 128, is_untouched=True), Settled(far, is_kept=True)):
-        assert len(lie(message)) <= MAX_CONTROL_BYTES
+    for message in (
+        HELLO,
+        FORWARD,
+        wire.Dropped(far, "\U0001f600" * 128, is_untouched=True),
+        wire.Settled(far, is_kept=True),
+    ):
+        assert len(lie(message)) <= wire.MAX_CONTROL_BYTES
 
 
 def test_a_control_frame_that_is_too_long_is_not_read() -> None:
     for side in pair():
-        with pytest.raises(RemoteProtocolError, match=f"{MAX_CONTROL_BYTES + 1} bytes"):
-            side.hear(frame(b"\0" + b"\x91" * (MAX_CONTROL_BYTES + 1), CHUNK_FRAME_BYTES))
+        with pytest.raises(RemoteProtocolError, match=f"{wire.MAX_CONTROL_BYTES + 1} bytes"):
+            side.hear(frame(b"\0" + b"\x91" * (wire.MAX_CONTROL_BYTES + 1), CHUNK_FRAME_BYTES))
 
 
 def test_what_is_told_of_a_microbatchs_shape() -> None:
@@ -88,16 +69,16 @@ def test_what_is_told_of_a_microbatchs_shape() -> None:
         pipeline = {"codec": codec, "microbatch_size": microbatch_size}
         return manifest_from_dict({**run, "model": model | changes, "pipeline": pipeline})
 
-    same = shape_hash(manifest())
+    same = wire.shape_hash(manifest())
     others = [manifest(width=64), manifest(context=33), manifest(microbatch_size=3), manifest(codec="int8")]
-    assert len({same, *map(shape_hash, others)}) == 5
+    assert len({same, *map(wire.shape_hash, others)}) == 5
 
 
 def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
     """Bob's round ends before his line has sent the whole gradient: its memory then goes to another microbatch."""
     alice, bob = pair()
-    bring_to(alice, bob, Transit.BACK)
-    dropped = Dropped(0, "the round is over", is_untouched=False)
+    bring_to(alice, bob, wire.Transit.BACK)
+    dropped = wire.Dropped(0, "the round is over", is_untouched=False)
     assert bob.link.may_drop(0)
     assert alice.hear(bob.say(dropped)) == [dropped]
     before = bytes(alice.memory)
@@ -114,9 +95,9 @@ def test_data_that_never_come_leave_the_rest_of_the_link_as_it_is() -> None:
     mallory, bob = pair()
     forward(mallory, bob)
     assert bob.hear(mallory.say(FORWARD) + mallory.next_data()) == [FORWARD]
-    assert bob.say(Dropped(1, "out of time", is_untouched=True))
+    assert bob.say(wire.Dropped(1, "out of time", is_untouched=True))
     give_back(mallory, bob, 0)
-    assert bob.hear(mallory.say(Settled(0, is_kept=True))) == [Settled(0, is_kept=True)]
+    assert bob.hear(mallory.say(wire.Settled(0, is_kept=True))) == [wire.Settled(0, is_kept=True)]
     assert bob.link.open == {}
     assert bob.hear(mallory.rest()) == [], "what comes after all goes nowhere"
 
@@ -126,35 +107,35 @@ def test_data_that_never_come_leave_the_rest_of_the_link_as_it_is() -> None:
 
 @pytest.mark.parametrize("is_kept", [True, False, None])
 def test_questions_and_answers_survive_the_wire(is_kept: bool | None) -> None:
-    ticket = b"t" * TICKET_BYTES
-    for message in (Question(ticket), Answer(ticket, is_kept)):
-        payload = encode_question(message)
-        assert len(payload) <= MAX_QUESTION_BYTES
-        assert decode_question(payload) == message
-        for wrong in (payload[:-1], payload + b"\0", encode_question(Question(ticket[1:]))):
+    ticket = b"t" * wire.TICKET_BYTES
+    for message in (wire.Question(ticket), wire.Answer(ticket, is_kept)):
+        payload = wire.encode_question(message)
+        assert len(payload) <= wire.MAX_QUESTION_BYTES
+        assert wire.decode_question(payload) == message
+        for wrong in (payload[:-1], payload + b"\0", wire.encode_question(wire.Question(ticket[1:]))):
             with pytest.raises(RemoteProtocolError):
-                decode_question(wrong)
+                wire.decode_question(wrong)
 
 
 # A microbatch moves through the steps of the table, and the greetings come first.
 
 
-@pytest.mark.parametrize("step", Transit)
-@pytest.mark.parametrize(("who", "kind"), TRANSITIONS)
+@pytest.mark.parametrize("step", wire.Transit)
+@pytest.mark.parametrize(("who", "kind"), wire.TRANSITIONS)
 def test_a_microbatch_goes_as_the_table_says(
-    who: bool, kind: type[Gradient | Dropped | Settled], step: Transit
+    who: bool, kind: type[wire.Gradient | wire.Dropped | wire.Settled], step: wire.Transit
 ) -> None:
-    messages: dict[type, Control] = {
-        Gradient: Gradient(0),
-        Dropped: Dropped(0, "", is_untouched=False),
-        Settled: Settled(0, is_kept=False),
+    messages: dict[type, wire.Control] = {
+        wire.Gradient: wire.Gradient(0),
+        wire.Dropped: wire.Dropped(0, "", is_untouched=False),
+        wire.Settled: wire.Settled(0, is_kept=False),
     }
     alice, bob = pair()
     bring_to(alice, bob, step)
-    sender, receiver = (alice, bob) if who is UPSTREAM else (bob, alice)
+    sender, receiver = (alice, bob) if who is wire.UPSTREAM else (bob, alice)
     message, before = messages[kind], bytes(receiver.memory)
-    if step in TRANSITIONS[who, kind]:
-        following = TRANSITIONS[who, kind][step]
+    if step in wire.TRANSITIONS[who, kind]:
+        following = wire.TRANSITIONS[who, kind][step]
         expected = {} if following is None else {0: following}
         assert receiver.hear(sender.say(message)) == [message]
     else:
@@ -164,12 +145,12 @@ def test_a_microbatch_goes_as_the_table_says(
     assert receiver.memory == before
 
 
-@pytest.mark.parametrize("step", Transit)
-def test_only_what_has_returned_is_kept(step: Transit) -> None:
+@pytest.mark.parametrize("step", wire.Transit)
+def test_only_what_has_returned_is_kept(step: wire.Transit) -> None:
     alice, bob = pair()
     bring_to(alice, bob, step)
-    kept = Settled(0, is_kept=True)
-    if step is Transit.RETURNED:
+    kept = wire.Settled(0, is_kept=True)
+    if step is wire.Transit.RETURNED:
         assert bob.hear(alice.say(kept)) == [kept]
         return
     refuse(alice, bob, kept)
@@ -181,39 +162,45 @@ def test_only_what_has_returned_is_kept(step: Transit) -> None:
 )
 def test_a_link_of_something_else_is_refused(field: str, value: object) -> None:
     other = msgspec.structs.replace(HELLO, **{field: value})
-    alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
+    alice, bob = Side(wire.UPSTREAM), Side(wire.DOWNSTREAM)
     with pytest.raises(LocalProtocolError, match=field.replace("_", " ")):
         alice.link.send(other)
     with pytest.raises(RemoteProtocolError, match=field.replace("_", " ")):
         bob.hear(lie(other))
     with pytest.raises(LocalProtocolError):
-        bob.link.send(Welcome(1))
+        bob.link.send(wire.Welcome(1))
     assert not bob.link.is_open
 
 
 def test_greetings_come_once_in_their_order_and_each_from_its_side() -> None:
-    alice, bob = Side(UPSTREAM), Side(DOWNSTREAM)
-    refuse(bob, alice, Welcome(1))  # before the Hello
+    alice, bob = Side(wire.UPSTREAM), Side(wire.DOWNSTREAM)
+    refuse(bob, alice, wire.Welcome(1))  # before the Hello
     refuse(bob, alice, HELLO)
     assert (alice.link.is_open, alice.link.credits) == (False, 0)
-    alice = Side(UPSTREAM)
+    alice = Side(wire.UPSTREAM)
     assert bob.hear(alice.say(HELLO)) == [HELLO]
     refuse(alice, bob, HELLO)
-    bob = Side(DOWNSTREAM)
+    bob = Side(wire.DOWNSTREAM)
     bob.hear(lie(HELLO))
-    refuse(alice, bob, Welcome(1))
+    refuse(alice, bob, wire.Welcome(1))
     alice, bob = pair()
     refuse(alice, bob, HELLO)
-    refuse(bob, alice, Welcome(4))
+    refuse(bob, alice, wire.Welcome(4))
 
 
 @pytest.mark.parametrize(
     "message",
-    [Credits(1), FORWARD, Gradient(0), Dropped(0, "", is_untouched=True), Settled(0, is_kept=False)],
+    [
+        wire.Credits(1),
+        FORWARD,
+        wire.Gradient(0),
+        wire.Dropped(0, "", is_untouched=True),
+        wire.Settled(0, is_kept=False),
+    ],
     ids=lambda message: type(message).__name__,
 )
-def test_nothing_is_said_before_the_greetings(message: Control) -> None:
-    for is_upstream in (UPSTREAM, DOWNSTREAM):
+def test_nothing_is_said_before_the_greetings(message: wire.Control) -> None:
+    for is_upstream in (wire.UPSTREAM, wire.DOWNSTREAM):
         for is_greeted in (False, True):
             side = Side(is_upstream)
             if is_greeted:
@@ -223,7 +210,7 @@ def test_nothing_is_said_before_the_greetings(message: Control) -> None:
 
 
 def test_no_data_before_they_are_announced() -> None:
-    for side in (Side(UPSTREAM), Side(DOWNSTREAM), *pair()):
+    for side in (Side(wire.UPSTREAM), Side(wire.DOWNSTREAM), *pair()):
         with pytest.raises(LocalProtocolError):
             send_data(side.link, memoryview(b"data"))
         with pytest.raises(RemoteProtocolError):
@@ -233,28 +220,28 @@ def test_no_data_before_they_are_announced() -> None:
 # A peer that lies, or breaks the rules, is detected.
 
 
-PIECES = [(0, DATA_BYTES), (DATA_BYTES, DATA_BYTES), (2 * DATA_BYTES, 100)]
+PIECES = [(0, wire.DATA_BYTES), (wire.DATA_BYTES, wire.DATA_BYTES), (2 * wire.DATA_BYTES, 100)]
 
 
 @pytest.mark.parametrize(
     ("message", "who"),
     [
-        (HELLO, UPSTREAM),
-        (Welcome(1), DOWNSTREAM),
-        (Credits(9), DOWNSTREAM),
-        (FORWARD, UPSTREAM),
-        (Gradient(0), DOWNSTREAM),
-        (Dropped(0, "", is_untouched=True), DOWNSTREAM),
-        (Settled(0, is_kept=False), UPSTREAM),
+        (HELLO, wire.UPSTREAM),
+        (wire.Welcome(1), wire.DOWNSTREAM),
+        (wire.Credits(9), wire.DOWNSTREAM),
+        (FORWARD, wire.UPSTREAM),
+        (wire.Gradient(0), wire.DOWNSTREAM),
+        (wire.Dropped(0, "", is_untouched=True), wire.DOWNSTREAM),
+        (wire.Settled(0, is_kept=False), wire.UPSTREAM),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_each_message_has_its_side(message: Control, who: bool) -> None:
+def test_each_message_has_its_side(message: wire.Control, who: bool) -> None:
     alice, bob = pair()
     forward(alice, bob)
-    wrong, receiver = (bob, alice) if who is UPSTREAM else (alice, bob)
+    wrong, receiver = (bob, alice) if who is wire.UPSTREAM else (alice, bob)
     refuse(wrong, receiver, message)
-    assert alice.link.open == bob.link.open == {0: Transit.THERE}
+    assert alice.link.open == bob.link.open == {0: wire.Transit.THERE}
 
 
 @pytest.mark.parametrize("index", [1, 2, 2**53])
@@ -262,9 +249,9 @@ def test_nobody_speaks_of_what_was_not_forwarded(index: int) -> None:
     alice, bob = pair()
     forward(alice, bob)
     for sender, receiver, message in (
-        (bob, alice, Gradient(index)),
-        (bob, alice, Dropped(index, "", is_untouched=True)),
-        (alice, bob, Settled(index, is_kept=False)),
+        (bob, alice, wire.Gradient(index)),
+        (bob, alice, wire.Dropped(index, "", is_untouched=True)),
+        (alice, bob, wire.Settled(index, is_kept=False)),
     ):
         refuse(sender, receiver, message)
 
@@ -272,11 +259,11 @@ def test_nobody_speaks_of_what_was_not_forwarded(index: int) -> None:
 def test_we_do_not_speak_of_what_has_ended() -> None:
     alice, bob = pair()
     forward(alice, bob)
-    alice.say(Settled(0, is_kept=False))
+    alice.say(wire.Settled(0, is_kept=False))
     with pytest.raises(LocalProtocolError):
-        alice.link.send(Settled(0, is_kept=False))
-    bob.say(Dropped(0, "", is_untouched=True))
-    for message in (Dropped(0, "", is_untouched=True), Gradient(0)):
+        alice.link.send(wire.Settled(0, is_kept=False))
+    bob.say(wire.Dropped(0, "", is_untouched=True))
+    for message in (wire.Dropped(0, "", is_untouched=True), wire.Gradient(0)):
         with pytest.raises(LocalProtocolError):
             bob.link.send(message)
 
@@ -284,7 +271,7 @@ def test_we_do_not_speak_of_what_has_ended() -> None:
 def test_no_more_is_forwarded_than_there_are_credits() -> None:
     alice, bob = pair(credits=1)
     forward(alice, bob)
-    bob.say(Credits(2))  # in transit: Alice has not received it
+    bob.say(wire.Credits(2))  # in transit: Alice has not received it
     with pytest.raises(LocalProtocolError):
         alice.link.send(FORWARD)
     bob.hear(lie(FORWARD) + b"".join(lying_data(size, SIZE + at) for at, size in PIECES))
@@ -296,26 +283,26 @@ def test_no_more_is_forwarded_than_there_are_credits() -> None:
 def test_credits_are_not_taken_back_and_have_a_bound() -> None:
     alice, bob = pair(credits=3)
     forward(alice, bob)
-    assert alice.hear(bob.say(Credits(3)) + bob.say(Credits(1 + MAX_CREDITS)))
-    for total in (0, 3, MAX_CREDITS, 2 + MAX_CREDITS, 2**53):
-        refuse(bob, alice, Credits(total))
-    assert alice.link.credits == bob.link.credits == 1 + MAX_CREDITS
-    greeted = Side(DOWNSTREAM)
+    assert alice.hear(bob.say(wire.Credits(3)) + bob.say(wire.Credits(1 + wire.MAX_CREDITS)))
+    for total in (0, 3, wire.MAX_CREDITS, 2 + wire.MAX_CREDITS, 2**53):
+        refuse(bob, alice, wire.Credits(total))
+    assert alice.link.credits == bob.link.credits == 1 + wire.MAX_CREDITS
+    greeted = Side(wire.DOWNSTREAM)
     greeted.hear(lie(HELLO))
     with pytest.raises(LocalProtocolError):
-        greeted.link.send(Welcome(MAX_CREDITS + 1))
+        greeted.link.send(wire.Welcome(wire.MAX_CREDITS + 1))
     assert not greeted.link.is_open
 
 
 def test_who_ends_no_microbatch_may_not_forward_for_ever() -> None:
     """Mallory takes the gradients, and never says how the microbatches ended."""
     mallory, bob = pair(credits=1, size=10)
-    for index in range(MAX_OPEN):
+    for index in range(wire.MAX_OPEN):
         forward(mallory, bob)
         give_back(mallory, bob, index)
-        assert mallory.hear(bob.say(Credits(index + 2)))
+        assert mallory.hear(bob.say(wire.Credits(index + 2)))
     refuse(mallory, bob, FORWARD)
-    assert len(bob.link.open) == MAX_OPEN
+    assert len(bob.link.open) == wire.MAX_OPEN
 
 
 @pytest.mark.parametrize("size", [0, 1, 101])
@@ -327,8 +314,8 @@ def test_data_are_as_many_as_the_run_says(size: int) -> None:
         with pytest.raises(LocalProtocolError):
             send_data(alice.link, memoryview(bytes(wrong)))
     if size == 1:
-        assert bob.hear(lying_data(1, 2 * DATA_BYTES)) == []
-        assert bob.hear(lying_data(99, 2 * DATA_BYTES + 1)) == [DataReceived(0)]
+        assert bob.hear(lying_data(1, 2 * wire.DATA_BYTES)) == []
+        assert bob.hear(lying_data(99, 2 * wire.DATA_BYTES + 1)) == [wire.DataReceived(0)]
         size = 1  # more than what remains
     with pytest.raises(RemoteProtocolError):
         bob.hear(lying_data(size, bob.link.pipe.num_received))
@@ -338,11 +325,11 @@ def test_data_of_one_microbatch_at_a_time() -> None:
     alice, bob = pair()
     forward(alice, bob)
     forward(alice, bob)
-    alice.hear(bob.say(Gradient(0)) + bob.next_data())
+    alice.hear(bob.say(wire.Gradient(0)) + bob.next_data())
     bob.hear(alice.say(FORWARD) + alice.next_data())
-    for sender, receiver, message in ((alice, bob, FORWARD), (bob, alice, Gradient(1))):
+    for sender, receiver, message in ((alice, bob, FORWARD), (bob, alice, wire.Gradient(1))):
         refuse(sender, receiver, message)
-    assert alice.link.open == bob.link.open == {0: Transit.BACK, 1: Transit.THERE, 2: Transit.FORWARD}
+    assert alice.link.open == bob.link.open == {0: wire.Transit.BACK, 1: wire.Transit.THERE, 2: wire.Transit.FORWARD}
 
 
 @pytest.mark.parametrize("header", [b"\xff\xff\xff\xff", (CHUNK_FRAME_BYTES - 3).to_bytes(4, "big")])
@@ -361,7 +348,7 @@ def test_a_lying_length_is_refused_before_anything_follows_it(header: bytes) -> 
         b"\xff" * 9,
         b"\0\xc1",
         b"\0" + b"\x91" * 600,  # nested
-        b"\0" + bytes(MAX_CONTROL_BYTES),
+        b"\0" + bytes(wire.MAX_CONTROL_BYTES),
         b"\0" + msgspec.msgpack.encode([8, 0]),
         b"\0" + msgspec.msgpack.encode({"type": 3, "total": 5}),
         b"\0" + msgspec.msgpack.encode([3, 5, 5]),
@@ -378,8 +365,8 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
     forward(alice, bob)
     for side in (alice, bob):
         with pytest.raises(RemoteProtocolError):
-            side.hear(frame(payload, DATA_BYTES))
-        assert side.link.open == {0: Transit.THERE}
+            side.hear(frame(payload, wire.DATA_BYTES))
+        assert side.link.open == {0: wire.Transit.THERE}
         assert side.link.credits == 4
 
 
@@ -389,8 +376,8 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
         {"seconds_left": math.nan},
         {"seconds_left": math.inf},
         {"seconds_left": -0.1},
-        {"seconds_left": MAX_SECONDS_LEFT + 1.0},
-        {"ticket": b"t" * (TICKET_BYTES - 1)},
+        {"seconds_left": wire.MAX_SECONDS_LEFT + 1.0},
+        {"ticket": b"t" * (wire.TICKET_BYTES - 1)},
         {"origin": b"o" * 33},
         {"round": -1},
         {"round": 2**31},

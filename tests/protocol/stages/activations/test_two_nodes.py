@@ -6,21 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from farandole.protocol.stages.activations import (
-    DOWNSTREAM,
-    UPSTREAM,
-    Control,
-    Credits,
-    DataReceived,
-    Dropped,
-    Event,
-    Forward,
-    Gradient,
-    Link,
-    Settled,
-    Transit,
-    Welcome,
-)
+from farandole.protocol.stages import activations as wire
 
 from .sides import FORWARD, HELLO, send_data
 
@@ -40,7 +26,7 @@ class End:
     """A node's end of the link: sent bytes stay in ``wire`` until the other end takes them out."""
 
     def __init__(self, is_upstream: bool) -> None:
-        self.link = Link(is_upstream, HELLO, LINK_SIZE)
+        self.link = wire.Link(is_upstream, HELLO, LINK_SIZE)
         self.wire = bytearray()
         """Bytes sent and not yet received."""
         self.outgoing = b""
@@ -48,7 +34,7 @@ class End:
         self.ended: dict[int, bool] = {}
         """Microbatch -> whether it is kept."""
 
-    def say(self, message: Control, data: bytes = b"") -> None:
+    def say(self, message: wire.Control, data: bytes = b"") -> None:
         self.wire += self.link.send(message)
         self.outgoing = data or self.outgoing
 
@@ -61,7 +47,7 @@ class End:
         assert index not in self.ended, "a microbatch ends once"
         self.ended[index] = is_kept
 
-    def in_step(self, *steps: Transit) -> list[int]:
+    def in_step(self, *steps: wire.Transit) -> list[int]:
         return [index for index, step in self.link.open.items() if step in steps]
 
 
@@ -69,7 +55,7 @@ class End:
 _PIECES = st.one_of(st.none(), st.none(), st.integers(1, 120))
 _DATA_SIZES = st.one_of(st.just(LINK_SIZE), st.integers(1, LINK_SIZE))
 _CHOICES = st.sampled_from(["take"] * 8 + ["drop"])
-_DROPPABLE = (Transit.FORWARD, Transit.THERE, Transit.BACK)
+_DROPPABLE = (wire.Transit.FORWARD, wire.Transit.THERE, wire.Transit.BACK)
 _PATIENCE = st.integers(0, 5)
 
 
@@ -78,13 +64,13 @@ class TwoNodes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alice, self.bob = End(UPSTREAM), End(DOWNSTREAM)
+        self.alice, self.bob = End(wire.UPSTREAM), End(wire.DOWNSTREAM)
 
     @initialize()
     def they_greet(self) -> None:
         self.alice.say(HELLO)
         self.arrive(self.alice, self.bob)
-        self.bob.say(Welcome(NUM_SLOTS))
+        self.bob.say(wire.Welcome(NUM_SLOTS))
         self.arrive(self.bob, self.alice)
 
     @precondition(lambda self: self.alice.wire)
@@ -104,26 +90,30 @@ class TwoNodes(RuleBasedStateMachine):
         while (event := receiver.link.next_event()) is not None:
             self.hear(receiver, event, choice)
 
-    def hear(self, end: End, event: Event, choice: str) -> None:
+    def hear(self, end: End, event: wire.Event, choice: str) -> None:
         match event:
-            case Forward() if choice == "drop":
+            case wire.Forward() if choice == "drop":
                 self.give_up(end, end.link.num_forwarded - 1)
-            case Gradient(index) if choice == "drop":
+            case wire.Gradient(index) if choice == "drop":
                 self.give_up(end, index)
-            case DataReceived(index):
+            case wire.DataReceived(index):
                 assert index not in end.received
                 assert index in end.link.open
                 assert end.link.landed == (gradient if end is self.alice else activations)(index)
                 end.received.add(index)
-            case Dropped(index):
+            case wire.Dropped(index):
                 end.end(index, is_kept=False)
-            case Settled(index, is_kept):
+            case wire.Settled(index, is_kept):
                 end.end(index, is_kept)
             case _:
                 pass
 
     def give_up(self, end: End, index: int) -> None:
-        end.say(Settled(index, is_kept=False) if end is self.alice else Dropped(index, "given up", is_untouched=True))
+        end.say(
+            wire.Settled(index, is_kept=False)
+            if end is self.alice
+            else wire.Dropped(index, "given up", is_untouched=True)
+        )
         end.end(index, is_kept=False)
 
     @precondition(lambda self: self.alice.link.num_forwarded < self.alice.link.credits and not self.alice.outgoing)
@@ -141,11 +131,11 @@ class TwoNodes(RuleBasedStateMachine):
     def bob_sends_data(self, size: int) -> None:
         self.bob.send_data(size)
 
-    @precondition(lambda self: not self.bob.outgoing and set(self.bob.in_step(Transit.THERE)) & self.bob.received)
+    @precondition(lambda self: not self.bob.outgoing and set(self.bob.in_step(wire.Transit.THERE)) & self.bob.received)
     @rule(data=st.data())
     def bob_gives_back(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(set(self.bob.in_step(Transit.THERE)) & self.bob.received)))
-        self.bob.say(Gradient(index), gradient(index))
+        index = data.draw(st.sampled_from(sorted(set(self.bob.in_step(wire.Transit.THERE)) & self.bob.received)))
+        self.bob.say(wire.Gradient(index), gradient(index))
 
     @precondition(lambda self: self.bob.in_step(*_DROPPABLE))
     @rule(data=st.data(), patience=_PATIENCE)
@@ -157,18 +147,18 @@ class TwoNodes(RuleBasedStateMachine):
     @rule(data=st.data(), patience=_PATIENCE)
     def alice_gives_up(self, data: st.DataObject, patience: int) -> None:
         if not patience:
-            self.give_up(self.alice, data.draw(st.sampled_from(self.alice.in_step(*Transit))))
+            self.give_up(self.alice, data.draw(st.sampled_from(self.alice.in_step(*wire.Transit))))
 
-    @precondition(lambda self: set(self.alice.in_step(Transit.RETURNED)) & self.alice.received)
+    @precondition(lambda self: set(self.alice.in_step(wire.Transit.RETURNED)) & self.alice.received)
     @rule(data=st.data())
     def alice_keeps(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(set(self.alice.in_step(Transit.RETURNED)) & self.alice.received)))
-        self.alice.say(Settled(index, is_kept=True))
+        index = data.draw(st.sampled_from(sorted(set(self.alice.in_step(wire.Transit.RETURNED)) & self.alice.received)))
+        self.alice.say(wire.Settled(index, is_kept=True))
         self.alice.end(index, is_kept=True)
 
     @rule()
     def bob_gives_credits(self) -> None:
-        self.bob.say(Credits(NUM_SLOTS + len(self.bob.ended)))
+        self.bob.say(wire.Credits(NUM_SLOTS + len(self.bob.ended)))
 
     @invariant()
     def nobody_has_more_open_than_slots_were_promised(self) -> None:
@@ -184,7 +174,7 @@ class TwoNodes(RuleBasedStateMachine):
         """Alice ends all microbatches, and everything arrives: both ends agree."""
         alice, bob = self.alice, self.bob
         for _ in range(2):
-            for index in alice.in_step(*Transit):
+            for index in alice.in_step(*wire.Transit):
                 self.give_up(alice, index)
             for end in (alice, bob):
                 if end.outgoing:
