@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections import Counter
@@ -16,6 +15,7 @@ from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.pipeline import Pipeline
 from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
 from farandole.protocol.wire.timers import SetTimer, TimerFired
+from farandole.testnet.simulate.simulation import Simulation
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
@@ -97,7 +97,7 @@ class Node:
                 self.timer += 1
                 number = self.timer
                 if at < float("inf"):
-                    world.at(at, lambda: self.handle(TimerFired()) if number == self.timer else None)
+                    world.call_at(at, lambda: self.handle(TimerFired()) if number == self.timer else None)
             case machine.OpenLink(peer, is_return):
                 world.open_link(self, peer, is_return)
             case machine.CloseLink(link):
@@ -128,7 +128,7 @@ class Node:
     def work(self, seconds: float, then: Callable[[], None]) -> None:
         self.busy_until = max(self.busy_until, self.world.now) + seconds
         self.busy_seconds += seconds
-        self.world.at(self.busy_until, then)
+        self.world.call_at(self.busy_until, then)
 
     def begin_round(self, round_index: int) -> None:
         self.is_followed = self.world.is_followed
@@ -138,7 +138,7 @@ class Node:
         assert self.is_followed or (not self.summed and not self.began)
         self.drained.append(round_index)
         if self.is_followed:
-            self.world.at(self.world.now + self.world.pause, lambda: self.begin_round(round_index + 1))
+            self.world.call_after(self.world.pause, lambda: self.begin_round(round_index + 1))
 
     def step(self) -> None:
         if not self.is_alive:
@@ -206,7 +206,7 @@ class Node:
             sum_.discard(self.tickets.get(slot, b""))
 
 
-class World:
+class World(Simulation):
     def __init__(
         self,
         stages: list[int],
@@ -221,14 +221,12 @@ class World:
         is_followed: bool = False,
     ) -> None:
         """``stages``: the number of nodes of each stage."""
-        self.rng = random.Random(seed)
+        super().__init__(seed)
         self.num_stages, self.quota, self.in_flight = len(stages), quota, in_flight
         self.latency, self.microbatch_seconds = latency, microbatch_seconds
         self.overlap, self.is_followed, self.pause = overlap, is_followed, 0.05
-        self.now = 0.0
         self.wires: dict[int, Wire] = {}
         self._numbers = itertools.count()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self.nodes: dict[bytes, Node] = {}
         for stage, count in enumerate(stages):
             for _ in range(count):
@@ -258,15 +256,8 @@ class World:
                 )
             )
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (when, next(self._numbers), what))
-
     def run(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self._queue and self._queue[0][0] <= end:
-            self.now, _, what = heapq.heappop(self._queue)
-            what()
-        self.now = end
+        self.run_until(self.now + seconds)
 
     def delay(self) -> float:
         return self.latency * self.rng.uniform(0.5, 1.5)
@@ -290,14 +281,14 @@ class World:
             node.handle(machine.LinkOpened(number, peer, is_upstream=True, is_return=is_return))
             other.handle(machine.LinkOpened(number, node.author, is_upstream=False, is_return=is_return))
 
-        self.at(self.now + self.delay(), arrive)
+        self.call_after(self.delay(), arrive)
 
     def close(self, wire_: Wire) -> None:
         if wire_.is_closed:
             return
         wire_.is_closed = True
         for node in (wire_.upstream, wire_.downstream):
-            self.at(self.now + self.delay(), partial(node.handle, machine.LinkClosed(wire_.number)))
+            self.call_after(self.delay(), partial(node.handle, machine.LinkClosed(wire_.number)))
 
     def send(self, node: Node, number: int, message: wire.Control, content: bytes = b"") -> None:
         wire_ = self.wires[number]
@@ -313,13 +304,13 @@ class World:
         for frame in frames:
             when = max(self.now + self.delay(), wire_.arrives_at.get(node.author, 0.0))
             wire_.arrives_at[node.author] = when
-            self.at(when, partial(self.receive, wire_, other, frame))
+            self.call_at(when, partial(self.receive, wire_, other, frame))
 
     def receive(self, wire_: Wire, node: Node, frame: bytes) -> None:
         if wire_.is_closed or not node.is_alive:
             return
         if node.is_frozen:
-            self.at(self.now + 0.1, lambda: self.receive(wire_, node, frame))
+            self.call_after(0.1, lambda: self.receive(wire_, node, frame))
             return
         end = wire_.ends[node.author]
         end.receive_data(frame)
@@ -327,7 +318,7 @@ class World:
             node.handle(machine.Received(wire_.number, event))
 
     def tell(self, node: Node, peer: bytes, event: machine.Event) -> None:
-        self.at(self.now + self.delay(), lambda: self.nodes[peer].handle(event))
+        self.call_after(self.delay(), lambda: self.nodes[peer].handle(event))
 
     def kill(self, node: Node) -> None:
         node.is_alive = False

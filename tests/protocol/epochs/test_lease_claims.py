@@ -36,8 +36,11 @@ STANDING = Standing(
 )
 
 
-def claims_of() -> tuple[Claims, DoneSlices]:
+def claims_of(*leases: LeasedSlices, standing: Standing = STANDING) -> tuple[Claims, DoneSlices]:
+    """Return the claims after Bob has said that he leases these."""
     claims = Claims(SECTIONS)
+    if leases:
+        claims.hear(BOB, 0, Lease(0, CORPUS, leases), standing)
     return claims, claims.done
 
 
@@ -65,8 +68,7 @@ def test_who_has_not_been_met_is_not_believed_however_long_it_waits() -> None:
 
 
 def test_a_met_member_is_believed_as_fast_as_it_signs_and_no_faster() -> None:
-    claims, done = claims_of()
-    claims.hear(BOB, 0, Lease(0, CORPUS, (*finished(7), LeasedSlices(90_000, 10))), STANDING)
+    claims, done = claims_of(*finished(7), LeasedSlices(90_000, 10))
     assert done.count == 0, "not at once"
     pass_time(claims, 100)
     assert done.count == 100 * 5 * SIGNED_SLACK
@@ -76,8 +78,7 @@ def test_a_met_member_is_believed_as_fast_as_it_signs_and_no_faster() -> None:
 
 def test_no_signature_makes_a_member_faster_than_any_node_can_be() -> None:
     liar = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 1e9})
-    claims, done = claims_of()
-    claims.hear(BOB, 0, Lease(0, CORPUS, finished(8)), liar)
+    claims, done = claims_of(*finished(8), standing=liar)
     pass_time(claims, 10, liar)
     assert done.count == 10 * 5 * FASTEST_RATIO
 
@@ -91,8 +92,7 @@ def test_a_met_liar_does_not_set_the_measure_for_itself() -> None:
 
 
 def test_credit_is_not_saved_up_for_a_great_lie() -> None:
-    claims, done = claims_of()
-    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 10),)), STANDING)
+    claims, done = claims_of(LeasedSlices(0, 10))
     pass_time(claims, 100_000)
     claims.hear(BOB, 0, Lease(0, CORPUS, finished(8)), STANDING)
     claims.believe(STANDING, 0.0)
@@ -100,17 +100,14 @@ def test_credit_is_not_saved_up_for_a_great_lie() -> None:
 
 
 def test_what_a_late_slice_of_a_section_implies_is_paid_as_well() -> None:
-    claims, done = claims_of()
-    last_ones = tuple(LeasedSlices(SECTIONS.end(section) - 1, 1, 1) for section in range(0, 800, 100))
-    claims.hear(BOB, 0, Lease(0, CORPUS, last_ones), STANDING)
+    claims, done = claims_of(*(LeasedSlices(SECTIONS.end(section) - 1, 1, 1) for section in range(0, 800, 100)))
     pass_time(claims, 1)
     assert done.count <= 5 * SIGNED_SLACK
 
 
 def test_who_is_met_late_is_believed_in_a_few_minutes() -> None:
     stranger = replace(STANDING, proven=STANDING.proven - {BOB})
-    claims, done = claims_of()
-    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 3_000, 3_000), LeasedSlices(3_000, 3_000))), stranger)
+    claims, done = claims_of(LeasedSlices(0, 3_000, 3_000), LeasedSlices(3_000, 3_000), standing=stranger)
     pass_time(claims, 600, stranger)
     assert done.count == 0
     pass_time(claims, 150)
@@ -118,8 +115,7 @@ def test_who_is_met_late_is_believed_in_a_few_minutes() -> None:
 
 
 def test_who_has_left_is_believed_what_it_was_good_for() -> None:
-    claims, done = claims_of()
-    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 100, 20),)), STANDING)
+    claims, done = claims_of(LeasedSlices(0, 100, 20))
     pass_time(claims, 60)
     claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 60, 60),)), STANDING)
     pass_time(claims, 1, replace(STANDING, live=STANDING.live - {BOB}))
@@ -161,8 +157,7 @@ def test_ghosts_hold_less_than_half_of_an_epoch_together() -> None:
 
 def test_a_gpu_holds_what_it_trains_on_in_time() -> None:
     standing = replace(STANDING, signed_speeds={**STANDING.signed_speeds, BOB: 50.0}, period=10.0)
-    claims, _ = claims_of()
-    claims.hear(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 6_000), LeasedSlices(6_000, 6_000))), standing)
+    claims, _ = claims_of(LeasedSlices(0, 6_000), LeasedSlices(6_000, 6_000), standing=standing)
     [(_, claimant)] = claims.held(standing.live, frozenset())
     assert claimant.mask == SECTIONS.mask(0, 12_000)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from farandole.protocol.stages.stage_choice import (
     throughputs,
 )
 from farandole.protocol.state.entries import Member, StageLease
+from farandole.testnet.simulate.simulation import Simulation
 
 PATIENCE = 12.0
 # In `Run`, seconds until all nodes have heard of a death; other news spreads sooner.
@@ -222,20 +224,18 @@ class Node:
         return Member(self.stage, speed=int(self.speed), is_bound=self.is_bound)
 
 
-class Run:
+class Run(Simulation):
     """Nodes that hear of each other late, each after its own delay; this object sees the true state."""
 
     def __init__(self, num_stages: int, *, download: float = 8.0, is_young: bool = False, seed: int = 1) -> None:
+        super().__init__(seed)
         self.num_stages = num_stages
         self.download = download
         self.is_young = is_young
-        self.now = 0.0
         self.nodes: list[Node] = []
-        self.news: list[tuple[float, float, Node, bytes, Member | None, StageLease | None]] = []
         self.num_moves = 0
         self.emptied_at: dict[int, float] = {}
         self.longest_empty = 0.0
-        self._rng = random.Random(seed)
 
     def join(
         self, stage: int | None = None, speed: float = 1.0, *, is_frozen: bool = False, is_bound: bool = False
@@ -261,8 +261,8 @@ class Run:
 
     def _spread(self, name: bytes, told: Member | None, lease: StageLease | None, least: float, most: float) -> None:
         for peer in self.nodes:
-            delay = 0.0 if peer.name == name else self._rng.uniform(least, most)
-            self.news.append((self.now + delay, self.now, peer, name, told, lease))
+            delay = 0.0 if peer.name == name else self.rng.uniform(least, most)
+            self.call_after(delay, partial(self._deliver, self.now, peer, name, told, lease))
 
     def counts(self) -> list[int]:
         """Return the number of live nodes of each stage."""
@@ -271,19 +271,14 @@ class Run:
     def play(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
-            self.now += 0.5
-            self._deliver()
+            self.run_until(self.now + 0.5)
             for node in self.nodes:
                 if node.is_alive and not (node.is_frozen or node.is_bound):
                     self._act(node)
             self._check()
 
-    def _deliver(self) -> None:
-        due = sorted((item for item in self.news if item[0] <= self.now), key=lambda item: item[0])
-        self.news = [item for item in self.news if item[0] > self.now]
-        for _, told_at, peer, name, told, lease in due:
-            if told_at < peer.heard.get(name, 0.0):
-                continue
+    def _deliver(self, told_at: float, peer: Node, name: bytes, told: Member | None, lease: StageLease | None) -> None:
+        if told_at >= peer.heard.get(name, 0.0):
             peer.heard[name] = told_at
             peer.known.pop(name, None) if told is None else peer.known.update({name: told})
             peer.leases.pop(name, None) if lease is None else peer.leases.update({name: lease})
