@@ -47,7 +47,7 @@ EDITS = {
     },
 }
 REPLICA = "farandole.training.engine.replica"
-_STEP = "        rate = self.optimizer.step(steps, divisor)\n"
+_STEP = "        self.optimizer.step(steps, divisor)\n"
 _SOURCES = {
     "entries": EDITS,
     "exchange": EDITS | {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
@@ -56,7 +56,7 @@ _SOURCES = {
         "farandole.protocol.state.antientropy": {"/farandole/state/2": "/farandole/state/3"},
         "farandole.protocol.state.push": {"/farandole/push/2": "/farandole/push/3"},
     },
-    "half": {REPLICA: {_STEP: f"        rate = self.learning_rate\n        if steps % 2:\n    {_STEP}"}},
+    "half": {REPLICA: {_STEP: f"        if steps % 2:\n    {_STEP}"}},
     "fault": {  # the first rounds are right; steps of replays count too
         REPLICA: {
             _STEP: "        Replica.taken = taken = getattr(Replica, 'taken', 0) + 1\n"
