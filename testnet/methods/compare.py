@@ -38,8 +38,8 @@ from farandole.training.data.sources import Reader, sources_of, stdlib_sources
 
 from ..report.section import Grid, setting
 from ..simulate.plays import play_all
-from .baselines import Ensemble, Method, Trainee, Trial, methods, train
-from .stacked import Stack
+from .baselines import Method, Trial, methods
+from .stacked import Stack, train
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32, vocabulary=256)
@@ -86,7 +86,7 @@ class Result:
     merged_loss: float
     """Loss of the mean of all replicas' weights."""
     spread: float
-    """See `Ensemble.spreads`."""
+    """See `Stack.spreads`."""
     seconds: float
     curve: tuple[tuple[int, float], ...] = ()
     """Loss by inner step, on one batch of each kind of held-out text: coarser than ``loss``."""
@@ -310,7 +310,7 @@ def measure(
 ) -> list[Result]:
     """Train with one method, all seeds and rates at once; each result's seconds are its share of the time.
 
-    A single training on a CPU takes one thread. ``say`` gets the progress at each point of the loss curves.
+    On a CPU it takes one thread. ``say`` gets the progress at each point of the loss curves.
     """
     device = comparison.chosen_device.torch_device
     trials = [Trial(seed, method.rate, comparison.samplers(texts, seed)) for method, seed in plays]
@@ -318,31 +318,29 @@ def measure(
     few = [sampler.held_out_batch(0) for sampler in samplers]
     curves: list[list[tuple[int, float]]] = [[] for _ in trials]
     started = time.perf_counter()
-    trainee: Trainee
-    if device.type == "cpu" and len(trials) == 1:
+    if device.type == "cpu":
         torch.set_num_threads(1)
-        trainee = Ensemble(method, comparison.sizes, comparison.inner(), trials[0])
     else:
         torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
-        trainee = Stack(method, comparison.sizes, comparison.inner(), trials, device)
+    stack = Stack(method, comparison.sizes, comparison.inner(), trials, device)
 
     def watch(step: int) -> None:
         if comparison.is_curve_point(step):
-            losses = trainee.losses(few)
+            losses = stack.losses(few)
             for curve, loss in zip(curves, losses, strict=True):
                 curve.append((step, loss))
             spent = f"step {step} of {comparison.steps}, {time.perf_counter() - started:.0f} s"
             say(f"{method.name}, {len(trials)} trials: {spent}, loss {min(losses):.3f} to {max(losses):.3f}")
 
-    train(method, trainee, trials, comparison.steps, watch)
+    train(method, stack, trials, comparison.steps, watch)
     batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
-    losses, spreads = trainee.losses(batches), trainee.spreads()
+    losses, spreads = stack.losses(batches), stack.spreads()
     seconds = (time.perf_counter() - started) / len(trials)
-    trainee.merge()
+    stack.merge()
     return [
         Result(method.name, trial.seed, trial.rate, loss, merged_loss, spread, seconds, tuple(curve))
         for trial, loss, merged_loss, spread, curve in zip(
-            trials, losses, trainee.losses(batches), spreads, curves, strict=True
+            trials, losses, stack.losses(batches), spreads, curves, strict=True
         )
     ]
 

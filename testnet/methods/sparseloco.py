@@ -26,14 +26,10 @@ the partners' slow weights together there; of an element that is not sent, a rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from farandole.protocol.run.rules import Codec, OuterConfig
-from farandole.training.outer.codec import form_of
-from farandole.training.outer.rule import weighted_mean
+from farandole.training.outer.rule import Meeting, OuterRule, OwnVectors
 
 
 class SparseLoCoConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind", tag="sparseloco"):
@@ -46,41 +42,23 @@ class SparseLoCoConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind",
     beta: float = 0.95
     """Share of what was not sent that a round keeps."""
 
+    vectors = ("residual",)
 
-class SparseLoCo:
-    """The outer state of one replica, whose fast weights are ``fast`` (n,)."""
 
-    def __init__(self, settings: SparseLoCoConfig, fast: Tensor) -> None:
-        self.fast, self.slow, self.residual = fast, fast.clone(), torch.zeros_like(fast)
+class SparseLoCo(OuterRule):
+    """SparseLoCo. Of an element that is not sent, its receivers take their slow weights."""
+
+    keeps_own_exact = False  # what is not sent is kept in the residual
+
+    def __init__(self, settings: SparseLoCoConfig) -> None:
         self._settings = settings
-        self._form = form_of(settings.codec, settings.topk)
-        self._exact = self._theta = fast
-        self._encoded = torch.empty(self._form.size(len(fast)), dtype=torch.uint8)
 
-    def contribute(self, part: slice) -> None:
-        """Encode the elements of v that are furthest from the slow weights; ``part`` is all of them."""
-        self._theta = self.fast.clone()
-        self._exact = self._settings.beta * self.residual + self._theta
-        self._form.encode(self._exact, self._encoded, self.slow)
+    def contribution(self, own: OwnVectors) -> Tensor:
+        """The weights v."""
+        return self._settings.beta * own.vectors["residual"] + own.fast
 
-    @property
-    def filling(self) -> Tensor:
-        """What this replica takes for the elements that it does not receive (n,)."""
-        return self.slow
-
-    def decoded(self, filling: Tensor) -> Tensor:
-        """Return the contribution as a replica with this ``filling`` decodes it (n,)."""
-        values = filling.clone()
-        self._form.decode(self._encoded, values)
-        return values
-
-    def step(self, received: Sequence[Tensor], shares: Sequence[float], *, is_late: bool) -> None:
-        """Take the outer step by the formulas above; alone, without any contribution, everything counts as sent."""
+    def step(self, own: OwnVectors, meeting: Meeting) -> None:
+        """The formulas above; alone, everything counts as sent."""
         rate = self._settings.learning_rate
-        self.residual = self._exact - (self.decoded(self.slow) if received else self._exact)
-        mean = weighted_mean(received, shares) if received else self._exact
-        self.slow.mul_(1.0 - rate).add_(rate * mean)
-        if is_late:
-            self.fast += self.slow - self._theta
-        else:
-            self.fast.copy_(self.slow)
+        own.vectors["residual"].copy_(self.contribution(own) - meeting.own)
+        own.slow.mul_(1.0 - rate).add_(rate * meeting.mean())

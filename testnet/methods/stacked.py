@@ -1,10 +1,13 @@
-"""Many ensembles as one tensor: comparisons on a GPU, where one small replica keeps few of its units busy.
+"""The replicas of a comparison as one tensor: on a GPU, one small replica would keep few of its units busy.
 
-A *trial* is one ensemble of `farandole.testnet.methods.baselines`: a seed, a learning rate and R replicas. The
-replicas of a method's trials are rows of one tensor (N, W), and every operation takes all of them at once: the model by
-`torch.func.vmap`, the inner optimizer, codecs and outer rules by the node's own functions, which are elementwise or
-follow blocks, of which a row has a whole number (its last elements belong to no parameter and stay zeros). The results
-differ from an ensemble's by rounding; on a GPU Muon's iterations are in bf16.
+A *trial* is a seed, a learning rate and R replicas. The replicas of a method's trials are rows of one tensor (N, W),
+and every operation takes all of them at once: the model by `torch.func.vmap`, the inner optimizer, codecs and outer
+rules by the node's own functions, which are elementwise or follow blocks, of which a row has a whole number (its last
+elements belong to no parameter and stay zeros). The results differ from a node's by rounding; on a GPU Muon's
+iterations are in bf16.
+
+Synchronous data parallel training is one replica that trains on the batches of all replicas at once: the mean of the
+gradients of equal batches is the gradient of their union. DiLoCo takes the mean over all replicas.
 
 On CUDA everything up to an inner step's gradient is captured once as a graph: launching hundreds of small kernels takes
 longer than running them.
@@ -12,7 +15,7 @@ longer than running them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -22,11 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.rules import Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
-from farandole.training.base.parameters import layout_of
+from farandole.training.base.parameters import Layout, layout_of
+from farandole.training.data.batches import draw
 from farandole.training.inner.optimizer import (
     CLIP_EPSILON,
     adamw_,
@@ -39,7 +44,8 @@ from farandole.training.model.model import build_model
 from farandole.training.outer.codec import BLOCK, form_of
 from farandole.training.outer.rule import Meeting, OwnVectors
 
-from .baselines import Method, Trial, rule_for
+from .baselines import Group, Method, Trial, rule_for
+from .sparseloco import SparseLoCo
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
 _WARMUP_STEPS: Final = 3
@@ -48,22 +54,17 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Stack:
-    """The replicas of several trials of one method, trial by trial: N rows; each has equally many samplers."""
+    """The replicas of several trials of one method, trial by trial: N rows; each trial has equally many samplers.
+
+    The rows of a trial have equal initial weights.
+    """
 
     def __init__(
         self, method: Method, model: ModelConfig, inner: InnerConfig, trials: Sequence[Trial], device: torch.device
     ) -> None:
-        """Raises `TrainingError` for rules of which rows send a part of their weights, and for pairs of an odd number.
-
-        All trials have equally many samplers.
-        """
         outer, num_samplers = method.outer, len(trials[0].samplers)
         per_trial = 1 if method.is_synchronous else num_samplers
-        if method.group == "pairs" and num_samplers % 2:
-            raise TrainingError("an odd number of replicas is compared on a CPU only: leave --device out")
         inner = msgspec.structs.replace(inner, optimizer=method.optimizer)
-        if outer.codec == "topk" or outer.fragments > 1:
-            raise TrainingError("topk and fragments are compared on a CPU only: leave such methods, or --device, out")
         self.steps = 0
         self._num_trials = len(trials)
         self._model = _Model(build_model(model, 0).to(device), outer.codec)
@@ -77,7 +78,7 @@ class Stack:
         self._gradients = _Gradients(self._model, self.theta, inner)
         factors = torch.tensor([[trial.rate] for trial in trials]).repeat_interleave(per_trial, 0).to(device)
         self._optimizer = _Optimizer(inner, self._model, self.theta, self._gradients, factors)
-        self._outer = _Outer(outer, self.theta)
+        self.outer = _Outer(outer, self.theta, self._model.layout)
 
     def inner_step(self, tokens: Tokens) -> None:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
@@ -88,25 +89,27 @@ class Stack:
 
     @torch.no_grad()
     def contribute(self, fragment: int = 0) -> None:
-        """Make every replica's contribution for the next `outer_step`; there is only fragment 0."""
-        self._outer.contribute()
+        """Make every replica's contribution of a fragment, for the next `outer_step`."""
+        self.outer.contribute(fragment)
 
     @torch.no_grad()
     def outer_step(self, groups: Sequence[Sequence[int]], *, is_late: bool = False) -> None:
-        """Take the outer step of every replica with its group, with equal shares.
+        """Take the outer step of every replica with its group, with equal shares; ``groups`` partition the rows.
 
-        ``groups``, of one size, partition the rows. ``is_late``: inner steps were taken since `contribute`.
+        ``is_late``: inner steps were taken since `contribute`.
         """
-        self._outer.step(torch.tensor(groups, device=self.theta.device), is_late=is_late)
+        for size in {len(group) for group in groups}:
+            of_size = [list(group) for group in groups if len(group) == size]
+            self.outer.step(torch.tensor(of_size, device=self.theta.device), is_late=is_late)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[Tokens]) -> list[float]:
         """Return each trial's loss, the mean over its replicas and the batches, each (B, T + 1).
 
-        Raises `TrainingError` if a gradient was not finite: an ensemble skips such a step, a stack cannot.
+        Raises `TrainingError` if a gradient was not finite: a replica would skip such a step, a stack cannot.
         """
         if self._gradients.have_failed():
-            raise TrainingError("a gradient was not finite: leave out the highest rate, or --device")
+            raise TrainingError("a gradient was not finite: leave out the highest rate")
         device = self.theta.device
         losses = [
             vmap(self._model.loss, (0, None))(self._model.views(self.theta), torch.from_numpy(each).to(device))
@@ -123,7 +126,7 @@ class Stack:
 
     @torch.no_grad()
     def spreads(self) -> list[float]:
-        """Return each trial's spread (`farandole.testnet.methods.baselines.Ensemble.spread`)."""
+        """Return each trial's spread: the weights' mean standard deviation across replicas, over their mean size."""
         by_trial = self.theta.view(self._num_trials, -1, self.theta.size(1))[..., : self._num_elements]
         deviation = by_trial.std(1, correction=0).mean(1)
         spreads: list[float] = (deviation / by_trial.mean(1).square().mean(1).sqrt()).tolist()
@@ -138,14 +141,14 @@ class _Model:
 
     def __init__(self, module: nn.Module, codec: Codec) -> None:
         self._module = module
-        self._layout = layout_of(module, codec)
-        self.num_elements = self._layout.num_elements
+        self.layout = layout_of(module, codec)
+        self.num_elements = self.layout.num_elements
         self.matrices = matrices_of(module)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parameters of all rows of ``flat`` (N, W), by name, as views (N, ...)."""
-        shapes = dict(zip(self._layout.names, self._layout.shapes, strict=True))
-        return {name: flat[:, place].unflatten(1, shapes[name]) for name, place in self._layout.places().items()}
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        return {name: flat[:, place].unflatten(1, shapes[name]) for name, place in self.layout.places().items()}
 
     def loss(self, parameters: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
         """Return the loss of one row's ``parameters`` on tokens (B, T + 1)."""
@@ -263,47 +266,144 @@ class _Optimizer:
 
 
 class _Outer:
-    """The outer state of all rows (`farandole.training.outer.outer_state` of each), as vectors (N W,)."""
+    """The outer state of all rows (`farandole.training.outer.outer_state` of each); (N, P) are a fragment's elements.
 
-    def __init__(self, settings: OuterConfig, theta: Tensor) -> None:
+    A fragment is padded with zeros to whole blocks of the codec, which then are of one row each.
+    """
+
+    def __init__(self, settings: OuterConfig, theta: Tensor, layout: Layout) -> None:
         self._settings = settings
+        self._layout = layout
         self._rule = rule_for(settings)
-        self._form = form_of(settings.codec)
+        self._form = form_of(settings.codec, settings.topk)
         self._theta = theta
-        self._slow = theta.flatten().clone()
-        self._vectors = {name: torch.zeros_like(self._slow) for name in settings.vectors}
-        self._fast = self._exact = self._sent = self._slow
-        self._encoded = torch.empty(self._form.size(len(self._slow)), dtype=torch.uint8, device=theta.device)
+        self.slow = theta.clone()
+        """Slow weights, (N, W) fp32."""
+        self._vectors = {name: torch.zeros_like(theta) for name in settings.vectors}
+        self._part = slice(0, 0)
+        self._fast = self._exact = self._sent = theta
+        self._last = self._is_sent = torch.empty(0)
+        if settings.remembers_sent:
+            # What was last sent of each element. Of SparseLoCo's, the slow weights are what the others have.
+            own = OwnVectors(theta, self.slow, self._vectors)
+            self._last = self.slow if self._is_sparse else self._rule.contribution(own).clone()
 
-    def contribute(self) -> None:
+    @property
+    def _is_sparse(self) -> bool:
+        return isinstance(self._rule, SparseLoCo)
+
+    def _piece(self, flat: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return a copy (N, P) of the fragment in the rows of ``flat`` (N, W), by default in all."""
+        chosen = flat[:, self._part] if rows is None else flat[rows, self._part]
+        return pad(chosen, (0, -chosen.size(1) % BLOCK))
+
+    def _own(self, fast: Tensor, rows: Tensor | None = None) -> OwnVectors:
+        vectors = {name: self._piece(flat, rows) for name, flat in self._vectors.items()}
+        return OwnVectors(fast, self._piece(self.slow, rows), vectors)
+
+    def contribute(self, fragment: int) -> None:
         """Make the contributions of all rows, exact and as their receivers decode them."""
-        self._fast = self._theta.flatten().clone()
-        self._exact = self._sent = self._rule.contribution(OwnVectors(self._fast, self._slow, self._vectors))
-        if self._settings.codec != "fp32":
-            self._form.encode(self._exact, self._encoded)
-            self._sent = torch.empty_like(self._exact)
-            self._form.decode(self._encoded, self._sent)
+        self._part = self._layout.fragment(fragment, self._settings.fragments)
+        self._fast = self._piece(self._theta)
+        self._exact = self._sent = self._rule.contribution(self._own(self._fast))
+        if self._settings.codec == "fp32":
+            return
+        encoded = torch.empty(self._form.size(self._exact.numel()), dtype=torch.uint8, device=self._theta.device)
+        last = self._piece(self._last).flatten() if self._settings.remembers_sent else None
+        self._form.encode(self._exact.flatten(), encoded, last)
+
+        def decoded(values: Tensor) -> Tensor:
+            self._form.decode(encoded, values.view(-1))
+            return values
+
+        self._sent = decoded(self._exact.clone())
+        if self._settings.remembers_sent:
+            self._is_sent = ~decoded(torch.full_like(self._exact, torch.nan)).isnan()
+
+    def _received(self, senders: Tensor, rows: Tensor, slow: Tensor) -> Tensor:
+        """Return what each of the rows decodes of its sender; it takes its own for what topk has left out."""
+        if not self._settings.remembers_sent:
+            return self._sent[senders]
+        return torch.where(self._is_sent[senders], self._sent[senders], slow if self._is_sparse else self._sent[rows])
 
     def step(self, groups: Tensor, *, is_late: bool) -> None:
-        """Take the outer step of all rows in their groups (G, R)."""
-        num_groups, size = groups.shape
-        keeps_own_exact = self._settings.is_lossy and self._rule.keeps_own_exact
-        order = torch.arange(size, device=groups.device).repeat(num_groups, size, 1)  # (G, R, R): all in one order
-        if size == 2 or self._rule.keeps_own_exact:  # each row's own one first
-            order = (order + torch.arange(size, device=groups.device)[:, None]) % size
-        members = groups[:, None].expand_as(order).gather(2, order)  # (G, R, R)
-        places = torch.empty_like(members[..., 0]).flatten()  # by row: its index in `members`
-        places[groups.flatten()] = torch.arange(groups.numel(), device=groups.device)
-        by_row = members.flatten(0, 1)[places]  # (N, R): the rows that each row hears
-        sent = self._sent.view_as(self._theta)
-        contributions = [sent[rows].flatten() for rows in by_row.unbind(1)]
-        if keeps_own_exact:
-            contributions = [self._exact + (each - self._sent) for each in contributions]
-        own = OwnVectors(self._fast, self._slow, self._vectors)
-        meeting = Meeting(contributions, [1 / size] * size, 0, is_late)
-        self._rule.step(own, meeting)
-        theta = self._theta.view(-1)
+        """Take the outer step of the rows in some groups of one size (G, R)."""
+        rows, size, part = groups.flatten(), groups.size(1), self._part
+        length = part.stop - part.start
+        own = self._own(self._fast[rows], rows)
+        contributions = [self._exact[rows]]
+        if size > 1:
+            order = torch.arange(size, device=groups.device).repeat(size, 1)  # (R, R): all in one order
+            if size == 2 or self._rule.keeps_own_exact or self._is_sparse:  # each row's own one first
+                order = (order + order.T) % size
+            members = groups[:, order].flatten(0, 1)  # (G R, R): the rows that each row hears
+            contributions = [self._received(each, rows, own.slow) for each in members.unbind(1)]
+            if self._settings.is_lossy and self._rule.keeps_own_exact:
+                contributions = [self._exact[rows] + (each - self._sent[rows]) for each in contributions]
+        self._rule.step(own, Meeting(contributions, [1 / size] * size, 0, is_late))
+        if size > 1 and self._settings.remembers_sent and not self._is_sparse:
+            sent, last = self._sent[rows], self._piece(self._last, rows)
+            self._last[rows, part] = torch.where(self._is_sent[rows], sent, last)[:, :length]
+        for flat, piece in (
+            (self.slow, own.slow),
+            *((self._vectors[name], each) for name, each in own.vectors.items()),
+        ):
+            flat[rows, part] = piece[:, :length]
         if is_late:
-            theta += self._slow - self._fast
+            self._theta[rows, part] += (own.slow - own.fast)[:, :length]
         else:
-            theta.copy_(self._slow)
+            self._theta[rows, part] = own.slow[:, :length]
+
+
+def train(
+    method: Method,
+    trainee: Stack,
+    trials: Sequence[Trial],
+    steps: int,
+    progress: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Take ``steps`` inner steps and a method's outer steps; ``progress`` gets the number of steps after each.
+
+    All trials have equally many samplers. A synchronous method's single replica trains on the batches of all of them.
+    The last inner step ends a round, however short: otherwise the methods would be compared at different distances
+    from an outer step.
+    """
+    num_samplers = len(trials[0].samplers)
+
+    def batches(step: int) -> npt.NDArray[np.int64]:
+        tokens = np.stack([sampler.batch(step) for trial in trials for sampler in trial.samplers])  # (N, B, T + 1)
+        return tokens.reshape(len(trials), -1, tokens.shape[-1]) if method.is_synchronous else tokens
+
+    def groups(step: int, exchange: int) -> list[list[int]]:
+        return [
+            [number * num_samplers + row for row in group]
+            for number, trial in enumerate(trials)
+            for group in groups_of(method.group, num_samplers, trial.seed, step, exchange)
+        ]
+
+    awaited: list[list[int]] | None = None  # the groups of an exchange that goes on while the replicas train
+    takes_at = 0  # the inner step after which its outer step is taken
+    for step in range(steps):
+        trainee.inner_step(batches(step))
+        is_last = step + 1 == steps
+        if awaited is not None and (step == takes_at or is_last):
+            trainee.outer_step(awaited, is_late=True)
+            awaited = None
+        if method.group in ("all", "pairs") and ((step + 1) % method.interval == 0 or is_last):
+            for exchange in range(method.exchanges):
+                trainee.contribute(step // method.interval % method.outer.fragments)
+                if method.late and not is_last:
+                    awaited, takes_at = groups(step, exchange), step + method.late
+                else:
+                    trainee.outer_step(groups(step, exchange))
+        progress(step + 1)
+
+
+def groups_of(group: Group, num_replicas: int, seed: int, step: int, exchange: int = 0) -> list[list[int]]:
+    """Return one group of all replicas, or random pairs; with an odd number of replicas, one is alone."""
+    if group == "all":
+        return [list(range(num_replicas))]
+    number = step | exchange << 32
+    places = draw(2**62, num_replicas, b"pairs", seed.to_bytes(8, "little"), number.to_bytes(8, "little"))
+    order = [int(row) for row in np.argsort(places)]
+    return [order[i : i + 2] for i in range(0, num_replicas, 2)]

@@ -46,7 +46,7 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
 
     The rest of each parameter's state comes from the first checkpoint that has it, and so do the counters. The spread
     is the mean over the weights of their standard deviation across replicas, over the mean weights' root mean square
-    (`farandole.testnet.methods.baselines.Ensemble.spread`). Raises `CheckpointError` if a parameter is in no
+    (as `farandole.testnet.methods.stacked.Stack.spreads`). Raises `CheckpointError` if a parameter is in no
     checkpoint.
     """
     holders: dict[str, list[Path]] = defaultdict(list)  # of each tensor

@@ -1,7 +1,7 @@
 """The state of the outer step: a replica's slow weights, its outer rule's vectors, and its contributions.
 
 All are flat fp32 vectors, in addition to the fast weights. A round is `Contributor.freeze`, `Contributor.encode` and
-`step`, in a simulation (`farandole.testnet.methods.baselines`) as in a node.
+`step`; `farandole.testnet.methods.stacked` has the same for many replicas at once.
 """
 
 from __future__ import annotations

@@ -1,123 +1,229 @@
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.rules import Codec, NoLoCoConfig, PlainConfig
-from farandole.testnet.methods.baselines import Ensemble, Method, Trial, train
+from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
+from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, PlainConfig
+from farandole.testnet.methods.baselines import Method, Trial, methods, rule_for
 from farandole.testnet.methods.co2 import CO2Config
 from farandole.testnet.methods.diloco import DiLoCoConfig
 from farandole.testnet.methods.gasloc import GASLoCConfig
-from farandole.testnet.methods.stacked import Stack
+from farandole.testnet.methods.stacked import Stack, train
 from farandole.training.base.errors import TrainingError
 from farandole.training.data.dataset import Sampler, Text
+from farandole.training.engine.learner import Learner
+from farandole.training.model.model import language_loss
+from farandole.training.outer.rule import Meeting, OwnVectors
+from farandole.training.screening.rule import Encounter
 
+from ...training.conftest import RUN_ID, MakeReplica
+
+CPU = torch.device("cpu")
 INNER = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, clip=0.5)
-PLAIN = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0)
-METHODS = [
-    Method("synchronous", "gradients"),
-    Method("synchronous, Muon", "gradients", optimizer="muon"),
-    Method("DiLoCo", "all", 2, DiLoCoConfig()),
-    Method("heavy ball", "pairs", 2),
-    Method("Nesterov, Muon, late", "pairs", 2, NoLoCoConfig(momentum="nesterov"), 1, "muon"),
-    Method("two partners", "pairs", 2, PlainConfig(), exchanges=2),
-    Method("plain mean of all", "all", 2, PlainConfig()),
-    Method("GASLoC", "pairs", 2, GASLoCConfig()),
-    Method("CO2", "pairs", 2, CO2Config(), 2),
-    Method("nobody averages", "none"),
-]
 
 
-def samplers(text: Text, seed: int, number: int = 4) -> list[Sampler]:
-    authors = [bytes([seed, row]) * 16 for row in range(number)]
-    return [Sampler(text, run_id=bytes([seed]) * 32, author=each, batch_size=4, context=16) for each in authors]
+@pytest.fixture
+def samplers(text: Text) -> list[Sampler]:
+    return [Sampler(text, run_id=RUN_ID, author=bytes([n]) * 32, batch_size=4, context=16) for n in range(4)]
 
 
-def trials(text: Text) -> list[Trial]:
-    return [Trial(1, 1.0, samplers(text, 1)), Trial(2, 2.0, samplers(text, 2))]
-
-
-def stacked(method: Method, model: ModelConfig, trials: list[Trial], steps: int) -> Stack:
-    stack = Stack(method, model, INNER, trials, torch.device("cpu"))
-    train(method, stack, trials, steps)
+def trained(
+    method: Method,
+    model: ModelConfig,
+    trials: list[Trial],
+    steps: int,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Stack:
+    stack = Stack(method, model, INNER, trials, CPU)
+    train(method, stack, trials, steps, progress)
     return stack
 
 
-def ensemble_of(method: Method, model: ModelConfig, trial: Trial, steps: int) -> Ensemble:
-    ensemble = Ensemble(method, model, INNER, trial)
-    train(method, ensemble, [trial], steps)
-    return ensemble
+def rows(replicas: list[Learner]) -> torch.Tensor:
+    return torch.stack([replica.round_end.fast_weights() for replica in replicas])
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_stack_does_what_its_ensembles_do(model: ModelConfig, text: Text, method: Method) -> None:
-    stack = stacked(method, model, trials(text), 7)
-    batches = [samplers(text, 1)[0].held_out_batch(index) for index in range(2)]
-    losses, spreads = stack.losses(batches), stack.spreads()
-    rows = stack.theta.view(2, -1, stack.theta.size(1)).clone()
-    stack.merge()
-
-    for index, trial in enumerate(trials(text)):
-        ensemble = ensemble_of(method, model, trial, 7)
-        size = ensemble.theta.size(1)
-        torch.testing.assert_close(rows[index, :, :size], ensemble.theta, rtol=1e-4, atol=2e-5)
-        assert not bool(rows[index, :, size:].any()), "what pads a row stays zero"
-        assert losses[index] == pytest.approx(ensemble.losses(batches)[0], abs=1e-4)
-        assert spreads[index] == pytest.approx(ensemble.spreads()[0], rel=1e-2, abs=1e-6)
-        ensemble.merge()
-        assert stack.losses(batches)[index] == pytest.approx(ensemble.losses(batches)[0], abs=1e-4)
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
-def test_rounding_is_that_of_the_codec(model: ModelConfig, text: Text, codec: Codec) -> None:
-    """Weights that differ by fp32's rounding may be sent as neighbouring numbers, but only few are."""
-    method = Method("lossy", "pairs", 3, NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec))
-    exact = replace(method, outer=PLAIN)
-    stack, other = (stacked(each, model, trials(text), 3) for each in (method, exact))
-    ensemble = ensemble_of(method, model, trials(text)[0], 3)
-
-    row = stack.theta[:4, : ensemble.theta.size(1)]
-
-    assert float(((row - ensemble.theta).abs() > 1e-5).float().mean()) < 1e-3
-    assert float(((row - other.theta[:4, : ensemble.theta.size(1)]).abs() > 1e-5).float().mean()) > 0.1
+def weights(stack: Stack, like: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a stack without what pads them, which stays zero."""
+    assert not bool(stack.theta[:, like.size(-1) :].any())
+    return stack.theta[:, : like.size(-1)]
 
 
 @pytest.mark.parametrize(
-    ("outer", "number", "says"),
+    ("outer", "optimizer"),
     [
-        (NoLoCoConfig(codec="topk"), 4, "topk and fragments are compared on a CPU only"),
-        (NoLoCoConfig(fragments=2), 4, "topk and fragments are compared on a CPU only"),
-        (NoLoCoConfig(), 3, "an odd number of replicas is compared on a CPU only"),
+        (NoLoCoConfig(), "adamw"),
+        (NoLoCoConfig(momentum="nesterov"), "muon"),
+        (NoLoCoConfig(momentum="nesterov", codec="int8"), "adamw"),
+        (NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int4"), "adamw"),
+        (NoLoCoConfig(codec="bf16"), "adamw"),
+        (NoLoCoConfig(codec="topk", topk=32), "adamw"),
     ],
+    ids=str,
 )
-def test_what_cannot_be_stacked_is_refused(
-    model: ModelConfig, text: Text, outer: NoLoCoConfig, number: int, says: str
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_stack_does_what_replicas_do(
+    make_replica: MakeReplica,
+    model: ModelConfig,
+    samplers: list[Sampler],
+    outer: NoLoCoConfig,
+    optimizer: InnerName,
+    fragments: int,
 ) -> None:
-    odd = [Trial(1, 1.0, samplers(text, 1, number))]
-    with pytest.raises(TrainingError, match=says):
-        stacked(Method("x", "pairs", 2, outer), model, odd, 2)
+    """Weights that differ by fp32's rounding may be sent as neighbouring numbers, or not at all, but only few are."""
+    outer, inner = structs.replace(outer, fragments=fragments), structs.replace(INNER, optimizer=optimizer)
+    replicas = [make_replica(bytes([n]) * 32, inner_settings=inner, rule=outer) for n in range(4)]
+    method = Method("pairs", "pairs", outer=outer, optimizer=optimizer)
+    stack = Stack(method, model, INNER, [Trial(7, 1.0, samplers)], CPU)
+    for round_number, pairs in enumerate(([(0, 1), (2, 3)], [(2, 0), (1, 3)])):
+        for step in range(3 * round_number, 3 * round_number + 3):
+            stack.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
+            for replica in replicas:
+                replica.learn()
+        stack.contribute(round_number % fragments)
+        stack.outer_step(pairs)
+        for first, second in pairs:
+            buffers = [bytearray(replicas[row].round_end.contribution_bytes) for row in (first, second)]
+            for row, buffer in zip((first, second), buffers, strict=True):
+                size, _ = replicas[row].round_end.contribute(buffer, round_number % fragments)
+                del buffer[size:]
+            replicas[first].round_end.apply(buffers[1], Encounter(b"", 1, 1), own_first=True)
+            replicas[second].round_end.apply(buffers[0], Encounter(b"", 1, 1), own_first=False)
+        expected = rows(replicas)
+        apart = (weights(stack, expected) - expected).abs()
+        assert float((apart > 1e-4).float().mean()) < (2e-3 if outer.is_lossy else 1e-9)
 
 
-def test_a_gradient_that_is_not_finite_is_no_result(model: ModelConfig, text: Text) -> None:
-    stack = stacked(METHODS[3], model, trials(text), 1)
+@pytest.mark.parametrize(
+    "method",
+    [
+        Method("synchronous, Muon", "gradients", optimizer="muon"),
+        Method("DiLoCo", "all", 2, DiLoCoConfig()),
+        Method("Nesterov, Muon, late", "pairs", 2, NoLoCoConfig(momentum="nesterov"), 1, "muon"),
+        Method("two partners", "pairs", 2, PlainConfig(), exchanges=2),
+        Method("GASLoC", "pairs", 2, GASLoCConfig()),
+        Method("CO2", "pairs", 2, CO2Config(), 2),
+        Method("nobody averages", "none"),
+    ],
+    ids=str,
+)
+def test_trials_in_one_stack_do_as_each_alone(model: ModelConfig, samplers: list[Sampler], method: Method) -> None:
+    trials = [Trial(1, 1.0, samplers), Trial(2, 2.0, samplers[::-1])]
+    stack = trained(method, model, trials, 7)
+    batches = [samplers[0].held_out_batch(index) for index in range(2)]
+    losses, spreads = stack.losses(batches), stack.spreads()
+    for index, trial in enumerate(trials):
+        alone = trained(method, model, [trial], 7)
+        theta = stack.theta.view(2, -1, stack.theta.size(1))[index]
+        torch.testing.assert_close(theta, alone.theta, rtol=1e-4, atol=2e-5)
+        assert losses[index] == pytest.approx(alone.losses(batches)[0], abs=1e-4)
+        assert spreads[index] == pytest.approx(alone.spreads()[0], rel=1e-2, abs=1e-6)
+
+
+def test_synchronous_training_is_one_model_on_all_batches(model: ModelConfig, samplers: list[Sampler]) -> None:
+    together = trained(Method("together", "gradients"), model, [Trial(1, 1.0, samplers)], 5)
+    alone = Stack(Method("alone", "none"), model, INNER, [Trial(1, 1.0, samplers[:1])], CPU)
+    for step in range(5):
+        alone.inner_step(np.concatenate([sampler.batch(step) for sampler in samplers])[None])
+    assert torch.equal(together.theta, alone.theta)
+
+
+@pytest.mark.parametrize("outer", [NoLoCoConfig(momentum="nesterov"), DiLoCoConfig()])
+def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
+    model: ModelConfig, samplers: list[Sampler], outer: OuterConfig
+) -> None:
+    trials = [Trial(1, 1.0, samplers)]
+    apart = trained(Method("apart", "none"), model, trials, 3)
+    diloco = trained(Method("DiLoCo", "all", 3, outer), model, trials, 3)
+    start = Stack(Method("alone", "none"), model, INNER, [Trial(1, 1.0, samplers[:1])], CPU).theta
+    expected = OwnVectors(start.clone(), start, {"momentum": torch.zeros_like(start)})
+    rule = rule_for(outer)
+    contributions = [rule.contribution(replace(expected, fast=theta[None])) for theta in apart.theta]
+    rule.step(expected, Meeting(contributions, [0.25] * 4))
+    assert diloco.spreads()[0] < 1e-7
+    torch.testing.assert_close(diloco.theta[:1], expected.slow, rtol=1e-5, atol=1e-6)
+    assert apart.spreads()[0] > 1e-3
+
+
+def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampler]) -> None:
+    apart = trained(Method("apart", "none"), model, [Trial(1, 1.0, samplers)], 20)
+    noloco = trained(Method("NoLoCo", "pairs", 5), model, [Trial(1, 1.0, samplers)], 20)
+    assert 0 < noloco.spreads()[0] < 0.8 * apart.spreads()[0]
+
+
+def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, samplers: list[Sampler]) -> None:
+    """By hand: a contribution after the third step, its outer step after the fifth, and the last one at the end."""
+    outer, trials = NoLoCoConfig(momentum="nesterov"), [Trial(1, 1.0, samplers)]
+    late = trained(Method("late", "all", 3, outer, late=2), model, trials, 6)
+    by_hand = Stack(Method("by hand", "all", outer=outer), model, INNER, trials, CPU)
+    snapshot = torch.empty(0)
+    for step in range(6):
+        by_hand.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
+        if step == 2:
+            snapshot = by_hand.theta.clone()
+            by_hand.contribute()
+        if step == 4:
+            progress = by_hand.theta - snapshot
+            by_hand.outer_step([range(4)], is_late=True)
+            torch.testing.assert_close(by_hand.theta, by_hand.outer.slow + progress)
+    by_hand.contribute()
+    by_hand.outer_step([range(4)])
+    torch.testing.assert_close(late.theta, by_hand.theta)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_last_inner_step_ends_a_round(model: ModelConfig, samplers: list[Sampler], late: int) -> None:
+    """Otherwise methods with long rounds would be evaluated further away from an outer step than others."""
+    trials = [Trial(1, 1.0, samplers)]
+    cut_short = trained(Method("DiLoCo", "all", 3, DiLoCoConfig(), late), model, trials, 5)
+    assert torch.equal(cut_short.theta, cut_short.outer.slow)
+    assert cut_short.spreads()[0] < 1e-7
+
+
+def test_a_merge_is_the_mean(make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler]) -> None:
+    stack = trained(Method("apart", "none"), model, [Trial(1, 1.0, samplers)], 3)
+    mean = stack.theta.mean(0)
+    stack.merge()
+    assert all(torch.equal(row, mean) for row in stack.theta)
+    batch, replica = samplers[0].held_out_batch(0), make_replica(bytes(32))
+    flat = replica.round_end.weights.flat
+    flat.copy_(mean[: len(flat)])
+    alone = float(language_loss(replica.replica.module, torch.from_numpy(batch)).detach())
+    assert stack.losses([batch]) == [pytest.approx(alone)]
+
+
+def test_every_method_trains_an_odd_number_too(model: ModelConfig, samplers: list[Sampler]) -> None:
+    seen: list[int] = []
+    for method in methods(interval=2):
+        seen.clear()
+        stack = trained(method, model, [Trial(1, 1.0, samplers[:3])], 4, seen.append)
+        assert seen == [1, 2, 3, 4]
+        assert bool(stack.theta.isfinite().all())
+
+
+def test_a_gradient_that_is_not_finite_is_no_result(model: ModelConfig, samplers: list[Sampler]) -> None:
+    stack = trained(Method("pairs", "pairs"), model, [Trial(1, 1.0, samplers)], 1)
     stack.theta[1, 5] = torch.inf
-    stack.inner_step(torch.stack([torch.from_numpy(samplers(text, 1)[0].batch(0))] * 8).numpy())
-
+    stack.inner_step(np.stack([samplers[0].batch(0)] * 4))
     with pytest.raises(TrainingError, match="not finite"):
-        stack.losses([samplers(text, 1)[0].held_out_batch(0)])
+        stack.losses([samplers[0].held_out_batch(0)])
 
 
-def test_a_stack_is_freed_without_the_garbage_collector(model: ModelConfig, text: Text) -> None:
+def test_a_stack_is_freed_without_the_garbage_collector(model: ModelConfig, samplers: list[Sampler]) -> None:
     """Otherwise the next method finds the GPU's memory taken."""
+    method = Method("late", "pairs", 2, NoLoCoConfig(momentum="nesterov", codec="topk"), 1, "muon")
     gc.disable()
     try:
-        stack = stacked(METHODS[4], model, trials(text), 3)
-        stack.losses([samplers(text, 1)[0].held_out_batch(0)])
-        rows = weakref.ref(stack.theta)
+        stack = trained(method, model, [Trial(1, 1.0, samplers)], 3)
+        stack.losses([samplers[0].held_out_batch(0)])
+        freed = weakref.ref(stack.theta)
         del stack
-        assert rows() is None
+        assert freed() is None
     finally:
         gc.enable()

@@ -11,8 +11,8 @@ import torch
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.rules import DEFAULT_SCREENING, Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.testnet.methods.baselines import Method, Trial, train
-from farandole.testnet.methods.stacked import Stack
+from farandole.testnet.methods.baselines import Method, Trial
+from farandole.testnet.methods.stacked import Stack, train
 from farandole.training.base.device import CONTEXT_BYTES, choose_device, is_out_of_memory, limit_memory
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
