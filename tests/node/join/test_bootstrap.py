@@ -55,6 +55,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "MAX_REDIAL_PAUSE", 0.1)
 
 
+@pytest.fixture
+async def newcomer() -> AsyncIterator[Host]:
+    with trio.fail_after(PATIENCE):
+        async with open_public() as host:
+            yield host
+
+
 @contextlib.asynccontextmanager
 async def open_member(listen: list[str] = LOOPBACK) -> AsyncIterator[Host]:
     """Open a host that has the run's manifest."""
@@ -91,85 +98,80 @@ def test_the_key_of_a_private_run_is_of_the_invite_or_of_an_earlier_life_and_its
     assert find_target(without, creator, SIGNED.encode(), {}).network_key == b"", "not private"
 
 
-async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(journal: Journal) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_member() as member, open_public() as newcomer:
-            target = Target(RUN, None, {**DEAD, member.author: member.addresses})
-            await connect_to_run(newcomer, target, journal)
-            raw = await obtain_manifest(newcomer, target, journal)
-            manifest, _ = decode_manifest(raw)
-            assert (manifest.name, raw) == ("tiny", SIGNED.encode())
+async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(
+    newcomer: Host, journal: Journal
+) -> None:
+    async with open_member() as member:
+        target = Target(RUN, None, {**DEAD, member.author: member.addresses})
+        await connect_to_run(newcomer, target, journal)
+        raw = await obtain_manifest(newcomer, target, journal)
+        manifest, _ = decode_manifest(raw)
+        assert (manifest.name, raw) == ("tiny", SIGNED.encode())
 
 
 async def test_a_newcomer_tries_until_somebody_is_there_and_says_so(
-    journal: Journal, caplog: pytest.LogCaptureFixture
+    newcomer: Host, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", joining.__name__)
     two_addresses = {**DEAD, bytes([9]) * 32: [NOWHERE, "/ip4/127.0.0.1/tcp/2"]}
-    with trio.fail_after(PATIENCE):
-        async with open_public() as newcomer, trio.open_nursery() as nursery:
-            nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, two_addresses), journal)
-            told = "no known address answers: 6 addresses of 5 peers tried ([3-9]|..+) times, again in"
-            await until(lambda: bool(re.search(told, journal.state.phase_detail)))
-            assert journal.state.waits_for == "a bootstrap peer"
-            async with open_member() as member:  # another peer that connects is enough
-                await member.connect(newcomer.author, newcomer.addresses)
-                await until(lambda: not nursery.child_tasks)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, two_addresses), journal)
+        told = "no known address answers: 6 addresses of 5 peers tried ([3-9]|..+) times, again in"
+        await until(lambda: bool(re.search(told, journal.state.phase_detail)))
+        assert journal.state.waits_for == "a bootstrap peer"
+        async with open_member() as member:  # another peer that connects is enough
+            await member.connect(newcomer.author, newcomer.addresses)
+            await until(lambda: not nursery.child_tasks)
     refused = [record.message for record in caplog.records if "/ip4/127.0.0.1/tcp/1: " in record.message]
     assert len(refused) == len(two_addresses), "the log has each reason once, however often it tries"
 
 
-async def test_a_newcomer_among_strangers_waits_for_a_member(journal: Journal) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as stranger, open_public() as newcomer, trio.open_nursery() as nursery:
-            await newcomer.connect(stranger.author, stranger.addresses)
-            found: list[bytes] = []
+async def test_a_newcomer_among_strangers_waits_for_a_member(newcomer: Host, journal: Journal) -> None:
+    async with open_public() as stranger, trio.open_nursery() as nursery:
+        await newcomer.connect(stranger.author, stranger.addresses)
+        found: list[bytes] = []
 
-            async def obtain() -> None:
-                found.append(await obtain_manifest(newcomer, Target(RUN, None, DEAD), journal))
+        async def obtain() -> None:
+            found.append(await obtain_manifest(newcomer, Target(RUN, None, DEAD), journal))
 
-            nursery.start_soon(obtain)
-            await until(lambda: "no member found; looking again" in journal.state.phase_detail)
-            async with open_member() as member:
-                await member.connect(newcomer.author, newcomer.addresses)
-                await until(lambda: not nursery.child_tasks)
+        nursery.start_soon(obtain)
+        await until(lambda: "no member found; looking again" in journal.state.phase_detail)
+        async with open_member() as member:
+            await member.connect(newcomer.author, newcomer.addresses)
+            await until(lambda: not nursery.child_tasks)
     assert found == [SIGNED.encode()]
 
 
 @pytest.mark.parametrize("is_named", [True, False])
 async def test_who_has_an_invite_without_an_admission_is_told_so_by_whom_it_names_alone(
-    is_named: bool, journal: Journal
+    is_named: bool, newcomer: Host, journal: Journal
 ) -> None:
     """The attack: a stranger says that a run is for invited members, and a newcomer to an open run gives up."""
     invited = sign_manifest(msgspec.structs.replace(MANIFEST, admission="invited"), CREATOR)
-    with trio.fail_after(PATIENCE):
-        async with open_public() as newcomer, open_host(CREATOR, LOOPBACK) as member, trio.open_nursery() as nursery:
-            member.gate.show(invited.run_id, b"", None)
-            member.gate.close(invited.run_id, Roster(invited.run_id, member.author))
-            serve_manifest(member, invited.run_id, invited.encode())
-            await newcomer.connect(member.author, member.addresses)
-            newcomer.gate.show(invited.run_id, b"", None)
-            if is_named:
-                with pytest.raises(NotAdmittedError, match=r"do not admit this node: .*for invited members.*invite"):
-                    await obtain_manifest(newcomer, Target(invited.run_id, None, {member.author: []}), journal)
-                return
-            nursery.start_soon(obtain_manifest, newcomer, Target(invited.run_id, None, DEAD), journal)
-            await until(lambda: "no member found; looking again" in journal.state.phase_detail)
-            nursery.cancel_scope.cancel()
+    async with open_host(CREATOR, LOOPBACK) as member, trio.open_nursery() as nursery:
+        member.gate.show(invited.run_id, b"", None)
+        member.gate.close(invited.run_id, Roster(invited.run_id, member.author))
+        serve_manifest(member, invited.run_id, invited.encode())
+        await newcomer.connect(member.author, member.addresses)
+        newcomer.gate.show(invited.run_id, b"", None)
+        if is_named:
+            with pytest.raises(NotAdmittedError, match=r"do not admit this node: .*for invited members.*invite"):
+                await obtain_manifest(newcomer, Target(invited.run_id, None, {member.author: []}), journal)
+            return
+        nursery.start_soon(obtain_manifest, newcomer, Target(invited.run_id, None, DEAD), journal)
+        await until(lambda: "no member found; looking again" in journal.state.phase_detail)
+        nursery.cancel_scope.cancel()
 
 
-async def test_a_node_that_is_too_old_for_the_run_is_told_so(journal: Journal) -> None:
+async def test_a_node_that_is_too_old_for_the_run_is_told_so(newcomer: Host, journal: Journal) -> None:
     newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
-    with trio.fail_after(PATIENCE):
-        async with open_public() as newcomer, open_host(Ed25519PrivateKey.generate(), LOOPBACK) as member:
-            serve_manifest(member, newer.run_id, newer.encode())
-            await newcomer.connect(member.author, member.addresses)
-            with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*upgrade this node"):
-                await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), journal)
+    async with open_public() as member:
+        serve_manifest(member, newer.run_id, newer.encode())
+        await newcomer.connect(member.author, member.addresses)
+        with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*upgrade this node"):
+            await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), journal)
 
 
-async def test_who_knows_the_run_goes_on_alone(journal: Journal) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_public() as host:
-            await connect_to_run(host, Target(RUN, SIGNED.encode(), DEAD), journal)
+async def test_who_knows_the_run_goes_on_alone(newcomer: Host, journal: Journal) -> None:
+    await connect_to_run(newcomer, Target(RUN, SIGNED.encode(), DEAD), journal)
     assert any("no known address answers; going on alone" in warning for warning in journal.warnings)

@@ -168,8 +168,7 @@ async def test_both_may_dial_at_once() -> None:
 
 
 async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None:
-    async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
-        await alice.connect(bob.author, bob.addresses)
+    async with connected_pair() as (alice, bob), host_at_loopback() as carol:
         first, second, late = (alice.connections.events() for _ in range(3))
         assert await anext(first) == await anext(second) == (bob.author, True)
         await alice.connect(carol.author, carol.addresses)
@@ -184,8 +183,7 @@ async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None
 
 
 async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
-    async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
-        await alice.connect(bob.author, bob.addresses)
+    async with connected_pair() as (alice, bob), host_at_loopback() as carol:
         await bob.connections.go_offline()
         assert not bob.connected
         with pytest.raises(PeerUnreachableError, match="offline"):

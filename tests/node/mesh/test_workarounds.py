@@ -309,9 +309,7 @@ async def test_a_peer_whose_key_is_not_ed25519_is_refused(
 
 
 async def test_identify_names_farandole_and_its_version() -> None:
-    async with host_at_loopback() as alice, host_at_loopback() as bob:
-        bob.set_handler(ECHO, echo)
-        await alice.connect(bob.author, bob.addresses)
+    async with connected_pair() as (alice, bob):
         async with await alice.open_stream(bob.author, IDENTIFY_PROTOCOL) as stream:
             message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
         own_addresses = bob.addresses

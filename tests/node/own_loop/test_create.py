@@ -125,30 +125,13 @@ def test_a_runs_model_has_the_seeds_weights_and_computes_the_loss(tmp_path: Path
     assert one(tokens, tokens).shape == ()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"data": {"epochs": 2}}, "data.epochs"),
-        (
-            {
-                "model": {
-                    **dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0),
-                    "num_layers": 1,
-                    "external": {"parameters": {"weight": [2]}},
-                },
-                "data": {},
-                "inner": {},
-            },
-            "other members",
-        ),
-    ],
-)
-def test_a_run_whose_model_a_loop_cannot_train_so_is_refused(
-    tmp_path: Path, settings: dict[str, object], words: str
-) -> None:
-    write_run(tmp_path, small_manifest(**settings))
-    with pytest.raises(ManifestError, match=words):
-        farandole.model_of(tmp_path / "run.manifest")
+def test_a_run_whose_model_a_loop_cannot_train_so_is_refused(tmp_path: Path) -> None:
+    own = read_folder(farandole.create_run(nn.Linear(2, 2), tmp_path / "own") / "start")
+    (tmp_path / "own.manifest").write_bytes(own.signed.encode())
+    write_run(tmp_path, small_manifest(data={"epochs": 2}))
+    for name, words in (("own", "other members"), ("run", "data.epochs")):
+        with pytest.raises(ManifestError, match=words):
+            farandole.model_of(tmp_path / f"{name}.manifest")
 
 
 def test_without_a_run_there_is_no_model(tmp_path: Path) -> None:

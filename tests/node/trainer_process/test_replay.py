@@ -35,41 +35,35 @@ MANIFEST = small_manifest(
 )
 STEPS = 4
 LEARN = Learner.learn
+ALICE, BOB = b"a" * 32, b"b" * 32
 
 
-class Audited:
-    """An author's trainer whose rounds are recorded, and which replays others'."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.learner = trainer.learner
-        self.author = trainer.prepare.author
-
-    def round(self, index: int) -> Recorded:
-        """Take a round's inner steps, and its outer step alone."""
-        self.trainer.handle(Train(index, STEPS))
-        recorded = self.trainer.report(Recorded)
-        self.trainer.handle(TakeOuterStep(index))
-        return recorded
-
-    def replay(self, recorded: Recorded, author: bytes, **changes: object) -> Replayed:
-        """Return the result of replaying a round here."""
-        commitment = msgspec.structs.replace(recorded.commitment, **changes)
-        self.trainer.handle(Replay(recorded.start.path, author, commitment))
-        return self.trainer.report(Replayed)
-
-
-MakeTrainer = Callable[..., Audited]
+MakeTrainer = Callable[..., Trainer]
 
 
 @pytest.fixture
 def make_trainer(start: Start, texts: Path) -> MakeTrainer:
     """Return a function that makes authors' trainers with the same text."""
 
-    def make(author: bytes = b"a" * 32, manifest: Manifest = MANIFEST) -> Audited:
-        return Audited(start(manifest, author=author, data=[str(texts)]))
+    def make(author: bytes = ALICE, manifest: Manifest = MANIFEST) -> Trainer:
+        return start(manifest, author=author, data=[str(texts)])
 
     return make
+
+
+def take_round(trainer: Trainer, index: int) -> Recorded:
+    """Take a round's inner steps, and its outer step alone."""
+    trainer.handle(Train(index, STEPS))
+    recorded = trainer.report(Recorded)
+    trainer.handle(TakeOuterStep(index))
+    return recorded
+
+
+def replay(trainer: Trainer, recorded: Recorded, author: bytes = ALICE, **changes: object) -> Replayed:
+    """Return the result of replaying a round, by default of Alice's."""
+    commitment = msgspec.structs.replace(recorded.commitment, **changes)
+    trainer.handle(Replay(recorded.start.path, author, commitment))
+    return trainer.report(Replayed)
 
 
 def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
@@ -88,60 +82,60 @@ def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
 )
 def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: dict[str, object]) -> None:
     manifest = small_manifest(inner=DETERMINISTIC, audits=0.03, outer=outer)
-    author, auditor = make_trainer(b"a" * 32, manifest), make_trainer(b"b" * 32, manifest)
-    rounds = [author.round(index) for index in range(3)]
+    author, auditor = make_trainer(ALICE, manifest), make_trainer(BOB, manifest)
+    rounds = [take_round(author, index) for index in range(3)]
     assert [recorded.commitment.first_step for recorded in rounds] == [0, STEPS, 2 * STEPS]
     for recorded in rounds:
-        assert is_equal(auditor.replay(recorded, author.author), recorded)
-        assert is_equal(author.replay(recorded, author.author), recorded)
+        assert is_equal(replay(auditor, recorded), recorded)
+        assert is_equal(replay(author, recorded), recorded)
     before = auditor.learner.round_end.fast_weights()
-    auditor.replay(rounds[-1], author.author)
+    replay(auditor, rounds[-1])
     assert torch.equal(auditor.learner.round_end.fast_weights(), before), "an auditor's own replica stays as it is"
 
 
 def test_the_share_of_inner_steps_counts_a_replay_before_the_first_round(make_trainer: MakeTrainer) -> None:
-    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
-    recorded = author.round(0)
+    author, auditor = make_trainer(), make_trainer(BOB)
+    recorded = take_round(author, 0)
     for _ in range(3):
-        auditor.replay(recorded, author.author)
-    auditor.trainer.handle(Train(0, STEPS))
-    contributed = auditor.trainer.report(Contributed)
+        replay(auditor, recorded)
+    auditor.handle(Train(0, STEPS))
+    contributed = auditor.report(Contributed)
     assert 0.0 < contributed.utilisation <= 1.0
 
 
 @pytest.mark.soak
 def test_ten_thousand_audits_accuse_no_honest_member(make_trainer: MakeTrainer) -> None:
     """Rounds of one author, each replayed by three members."""
-    author = make_trainer(b"a" * 32)
+    author = make_trainer()
     auditors = [make_trainer(bytes([letter]) * 32) for letter in b"bcd"]
     num_audits = 0
     while num_audits < 10_000:
-        recorded = author.round(num_audits // len(auditors))
+        recorded = take_round(author, num_audits // len(auditors))
         for auditor in auditors:
-            assert is_equal(auditor.replay(recorded, author.author), recorded)
+            assert is_equal(replay(auditor, recorded), recorded)
             num_audits += 1
 
 
 def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -> None:
-    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
+    author, auditor = make_trainer(), make_trainer(BOB)
     # The weights came from a peer, without AdamW's means.
     author.learner.totals.steps = author.learner.replica.optimizer.begun_at = 100
-    for recorded in (author.round(0), author.round(1)):
+    for recorded in (take_round(author, 0), take_round(author, 1)):
         assert recorded.commitment.begun_at == 100
-        assert is_equal(auditor.replay(recorded, author.author), recorded)
-        assert not is_equal(auditor.replay(recorded, author.author, begun_at=0), recorded)
+        assert is_equal(replay(auditor, recorded), recorded)
+        assert not is_equal(replay(auditor, recorded, begun_at=0), recorded)
 
 
 def test_what_was_done_otherwise_comes_out_otherwise(make_trainer: MakeTrainer) -> None:
-    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
-    author.round(0)
-    recorded = author.round(1)
-    assert not is_equal(auditor.replay(recorded, author.author, steps=2 * STEPS), recorded), "half of the steps"
-    assert not is_equal(auditor.replay(recorded, b"c" * 32), recorded), "other data"
-    assert not is_equal(auditor.replay(recorded, author.author, microbatch=1), recorded)
-    assert auditor.replay(recorded, author.author, first_step=0).problem
+    author, auditor = make_trainer(), make_trainer(BOB)
+    take_round(author, 0)
+    recorded = take_round(author, 1)
+    assert not is_equal(replay(auditor, recorded, steps=2 * STEPS), recorded), "half of the steps"
+    assert not is_equal(replay(auditor, recorded, b"c" * 32), recorded), "other data"
+    assert not is_equal(replay(auditor, recorded, microbatch=1), recorded)
+    assert replay(auditor, recorded, first_step=0).problem
     Path(recorded.start.path).write_bytes(b"no checkpoint")
-    assert auditor.replay(recorded, author.author).problem
+    assert replay(auditor, recorded).problem
 
 
 def idle(learner: Learner) -> Tensor:
@@ -165,11 +159,11 @@ def every_other_time(learner: Learner) -> Tensor:
 def test_a_cheat_is_seen_in_its_first_round_and_in_later_ones(
     make_trainer: MakeTrainer, cheat: Callable[[Learner], Tensor]
 ) -> None:
-    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
+    author, auditor = make_trainer(), make_trainer(BOB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "learn", cheat)
-        rounds = [author.round(index) for index in range(3)]
-    assert not any(is_equal(auditor.replay(recorded, author.author), recorded) for recorded in rounds)
+        rounds = [take_round(author, index) for index in range(3)]
+    assert not any(is_equal(replay(auditor, recorded), recorded) for recorded in rounds)
 
 
 def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
@@ -184,17 +178,17 @@ def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
         step(replica, num_tokens, divisor)
 
     monkeypatch.setattr(Replica, "inner_step", inner_step)
-    first, second, third = (trainer.round(index) for index in range(3))
-    assert is_equal(trainer.replay(first, trainer.author), first)
-    assert not is_equal(trainer.replay(second, trainer.author), second)
-    assert is_equal(trainer.replay(third, trainer.author), third), "it came after, from what it had become"
+    first, second, third = (take_round(trainer, index) for index in range(3))
+    assert is_equal(replay(trainer, first), first)
+    assert not is_equal(replay(trainer, second), second)
+    assert is_equal(replay(trainer, third), third), "it came after, from what it had become"
 
 
 def test_a_replay_answers_signs_of_life_and_puts_off_the_rest(make_trainer: MakeTrainer) -> None:
-    author = make_trainer()
-    trainer, recorded = author.trainer, author.round(0)
+    trainer = make_trainer()
+    recorded = take_round(trainer, 0)
     trainer.send(Ping(), Train(1, STEPS), Ping())
-    trainer.handle(Replay(recorded.start.path, author.author, recorded.commitment))
+    trainer.handle(Replay(recorded.start.path, ALICE, recorded.commitment))
     reports = itertools.takewhile(lambda report: not isinstance(report, Replayed), trainer.reports)
     assert [report for report in reports if isinstance(report, Pong)] == [Pong(), Pong()]
     assert trainer.process.next_command() == Train(1, STEPS)
@@ -202,12 +196,12 @@ def test_a_replay_answers_signs_of_life_and_puts_off_the_rest(make_trainer: Make
 
 def test_starts_are_kept_for_a_few_rounds(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
-    paths = [Path(trainer.round(index).start.path) for index in range(KEPT_STARTS + 2)]
+    paths = [Path(take_round(trainer, index).start.path) for index in range(KEPT_STARTS + 2)]
     assert [path.exists() for path in paths] == [False] * 2 + [True] * KEPT_STARTS
 
 
 def test_rounds_are_recorded_only_where_the_run_has_audits(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(manifest=small_manifest(inner=DETERMINISTIC)).trainer
+    trainer = make_trainer(manifest=small_manifest(inner=DETERMINISTIC))
     trainer.handle(Train(0, STEPS), TakeOuterStep(0), Ping())
     reports = itertools.takewhile(lambda report: not isinstance(report, Pong), trainer.reports)
     assert not [report for report in reports if isinstance(report, Recorded)]

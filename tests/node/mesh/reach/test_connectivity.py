@@ -32,7 +32,7 @@ from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import LOOPBACK
+from ...hosts import LOOPBACK, connected_pair
 from ...relayed import open_home, open_public, open_relay, until
 
 RUN = bytes(32)
@@ -135,9 +135,8 @@ async def test_nothing_makes_holes_while_a_witness_dials() -> None:
 
 async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnAddresses, "ips", property(lambda host: ["192.168.1.10"]))  # behind NAT
-    async with open_public() as alice, open_public() as bob:
+    async with connected_pair() as (alice, bob):
         Dialback(bob)
-        await alice.connect(bob.author, bob.addresses)
         reachability = Reachability(HIDDEN)
         examiner = Examiner(alice, reachability)
         async with examiner.dialback.observed_by(bob.author):
@@ -192,8 +191,7 @@ async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> Non
 
 
 async def test_several_may_have_the_port_that_listens_seen_at_once_and_again_by_whom_they_dialled() -> None:
-    async with open_public() as alice, open_public() as bob:
-        await alice.connect(bob.author, bob.addresses)
+    async with connected_pair() as (alice, bob):
         asker, witness = Dialback(alice), Dialback(bob)
         for _ in range(2):
             async with asker.observed_by(bob.author) as one, asker.observed_by(bob.author) as two:
@@ -205,8 +203,7 @@ async def test_several_may_have_the_port_that_listens_seen_at_once_and_again_by_
 
 
 async def test_a_dial_for_a_view_that_hangs_is_given_up_and_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_public() as alice, open_public() as bob:
-        await alice.connect(bob.author, bob.addresses)
+    async with connected_pair() as (alice, bob):
         asker, _ = Dialback(alice), Dialback(bob)
 
         async def hang(peer: bytes, port: int | None) -> None:
@@ -222,9 +219,8 @@ async def test_a_dial_for_a_view_that_hangs_is_given_up_and_left_to_the_next(mon
 
 
 async def test_who_asks_too_often_is_not_dialled() -> None:
-    async with open_public() as alice, open_public() as bob:
+    async with connected_pair() as (alice, bob):
         Dialback(bob)
-        await alice.connect(bob.author, bob.addresses)
         asker = Dialback(alice)
         assert (await asker.ask(bob.author)).answer.reached == (alice.own.listening[0][1],)
         answer = (await asker.ask(bob.author)).answer
@@ -274,9 +270,8 @@ async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
 
 async def test_a_clock_is_compared_to_within_half_the_round_trip() -> None:
     noon = 1_800_000_000.0
-    async with open_public() as alice, open_public() as bob:
+    async with connected_pair() as (alice, bob):
         tell_time(bob, lambda: noon)
-        await alice.connect(bob.author, bob.addresses)
         began_at = trio.current_time()
         ahead = await ask_time(alice, bob.author, lambda: noon + 3_600)
         assert abs(ahead - 3_600) <= trio.current_time() - began_at
