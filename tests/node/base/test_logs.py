@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.base.identity import IdentityError
-from farandole.node.base.logs import (
-    CONSOLE,
-    MAX_ALIKE_PER_MINUTE,
-    MAX_KINDS,
-    Throttle,
-    logging_to_file,
-)
+from farandole.node.base.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, logging_to_file
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import show_all_characters
 from farandole.node.ui import console

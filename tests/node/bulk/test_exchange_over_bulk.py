@@ -178,18 +178,3 @@ async def test_an_encoder_may_pause_longer_than_a_channel_may_be_silent(either: 
     either.alice.encode_slowly(either.size // 2, seconds=1.1 * SILENT_FOR * PATIENCE)
     await either.meet()
     assert_committed(either.alice, either.bob)
-
-
-@pytest.mark.parametrize("slow", [ALICE, BOB])
-@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
-async def test_a_channel_that_is_lost_while_encoding_goes_on_is_replaced(
-    nursery: trio.Nursery, slow: bytes, fault: str, clock: MockClock
-) -> None:
-    pair = BulkPair(nursery, LARGE)
-    pair.party(slow).encode_slowly(SECOND_BYTES, seconds=1)
-    setattr(pair.way(slow).faults, fault, SECOND_BYTES + 1)
-    await pair.meet()
-    pair.assert_committed("bulk", num_channels=2)
-    for party in (pair.alice, pair.bob):
-        assert party.result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
-        assert all(before <= after for before, after in itertools.pairwise(party.taken_in))

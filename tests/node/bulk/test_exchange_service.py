@@ -21,17 +21,7 @@ from farandole.node.bulk.exchange_service import (
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
 
-from ..parties import (
-    ALICE,
-    BOB,
-    PATIENCE,
-    SESSION,
-    SIZE,
-    MemoryHost,
-    Party,
-    assert_committed,
-    meet,
-)
+from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, MemoryHost, Party, assert_committed, meet
 
 
 async def test_both_have_the_others_exact_bytes(alice: Party, bob: Party, clock: MockClock) -> None:

@@ -158,16 +158,3 @@ async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(pair: BulkPair
     assert pair.bob.incoming == pair.alice.contribution
     assert pair.bob.result.reason == "the partner broke the protocol: all of the transfer, and no hash"
     assert trio.current_time() <= FAREWELL_TIMEOUT
-
-
-async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, clock: MockClock) -> None:
-    async def script(liar: Liar) -> None:
-        await liar.send(liar.exchange.offer)
-        await liar.expect(Offer)
-        await liar.send(Route(b"x" * 16, 0))
-        await liar.expect(Route)
-        assert liar.exchange.pipe.channel is None
-        await liar.send(Aborted("never mind"))
-
-    await meet_liar(pair.bob, script, pair.alice.contribution)
-    assert pair.bob.result.path == "stream"

@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.join.address_book import (
-    MAX_AGE,
-    MAX_KEPT_PARTNERS,
-    MAX_PEERS,
-    NUM_LATEST,
-    NUM_OTHERS,
-    NUM_PARTNERS,
-    SAVE_INTERVAL,
-    AddressBook,
-)
+from farandole.node.join import address_book
+from farandole.node.join.address_book import AddressBook
 from farandole.node.state.store import PeerRow, Store, StoreError, open_store
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
@@ -74,41 +66,47 @@ async def test_who_was_reached_last_comes_first_in_the_next_life(store: Store, c
 
 async def test_it_is_bounded_and_the_latest_are_not_all_that_are_given(store: Store, clock: Clock) -> None:
     book = await reopened(store, clock)
-    for number in range(MAX_PEERS + 100):
+    for number in range(address_book.MAX_PEERS + 100):
         clock.now += 1
         book.note_reached(key(number), [HERE])
     await book.save()
-    assert len(await store.load_peers()) == MAX_PEERS
+    assert len(await store.load_peers()) == address_book.MAX_PEERS
     given = list((await reopened(store, clock)).peers())
-    assert len(given) == NUM_LATEST + NUM_OTHERS
-    newest = [key(number) for number in range(MAX_PEERS + 99, MAX_PEERS + 99 - NUM_LATEST, -1)]
-    assert given[:NUM_LATEST] == newest
+    assert len(given) == address_book.NUM_LATEST + address_book.NUM_OTHERS
+    newest = [
+        key(number)
+        for number in range(address_book.MAX_PEERS + 99, address_book.MAX_PEERS + 99 - address_book.NUM_LATEST, -1)
+    ]
+    assert given[: address_book.NUM_LATEST] == newest
     assert not set(given) & {key(number) for number in range(100)}
 
 
 async def test_partners_have_half_of_the_book_and_no_more(store: Store, clock: Clock) -> None:
-    partners = {key(number) for number in range(2 * MAX_PEERS)}
+    partners = {key(number) for number in range(2 * address_book.MAX_PEERS)}
     book = AddressBook(store, partners.__contains__, clock=clock)
-    for number in range(3 * MAX_PEERS):
+    for number in range(3 * address_book.MAX_PEERS):
         clock.now += 1
         book.note_reached(key(number), [HERE])
     await book.save()
     kept = {peer for peer, _, _ in await store.load_peers()}
-    assert kept & partners == {key(number) for number in range(2 * MAX_PEERS - MAX_KEPT_PARTNERS, 2 * MAX_PEERS)}
-    assert len(kept) == MAX_PEERS
+    assert kept & partners == {
+        key(number)
+        for number in range(2 * address_book.MAX_PEERS - address_book.MAX_KEPT_PARTNERS, 2 * address_book.MAX_PEERS)
+    }
+    assert len(kept) == address_book.MAX_PEERS
     again = AddressBook(store, partners.__contains__, clock=clock, rng=random.Random(0))
     await again.load()
-    assert len(again.peers().keys() & partners) == NUM_PARTNERS, "a crowd of newcomers displaces none"
+    assert len(again.peers().keys() & partners) == address_book.NUM_PARTNERS, "a crowd of newcomers displaces none"
 
 
 async def test_who_was_not_reached_for_long_is_forgotten_on_disk_too(store: Store, clock: Clock) -> None:
     book = await reopened(store, clock)
     book.note_reached(ALICE, [HERE])
     await book.save()
-    clock.now += MAX_AGE / 2
+    clock.now += address_book.MAX_AGE / 2
     book.note_reached(BOB, [THERE])
     await book.save()
-    clock.now += MAX_AGE / 2 + 1
+    clock.now += address_book.MAX_AGE / 2 + 1
     book = await reopened(store, clock)
     assert list(book.peers()) == [BOB]
     await book.save(is_last=True)
@@ -140,7 +138,7 @@ async def test_news_is_written_at_once_and_times_seldom(clock: Clock) -> None:
     book.note_reached(ALICE, [HERE])
     await book.save()
     assert counting.num_writes == 1
-    for _ in range(int(SAVE_INTERVAL / 10) - 1):
+    for _ in range(int(address_book.SAVE_INTERVAL / 10) - 1):
         clock.now += 10
         book.note_reached(ALICE, [HERE])
         await book.save()

@@ -17,13 +17,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import yamux
 from farandole.node.mesh.connections import MAX_NEGOTIATIONS_PER_CONNECTION
 from farandole.node.mesh.host import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS, Host
-from farandole.testnet.bench.worker.hostile_attacks import (
-    ATTACKS,
-    AUTHENTICATED,
-    RAW,
-    TargetError,
-    attack,
-)
+from farandole.testnet.bench.worker.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, TargetError, attack
 
 from ..hosts import ECHO, assert_answers, echo, host_at_loopback, port_of
 

@@ -12,10 +12,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
 from farandole.node.mesh import yamux as driver
 from farandole.node.mesh.yamux import Libp2pStream, MuxedConn, UnreadBudget
-from farandole.protocol.mesh.yamux import (
-    MAX_MESSAGE_BYTES,
-    PIECE_BYTES,
-)
+from farandole.protocol.mesh.yamux import MAX_MESSAGE_BYTES, PIECE_BYTES
 
 from ...patience import PATIENCE
 

@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.trainer.trainer_messages import (
-    KEPT_STARTS,
-    Contributed,
-    Ping,
-    Pong,
-    Recorded,
-    Replay,
-    Replayed,
-    TakeOuterStep,
-    Train,
-)
+from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.replica import Replica
 
@@ -51,22 +41,24 @@ def make_trainer(start: Start, texts: Path) -> MakeTrainer:
     return make
 
 
-def take_round(trainer: Trainer, index: int) -> Recorded:
+def take_round(trainer: Trainer, index: int) -> messages.Recorded:
     """Take a round's inner steps, and its outer step alone."""
-    trainer.handle(Train(index, STEPS))
-    recorded = trainer.report(Recorded)
-    trainer.handle(TakeOuterStep(index))
+    trainer.handle(messages.Train(index, STEPS))
+    recorded = trainer.report(messages.Recorded)
+    trainer.handle(messages.TakeOuterStep(index))
     return recorded
 
 
-def replay(trainer: Trainer, recorded: Recorded, author: bytes = ALICE, **changes: object) -> Replayed:
+def replay(
+    trainer: Trainer, recorded: messages.Recorded, author: bytes = ALICE, **changes: object
+) -> messages.Replayed:
     """Return the result of replaying a round, by default of Alice's."""
     commitment = msgspec.structs.replace(recorded.commitment, **changes)
-    trainer.handle(Replay(recorded.start.path, author, commitment))
-    return trainer.report(Replayed)
+    trainer.handle(messages.Replay(recorded.start.path, author, commitment))
+    return trainer.report(messages.Replayed)
 
 
-def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
+def is_equal(replayed: messages.Replayed, recorded: messages.Recorded) -> bool:
     assert not replayed.problem
     return (replayed.end, replayed.contribution) == (recorded.commitment.end, recorded.commitment.contribution)
 
@@ -98,8 +90,8 @@ def test_the_share_of_inner_steps_counts_a_replay_before_the_first_round(make_tr
     recorded = take_round(author, 0)
     for _ in range(3):
         replay(auditor, recorded)
-    auditor.handle(Train(0, STEPS))
-    contributed = auditor.report(Contributed)
+    auditor.handle(messages.Train(0, STEPS))
+    contributed = auditor.report(messages.Contributed)
     assert 0.0 < contributed.utilisation <= 1.0
 
 
@@ -187,21 +179,21 @@ def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
 def test_a_replay_answers_signs_of_life_and_puts_off_the_rest(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     recorded = take_round(trainer, 0)
-    trainer.send(Ping(), Train(1, STEPS), Ping())
-    trainer.handle(Replay(recorded.start.path, ALICE, recorded.commitment))
-    reports = itertools.takewhile(lambda report: not isinstance(report, Replayed), trainer.reports)
-    assert [report for report in reports if isinstance(report, Pong)] == [Pong(), Pong()]
-    assert trainer.process.next_command() == Train(1, STEPS)
+    trainer.send(messages.Ping(), messages.Train(1, STEPS), messages.Ping())
+    trainer.handle(messages.Replay(recorded.start.path, ALICE, recorded.commitment))
+    reports = itertools.takewhile(lambda report: not isinstance(report, messages.Replayed), trainer.reports)
+    assert [report for report in reports if isinstance(report, messages.Pong)] == [messages.Pong(), messages.Pong()]
+    assert trainer.process.next_command() == messages.Train(1, STEPS)
 
 
 def test_starts_are_kept_for_a_few_rounds(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
-    paths = [Path(take_round(trainer, index).start.path) for index in range(KEPT_STARTS + 2)]
-    assert [path.exists() for path in paths] == [False] * 2 + [True] * KEPT_STARTS
+    paths = [Path(take_round(trainer, index).start.path) for index in range(messages.KEPT_STARTS + 2)]
+    assert [path.exists() for path in paths] == [False] * 2 + [True] * messages.KEPT_STARTS
 
 
 def test_rounds_are_recorded_only_where_the_run_has_audits(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(manifest=small_manifest(inner=DETERMINISTIC))
-    trainer.handle(Train(0, STEPS), TakeOuterStep(0), Ping())
-    reports = itertools.takewhile(lambda report: not isinstance(report, Pong), trainer.reports)
-    assert not [report for report in reports if isinstance(report, Recorded)]
+    trainer.handle(messages.Train(0, STEPS), messages.TakeOuterStep(0), messages.Ping())
+    reports = itertools.takewhile(lambda report: not isinstance(report, messages.Pong), trainer.reports)
+    assert not [report for report in reports if isinstance(report, messages.Recorded)]

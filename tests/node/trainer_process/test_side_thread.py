@@ -17,16 +17,7 @@ from torch import Tensor
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer_process.process import StepPace
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.trainer.trainer_messages import (
-    FinishRound,
-    OuterStepTaken,
-    Save,
-    Saved,
-    Screen,
-    TakeOuterStep,
-    Train,
-    TrainerSettings,
-)
+from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.engine.replica import Recipe, Replica
 from farandole.training.model.stages import build_module
@@ -50,7 +41,7 @@ def manifest_with(**outer: object) -> Manifest:
 
 def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> Learner:
     """Return a learner as with a GPU, whose inner steps move other weights than its flat vector."""
-    like = build_learner(manifest, run_id=b"r" * 32, author=author, settings=TrainerSettings(device="cpu"))
+    like = build_learner(manifest, run_id=b"r" * 32, author=author, settings=messages.TrainerSettings(device="cpu"))
     return Learner(
         build_module(manifest.model, manifest.seed),
         Recipe.of(manifest),
@@ -58,7 +49,7 @@ def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> L
         run_id=like.checkpoint.run_id,
         device=like.device,
         author=author,
-        settings=TrainerSettings(lean=is_lean),
+        settings=messages.TrainerSettings(lean=is_lean),
         averages_on_host=True,
     )
 
@@ -78,8 +69,8 @@ class Meeting:
 
     def screen(self) -> None:
         """Send what the mesh process does once all of Bob's contribution is there."""
-        self.trainer.send(Screen(len(self.contribution), 1, BOB, self.tokens))
-        self.trainer.send(TakeOuterStep(0, BOB, len(self.contribution), self.tokens))
+        self.trainer.send(messages.Screen(len(self.contribution), 1, BOB, self.tokens))
+        self.trainer.send(messages.TakeOuterStep(0, BOB, len(self.contribution), self.tokens))
 
     def end_round(self) -> None:
         """Have the trainer judge the contribution and take the outer step, before the next round begins."""
@@ -89,7 +80,7 @@ class Meeting:
 
     def late(self) -> int:
         """Return how late the outer step was."""
-        return self.trainer.report(OuterStepTaken).late_steps
+        return self.trainer.report(messages.OuterStepTaken).late_steps
 
 
 def meet(start: Start, *, is_lean: bool = False, **outer: object) -> Meeting:
@@ -103,7 +94,7 @@ def meet(start: Start, *, is_lean: bool = False, **outer: object) -> Meeting:
     size, _ = bob.round_end.contribute(contribution)
     del contribution[size:]
     trainer.arrive(1, contribution)
-    trainer.handle(Train(0, STEPS))
+    trainer.handle(messages.Train(0, STEPS))
     return Meeting(trainer, manifest, contribution, bob.totals.tokens)
 
 
@@ -157,7 +148,7 @@ def test_inner_steps_go_on_while_the_outer_step_is_computed(
     with monkeypatch.context() as patch:
         SlowStep(patch, alice, STEPS + 2)
         met.screen()
-        met.trainer.handle(Train(1, MORE_STEPS))
+        met.trainer.handle(messages.Train(1, MORE_STEPS))
     late = met.late()
     assert 2 <= late <= MORE_STEPS
     expected = in_turn(met, late, is_lean=is_lean)
@@ -173,7 +164,7 @@ def test_inner_steps_go_on_while_the_outer_step_is_computed(
 def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(start: Start) -> None:
     met = meet(start)
     met.end_round()
-    met.trainer.handle(Save())
+    met.trainer.handle(messages.Save())
     assert met.late() == 0
     assert torch.equal(met.alice.round_end.fast_weights(), met.alice.round_end.slow_weights())
 
@@ -186,7 +177,7 @@ def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it
     met.end_round()
     while not step.has_begun.wait(0.01):
         alice.round_end.side_thread.look()
-    met.trainer.handle(Train(1, MORE_STEPS))
+    met.trainer.handle(messages.Train(1, MORE_STEPS))
     late = met.late()
     assert 1 <= late <= MORE_STEPS
     monkeypatch.undo()
@@ -208,13 +199,13 @@ def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
 
     def finish() -> None:
         lates.append(met.late())
-        met.trainer.send(FinishRound(1))
+        met.trainer.send(messages.FinishRound(1))
 
     monkeypatch.setattr(StepPace, "end_step", pause)
     met.screen()
     finishing = threading.Thread(target=finish)
     finishing.start()
-    met.trainer.handle(Train(1, MORE_STEPS))
+    met.trainer.handle(messages.Train(1, MORE_STEPS))
     finishing.join()
     assert lates == [1]
 
@@ -261,7 +252,7 @@ def test_all_losses_of_a_judgement_are_of_the_same_weights(
     monkeypatch.setattr(Replica, "inner_step", count)
     met = meet(start, fragments=fragments)
     met.screen()
-    met.trainer.handle(Train(1, MORE_STEPS))
+    met.trainer.handle(messages.Train(1, MORE_STEPS))
     first, again = rule.losses
     assert first is not None
     assert first == again
@@ -272,8 +263,8 @@ def test_a_checkpoint_waits_for_the_outer_step(start: Start) -> None:
     met = meet(start)
     alice, before = met.alice, met.alice.round_end.slow_weights()
     met.end_round()
-    met.trainer.handle(Save())
-    saved = met.trainer.report(Saved)
+    met.trainer.handle(messages.Save())
+    saved = met.trainer.report(messages.Saved)
     assert saved.round == 1
     again = learner_of(manifest_with(), ALICE)
     again.checkpoint.load(Path(saved.path))
@@ -286,5 +277,5 @@ def test_a_trainer_ends_while_the_side_thread_waits_for_it(start: Start) -> None
     met.end_round()
     met.trainer.process.close()
     with pytest.raises(CancelledError):
-        met.trainer.handle(Save())
+        met.trainer.handle(messages.Save())
     assert met.alice.totals.round == 0

@@ -30,7 +30,7 @@ from farandole.protocol.wire.messagepack import encode
 from ....patience import PATIENCE
 from ...hosts import has_ipv6, host_at_loopback
 from ...parties import ALICE, BOB, RUN_ID
-from .parties import Party, assert_no_channel, assert_refused, meet, move, noted, two_parties
+from .parties import Party, assert_refused, meet, move, noted, two_parties
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs 127.0.0.2")
@@ -50,11 +50,6 @@ async def test_a_network_that_comes_later_leads_to_the_listeners_too() -> None:
         (port,) = host.own.bulk_ports  # for both versions of IP: an owner opens one port in the router
         for later in ["127.0.0.1", "::1"] if has_ipv6() else ["127.0.0.1"]:
             socket.create_connection((later, port), PATIENCE).close()
-
-
-async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) -> None:
-    assert await alice.service.acquire(BOB) is None
-    await assert_no_channel(alice, bob)
 
 
 async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
