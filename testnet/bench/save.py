@@ -1,15 +1,14 @@
 """What saving costs training: the benchmark of saving.
 
-Trainers that save in different ways, each in a process of its own with the same model and data, take turns round by
-round, so that other load on the machine hits all of them alike; the others wait. The cost of a way in a round is how
-much longer the round takes than the round of the trainer that saves nothing, in the same turn; figures are medians. The
-difference between two consecutive rounds that save nothing shows which costs are too small to measure.
+A trainer saves in different ways, in turns round by round, so that other load on the machine hits all of them alike.
+The cost of a way in a round is how much longer the round takes than the round that saves nothing, in the same turn;
+figures are medians. The difference between two consecutive rounds that save nothing shows which costs are too small to
+measure.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import typer
 
 from farandole.node.store.run_file import manifest_of
 
-from .process import open_workers
+from .process import ANSWER_TIMEOUT, open_workers
 from .report import OUT, Bench, Claim, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
@@ -32,6 +31,8 @@ MODEL: Final[Mapping[str, int]] = {
     "context": 256,
     "vocabulary": 256,
 }
+# Times the expected duration in which a slow disk must have saved.
+SLOWEST: Final = 5
 DEFAULT_TRAINER: Final[Mapping[str, Any]] = {"device": "cpu", "threads": 1}
 NONE, OURS, TORCH = "none", "behind", "torch"
 WAYS: Final = {NONE: "nothing", OURS: "farandole, behind training", TORCH: "torch.save and fsync"}
@@ -109,25 +110,14 @@ def measure(
     """
     manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
     manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
-    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     folder = bench.out / bench.name
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    bench.say(f"{turns} turns of {len(WAYS)} rounds of {round_seconds:g} s: {', '.join(WAYS.values())}")
     try:
-        with open_workers("saving trainer", WAYS, bench.log) as opened:
-            trainers = dict(zip(WAYS, opened, strict=True))
-            for way, trainer in trainers.items():
-                trainer.ask("begin", manifest=manifest, way=way, folder=str(folder / way), **where)
-            trainers[NONE].ask("play", steps=1)
-            seconds = float(trainers[NONE].ask("play", steps=1)["seconds"])
-            steps = max(1, math.ceil(round_seconds / seconds))
-            for way, trainer in trainers.items():  # memory for a snapshot, the file's first blocks: obtained once
-                bench.say(f"warming up: {WAYS[way]}")
-                trainer.ask("play", steps=1)
-            for turn in range(turns):
-                for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
-                    bench.say(f"turn {turn + 1} of {turns}: {WAYS[way]}")
-                    rounds[way].append(trainers[way].ask("play", steps=steps))
+        with open_workers("training", ["a trainer that saves"], bench.log) as (worker,):
+            request = {"manifest": manifest, "folder": str(folder), "turns": turns, "seconds": round_seconds, **where}
+            worker.put("save_in_turns", **request)
+            rounds: Rounds = worker.get(SLOWEST * (ANSWER_TIMEOUT + turns * len(WAYS) * round_seconds))["rounds"]
+            return rounds
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return rounds

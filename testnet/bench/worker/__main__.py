@@ -29,7 +29,6 @@ PARTS: Final = {
     "joining node": "join:JoiningNode",
     "stage node": "stages:StageNode",
     "stages": "stages",
-    "saving trainer": "training:SavingTrainer",
     "training": "training",
     "DiLoCo member": "race:DiLoCoMember",
     "attacked node": "hostile:AttackedNode",

@@ -1,4 +1,4 @@
-"""The parts of the benchmarks of training and saving: a plain loop, and trainers that end rounds, or save in one way.
+"""The parts of the benchmarks of training and saving: a plain loop, and trainers that end rounds, or save.
 
 The plain loop has the same model, batches, precision and loss as a node, `torch.optim.AdamW` (fused on CUDA), clipping,
 and nothing else.
@@ -7,11 +7,11 @@ and nothing else.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from farandole.protocol.trainer.trainer_messages import Saved, TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.durable import sync_folder
 from farandole.training.data.dataset import build_sampler
-from farandole.training.engine.learner import Learner, build_learner
+from farandole.training.engine.learner import build_learner
 from farandole.training.model.model import build_model, language_loss
 from farandole.training.screening.rule import Encounter
 
@@ -144,62 +144,62 @@ def end_rounds(run: dict[str, object], device: str, path: str, turns: int) -> di
     return {"seconds": {part: median(each[1:]) for part, each in seconds.items()}}
 
 
-class SavingTrainer:
-    """Trains, and saves at the beginning of each round; `begin` must be called once, first."""
+def save_in_turns(
+    manifest: dict[str, Any], device: str, threads: int, folder: str, turns: int, seconds: float
+) -> dict[str, Any]:
+    """Play rounds of about ``seconds``: a save, inner steps, an outer step; each way to save has its turn.
 
-    _learner: Learner
-    _save: Callable[[], None]
+    The ways are none, behind, and torch, which is `torch.save` and fsync. Return the rounds of each: their duration,
+    how long the save held the trainer, and how long it took until it was durable.
+    """
+    os.nice(TRAINING_NICENESS)  # as trainers are
+    torch.set_num_threads(threads)
+    checked = manifest_from_dict(manifest)
+    learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
+    kept = CheckpointFolder(Path(folder), 0)
+    kept.path.mkdir(parents=True)
+    reports: list[tuple[float, Saved]] = []
+    saver = Saver(kept, lambda saved: reports.append((time.monotonic(), saved)))
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        os.nice(TRAINING_NICENESS)  # as trainers are
-        self._reports: list[tuple[float, Saved]] = []
+    def save_with_torch() -> None:
+        temporary, path = kept.path / "torch.tmp", kept.path / "torch"
+        with temporary.open("wb") as file:
+            torch.save(learner.checkpoint.vectors(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(kept.path)
+        reports.append((time.monotonic(), Saved(0, 0, 0, str(path), path.stat().st_size)))
 
-    def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:
-        """Set up the trainer; ``way`` is none, behind, or torch, which is `torch.save` and fsync."""
-        torch.set_num_threads(threads)
-        checked = manifest_from_dict(manifest)
-        self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
-        self._folder = CheckpointFolder(Path(folder), 0)
-        self._folder.path.mkdir(parents=True)
-        self._saver = Saver(self._folder, lambda saved: self._reports.append((time.monotonic(), saved)))
-        self._save = {
-            "none": lambda: None,
-            "behind": lambda: self._saver.save_behind(self._learner.checkpoint.snapshot()),
-            "torch": self._torch_save,
-        }[way]
-        self._take_step()  # one-time allocations happen here
-        return {}
+    ways: dict[str, Callable[[], object]] = {
+        "none": lambda: None,
+        "behind": lambda: saver.save_behind(learner.checkpoint.snapshot()),
+        "torch": save_with_torch,
+    }
 
-    def play(self, steps: int) -> dict[str, Any]:
-        """Run a round (a save, inner steps, an outer step); return its duration and the save's, until durable."""
-        self._reports.clear()
+    def play(way: str, steps: int) -> dict[str, float]:
+        reports.clear()
         began_at = time.monotonic()
-        self._save()
+        ways[way]()
         held = time.monotonic() - began_at
         for _ in range(steps):
-            self._take_step()
-        self._learner.round_end.apply(None)
-        synchronize(self._learner.device)
+            learner.learn()
+            synchronize(learner.device)
+        learner.round_end.apply(None)
+        synchronize(learner.device)
         figures = {"seconds": time.monotonic() - began_at, "held_seconds": held}
-        self._saver.wait()
-        for durable_at, saved in self._reports:
+        saver.wait()
+        for durable_at, saved in reports:
             if saved.problem:
                 raise OSError(saved.problem)
             figures |= {"write_seconds": durable_at - began_at, "size": saved.size}
         return figures
 
-    def _take_step(self) -> None:
-        self._learner.learn()
-        synchronize(self._learner.device)
-
-    def _torch_save(self) -> None:
-        temporary, path = self._folder.path / "torch.tmp", self._folder.path / "torch"
-        with temporary.open("wb") as file:
-            torch.save(self._learner.checkpoint.vectors(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(self._folder.path)
-        counters = self._learner.checkpoint.counters
-        saved = Saved(counters.round, counters.steps, counters.tokens, str(path), path.stat().st_size)
-        self._reports.append((time.monotonic(), saved))
+    for way in ways:  # memory for a snapshot, the file's first blocks: obtained once
+        play(way, 1)
+    steps = max(1, math.ceil(seconds / play("none", 1)["seconds"]))
+    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for turn in range(turns):
+        for way in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            rounds[way].append(play(way, steps))
+    return {"rounds": rounds}
