@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from farandole.protocol.run.manifest import MAX_PARTNERS, InnerConfig, Manifest, RoundConfig
+from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, ScreeningRules
 
 from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
@@ -32,7 +32,6 @@ CLEAN: Final = "all honest"
 UNEQUAL: Final = "all honest, speeds 1 to 5"
 AWAY: Final = "all honest, some away"
 STEPS: Final = 10
-STRICT: Final = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
 # Tokens that a liar claims: more than any member has, for a large share of the mean; or few, to pass as a slow node.
 CLAIMS: Final = {"many": 10**12, "few": 1}
 
@@ -44,13 +43,6 @@ def run(
     hostile: Annotated[int, typer.Option(min=1, help="Hostile members.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of 10 inner steps.")] = 40,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each attack.")] = 3,
-    partners: Annotated[
-        int, typer.Option(min=1, max=MAX_PARTNERS, help="Partners that a member meets in each round.")
-    ] = 1,
-    strict: Annotated[bool, typer.Option("--strict", help="Screen as strictly as a run file may ask for.")] = False,
-    texts_differ: Annotated[
-        bool, typer.Option("--texts-differ", help="Give each member a kind of text of its own.")
-    ] = False,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
@@ -66,23 +58,16 @@ def run(
     if not set(claims.split(",")) <= CLAIMS.keys():
         raise BenchError(f"claims are {' and '.join(CLAIMS)}, not {claims!r}")
     tried = list(product(names, claims.split(",")))
-    choices: dict[str, Any] = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds, "strict": strict}
-    if partners > 1:
-        choices["partners"] = partners
+    choices: dict[str, Any] = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds}
     total = honest + hostile
     name, title = "members", BENCHES["members"].title
     if (honest, hostile) != (6, 2):
         name, title = f"{name}-{hostile}-of-{total}", f"{title}, {hostile} of {total}"
-    if texts_differ:
-        name, title, choices["texts"] = f"{name}-texts", f"{title}, each with text of its own", "one kind a member"
     with open_bench(name, out, write, title=title, **choices) as bench:
-        screening = STRICT if strict else GuardConfig()
-        manifests = [manifest_of(rounds, seed, screening, partners) for seed in range(seeds)]
         runs: list[tuple[str, HostileRun]] = []
-        for seed, manifest in enumerate(manifests):
-            alone = HostileRun(
-                manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed, texts_differ=texts_differ
-            )
+        for seed in range(seeds):
+            manifest = manifest_of(rounds, seed, GuardConfig())
+            alone = HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
             everybody = replace(alone, honest=total)
             runs += [(ALONE, alone), (CLEAN, everybody), (UNEQUAL, replace(everybody, slowest=STEPS // 5))]
             runs.append((AWAY, replace(everybody, are_away=True)))
@@ -93,7 +78,7 @@ def run(
         publish(bench, tried, outcomes)
 
 
-def manifest_of(rounds: int, seed: int, screening: ScreeningRules, partners: int = 1) -> Manifest:
+def manifest_of(rounds: int, seed: int, screening: ScreeningRules) -> Manifest:
     """Return the manifest of the simulated run."""
     inner = InnerConfig(
         learning_rate=LEARNING_RATE,
@@ -102,8 +87,7 @@ def manifest_of(rounds: int, seed: int, screening: ScreeningRules, partners: int
         batch_size=BATCH_SIZE,
     )
     outer = NoLoCoConfig(codec="bf16")
-    each = RoundConfig(partners=partners)
-    return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, rounds=each, screening=screening)
+    return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, screening=screening)
 
 
 def publish(bench: Bench, tried: Sequence[tuple[str, str]], outcomes: dict[str, list[HostileOutcome]]) -> None:
@@ -112,8 +96,7 @@ def publish(bench: Bench, tried: Sequence[tuple[str, str]], outcomes: dict[str, 
     Losses are on held-out text in nats a byte, the mean over honest members and seeds; *worst* is the worst member's.
     *Hostile averaged*: of the exchanges with hostile members, those that counted in full; *clipped*: in part, or for
     nothing; the others were refused. *Triggered*: held-out sequences that, if they end in a backdoor's trigger, make
-    honest members' models say what it wants. Where texts differ, losses are on the honest members' kinds of text: more
-    honest members have more kinds.
+    honest members' models say what it wants.
     """
     alone = fmean(outcome.loss for outcome in outcomes[ALONE])
     rows = []

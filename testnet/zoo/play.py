@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import build_learner
 
+from ..play.judge import load_report
 from ..play.launch import Intruder, Testnet, play_and_report
 from ..play.report import Merged, PlayReport
 from ..play.scenario import HostileSettings, Scenario, ScenarioError
@@ -98,17 +99,8 @@ def intruders_of(settings: HostileSettings) -> list[Intruder]:
     return [Intruder(command, environment_of(settings), is_daemon)] * settings.members
 
 
-class Played(NamedTuple):
-    """A play of the honest alone, and its folder."""
-
-    folder: Path
-    report: PlayReport
-
-
-def play_hostile(
-    scenario: Scenario, out: Path, say: Callable[[str], None], clean: Played | None = None
-) -> HostileReport:
-    """Play the honest alone, unless ``clean`` is given, and with the hostile, in folders of ``out``; judge.
+def play_hostile(scenario: Scenario, out: Path, say: Callable[[str], None], clean: Path | None = None) -> HostileReport:
+    """Play the honest alone, unless ``clean`` has such a play, and with the hostile, in folders of ``out``; judge.
 
     Raises as `Testnet.play` does, and `ScenarioError`; `KeyboardInterrupt` if a person ends it.
     """
@@ -116,17 +108,18 @@ def play_hostile(
     intruders = intruders_of(scenario.hostile)
     clean = clean or play_clean(scenario, out / CLEAN, say)
     say(f"attacked: {scenario.nodes} honest nodes and {len(intruders)} hostile processes")
-    attacked = Testnet(scenario, out / HOSTILE, say, measure=measure_members, intruders=intruders, like=clean.folder)
-    made = judge(scenario, clean.report, play_and_report(attacked))
+    attacked = Testnet(scenario, out / HOSTILE, say, measure=measure_members, intruders=intruders, like=clean)
+    made = judge(scenario, load_report(clean), play_and_report(attacked))
     (out / OUTCOME_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
     return made
 
 
-def play_clean(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Played:
-    """Play the honest alone; raises as `play_hostile` does."""
+def play_clean(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Path:
+    """Play the honest alone in a folder, and return it; raises as `play_hostile` does."""
     say(f"alone: {scenario.nodes} honest nodes")
     alone = msgspec.structs.replace(scenario, hostile=None)
-    return Played(folder, play_and_report(Testnet(alone, folder, say, measure=measure_members)))
+    play_and_report(Testnet(alone, folder, say, measure=measure_members))
+    return folder
 
 
 def judge(scenario: Scenario, clean: PlayReport, attacked: PlayReport) -> HostileReport:

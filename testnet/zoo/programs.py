@@ -74,7 +74,6 @@ PER_SECOND: Final = 10_000
 BURST: Final = 50
 # Pause after a stream was refused or reset, before the next.
 RETRY_SECONDS: Final = 0.2
-SAY_SECONDS: Final = 5.0
 
 _BEAT: Final = Beat(inner_steps=1, round=1, loss=None, tokens_per_second=1)
 
@@ -111,39 +110,27 @@ def kinds_of(run_id: bytes) -> list[tuple[str, Iterator[bytes]]]:
     ]
 
 
-async def pour(
-    host: Host, peer: bytes, protocol: str, frames: Iterator[bytes], per_second: float, note: Callable[[str, int], None]
-) -> None:
+async def pour(host: Host, peer: bytes, protocol: str, frames: Iterator[bytes], per_second: float) -> None:
     """Send frames of one kind to one peer, endlessly, over a new stream whenever one is closed."""
     while True:
         try:
             stream = await host.open_stream(peer, protocol)
-            note("streams", 1)
             next_at = trio.current_time()
             while True:
                 await stream.send_all(b"".join(itertools.islice(frames, BURST)))
-                note("messages", BURST)
                 next_at = max(next_at + BURST / per_second, trio.current_time() - 1.0)
                 await trio.sleep_until(next_at)
         except (PeerUnreachableError, trio.BrokenResourceError, trio.TooSlowError):
-            note("refusals", 1)
             await trio.sleep(RETRY_SECONDS)
 
 
 async def flood(host: Host, targets: dict[bytes, str], run_id: bytes) -> None:
     """Send all kinds to all targets, endlessly, over a stream for each."""
-    kinds, counts = kinds_of(run_id), {"messages": 0, "streams": 0, "refusals": 0}
-
-    def note(what: str, number: int) -> None:
-        counts[what] += number
-
+    kinds = kinds_of(run_id)
     async with trio.open_nursery() as pouring:
         for peer in targets:
             for protocol, frames in kinds:
-                pouring.start_soon(pour, host, peer, protocol, frames, PER_SECOND / len(targets) / len(kinds), note)
-        while True:
-            await trio.sleep(SAY_SECONDS)
-            print(trio.current_time(), counts, flush=True)
+                pouring.start_soon(pour, host, peer, protocol, frames, PER_SECOND / len(targets) / len(kinds))
 
 
 async def main(program: Callable[[Host, dict[bytes, str], bytes], Awaitable[None]]) -> None:

@@ -9,12 +9,14 @@ import pytest
 from farandole.protocol.checkpoints.sketches import NEAR
 from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
 from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, PlainConfig, ScreeningRules
-from farandole.testnet.bench.members import STRICT, manifest_of
+from farandole.testnet.bench.members import manifest_of
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation
 from farandole.testnet.zoo.simulation import HostileOutcome, HostileRun, play
 
 from ...tolerance import TOLERANT
+
+STRICT = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
 
 
 def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> HostileOutcome:
