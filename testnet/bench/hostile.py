@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -29,20 +29,6 @@ MAX_LEFT_OVER: Final = 3
 SETTLE_SECONDS: Final = 8.0
 # Seconds of honest dials between two readings of the node, and the pause after each dial.
 DIAL_SECONDS, DIAL_PAUSE = 2.0, 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Flood:
-    """A flood of connections of these kinds in turn."""
-
-    name: str
-    kinds: Sequence[str]
-    number: int
-    per_second: float
-    sources: int
-    """Number of source addresses; 1: the honest dialer's."""
-    patience: float = 10.0
-    """Seconds that a connection stays open, unless the node closes it."""
 
 
 @dataclass(slots=True)
@@ -75,13 +61,20 @@ class FloodResult:
         return [f"{self.name}: {miss}" for miss in found]
 
 
+Flood = tuple[str, dict[str, Any]]
+"""The name of a part, and its `farandole.testnet.bench.worker.hostile.flood`."""
+
+
 def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
-    """Return the parts of the benchmark."""
+    """Return the parts of the benchmark; an attack from one address has the honest dialer's."""
+    every: dict[str, Any] = {"kinds": list(ATTACKS), "number": garbage, "per_second": per_second, "patience": 2.0}
+    silence = {"kinds": ["silence"], "number": silent, "patience": 10.0}
+    fast = {"kinds": list(RAW), "per_second": 10 * per_second, "patience": 10.0}
     return [
-        Flood("silent sockets, one address", ["silence"], silent, 10 * per_second, 1),
-        Flood("garbage of all kinds, one address", list(ATTACKS), garbage, per_second, 1, 2.0),
-        Flood("garbage of all kinds, 1,000 addresses", list(ATTACKS), garbage, per_second, 1_000, 2.0),
-        Flood("garbage before authentication, ten times as fast", list(RAW), garbage, 10 * per_second, 1_000, 2.0),
+        ("silent sockets, one address", {**every, **silence, "per_second": 10 * per_second, "sources": 1}),
+        ("garbage of all kinds, one address", {**every, "sources": 1}),
+        ("garbage of all kinds, 1,000 addresses", {**every, "sources": 1_000}),
+        ("garbage before authentication, ten times as fast", {**every, **fast, "sources": 1_000}),
     ]
 
 
@@ -104,7 +97,7 @@ def publish(bench: Bench, rows: Sequence[FloodResult]) -> None:
 def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
     """Play each flood, and dial meanwhile; each on a fresh node, as remains of one would hide the cost of the next."""
     rows = []
-    for flood in plans:
+    for name, flood in plans:
         with (
             open_workers("attacked node", ["attacked node"], log) as (node,),
             open_workers("hostile", ["attackers", "honest dialler"], log) as (attackers, dialler),
@@ -116,22 +109,20 @@ def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
             dials: list[float] = []
             failures: list[str] = []
             _, _, _, _, port, _, peer = address.split("/")
-            flooding = asdict(flood)
-            del flooding["name"]
-            attackers.put("flood", port=int(port), peer=peer, **flooding)
+            attackers.put("flood", port=int(port), peer=peer, **flood)
             while not attackers.has_answered(0.0):
                 answer = dialler.ask("dial", **dialling)
                 dials += answer["times"]
                 failures += answer["failures"]
                 looks.append(node.ask("figures"))
-                say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
+                say(f"{name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
             flooded = attackers.get()
             time.sleep(SETTLE_SECONDS)
             looks.append(node.ask("figures"))
         first, last = looks[0], looks[-1]
         rows.append(
             FloodResult(
-                name=flood.name,
+                name=name,
                 number=flooded["number"],
                 seconds=flooded["seconds"],
                 over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.hostile import Flood, FloodResult, measure, publish
+from farandole.testnet.bench.hostile import FloodResult, measure, publish
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.bench.worker.hostile_attacks import ATTACKS
@@ -17,8 +17,8 @@ from farandole.testnet.bench.worker.hostile_attacks import ATTACKS
 @pytest.mark.soak
 def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path) -> None:
     """As `tests/node/mesh/test_hostile.py` has it, between processes."""
-    flood = Flood("garbage", list(ATTACKS), 50, 10.0, 10, 1.0)
-    (garbage,) = measure([flood], tmp_path / "log", lambda text: None)
+    flood = {"kinds": list(ATTACKS), "number": 50, "per_second": 10.0, "sources": 10, "patience": 1.0}
+    (garbage,) = measure([("garbage", flood)], tmp_path / "log", lambda text: None)
     assert garbage.number == 50
     assert garbage.dials
     assert garbage.misses() == []
