@@ -308,7 +308,7 @@ def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
         saved = load_file(sample.weights)
         with torch.no_grad():
             for name, weight in weights.items():
-                weight.copy_(saved[name])
+                weight.copy_(saved[name] if name in saved else saved[_SLOW + name])
         found.append(replace(sample, loss=learner.evaluate(VALIDATION_BATCHES)))
     return found
 

@@ -5,7 +5,7 @@
     m       <- 0.9 m + delta
     phi     <- phi - 0.7 (delta + 0.9 m)                   Nesterov (DiLoCo, arXiv 2311.08105, section 3.2)
 
-The model, batches, optimizer and learning-rate schedule are a node's.
+Where all members have one phi, this is a node's outer step with their mean. The rest is a node's, too.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
-from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
+from farandole.protocol.run.manifest import InnerConfig, manifest_from_dict
+from farandole.protocol.run.rules import NoLoCoConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.data.batches import Batches
-from farandole.training.data.dataset import build_sampler
+from farandole.training.engine.learner import build_learner
 from farandole.training.inner.optimizer import learning_rate
-from farandole.training.model.model import build_model, language_loss
+from farandole.training.model.model import language_loss
 
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+OUTER: Final = NoLoCoConfig(momentum="nesterov", alpha=0.9, beta=0.7, gamma=0.7, codec="fp32")
 # A contribution takes some seconds on these lines; a member that is gone is not waited for (`race`).
 GLOO_TIMEOUT: Final = timedelta(seconds=120)
 RUN_ID: Final = bytes(32)
-_MOMENTUM: Final = "momentum/"
 
 
 def take_step(
@@ -58,38 +59,24 @@ class DiLoCoMember:
         self._group = ""
 
     def begin(self, manifest: dict[str, Any], author: int, step_seconds: float) -> dict[str, Any]:
-        """Build the model from the run's seed; ``author`` draws the batches."""
-        checked: Manifest = manifest_from_dict(manifest)
-        self._inner = checked.inner
+        """Build a node's learner from the run's seed, with DiLoCo's outer step; ``author`` draws the batches."""
+        run = msgspec.structs.replace(manifest_from_dict(manifest), outer=OUTER)
+        who, settings = author.to_bytes(32, "little"), TrainerSettings(device="cpu")
+        self._learner = build_learner(run, run_id=RUN_ID, author=who, settings=settings)
+        self._memory = bytearray(self._learner.round_end.contribution_bytes)
         self._step_seconds = step_seconds
-        self._module = build_model(checked.model, checked.seed)
-        self._theta = dict(self._module.named_parameters())
-        inner = checked.inner
-        self._optimizer = torch.optim.AdamW(
-            self._module.parameters(), inner.learning_rate, (inner.beta1, inner.beta2), weight_decay=inner.weight_decay
-        )
-        self._sampler = build_sampler(checked, RUN_ID, author.to_bytes(32, "little"))
-        self._momentum = {name: torch.zeros_like(weight) for name, weight in self._theta.items()}
-        self._phi = {name: weight.detach().clone() for name, weight in self._theta.items()}
-        self._num_steps = 0
         return {}
 
     def load(self, path: str) -> dict[str, Any]:
-        """Take over what another member has saved; the inner optimizer's means begin anew."""
-        saved = load_file(path)
-        for name, weight in self._theta.items():
-            weight.data.copy_(saved[name])
-            self._phi[name].copy_(saved[name])
-            self._momentum[name].copy_(saved[_MOMENTUM + name])
-        self._num_steps = int(saved["steps"])
+        """Take over what another member has saved."""
+        self._learner.checkpoint.load(Path(path))
         return {}
 
     def learn(self, steps: int) -> dict[str, Any]:
         """Take inner steps, each at least as long as this member's."""
         for _ in range(steps):
             began_at = time.monotonic()
-            take_step(self._module, self._optimizer, self._sampler, self._inner, self._num_steps)
-            self._num_steps += 1
+            self._learner.learn()
             # The rest of the step of a slower machine: there is nothing to wait for but the time.
             time.sleep(max(0.0, self._step_seconds - (time.monotonic() - began_at)))
         return {}
@@ -108,20 +95,18 @@ class DiLoCoMember:
                 "gloo", init_method=f"file://{group}", rank=rank, world_size=world, timeout=GLOO_TIMEOUT
             )
             self._group = group
-        delta = torch.cat([(self._phi[name] - weight).flatten() for name, weight in self._theta.items()])
-        dist.all_reduce(delta)
-        parts = delta.div_(world).split([weight.numel() for weight in self._theta.values()])
-        for part, (name, weight) in zip(parts, self._theta.items(), strict=True):
-            momentum, phi, mean = self._momentum[name], self._phi[name], part.view_as(weight)
-            momentum.mul_(OUTER_MOMENTUM).add_(mean)
-            phi.sub_(OUTER_RATE * (mean + OUTER_MOMENTUM * momentum))
-            weight.data.copy_(phi)
+        round_end = self._learner.round_end
+        round_end.contribute(self._memory)
+        assert round_end.ended is not None, "it has contributed"
+        made = round_end.ended.contribution
+        dist.all_reduce(made.sent)
+        made.sent.div_(world)
+        round_end.outer.step(made, [made.sent], [1.0], is_late=False)
         return {}
 
     def save(self, path: str) -> dict[str, Any]:
-        """Save the weights, the momentum and the number of inner steps."""
-        momentum = {_MOMENTUM + name: vector for name, vector in self._momentum.items()}
+        """Save a checkpoint."""
         partial = Path(path).with_suffix(".partial")
-        save_file({**self._phi, **momentum, "steps": torch.tensor(self._num_steps)}, partial)
+        self._learner.checkpoint.save(partial)
         partial.rename(path)
         return {}

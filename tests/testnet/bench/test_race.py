@@ -19,7 +19,7 @@ from farandole.testnet.bench.race import (
     replacements,
     seconds_to,
 )
-from farandole.testnet.bench.worker.race import OUTER_MOMENTUM, OUTER_RATE
+from farandole.testnet.bench.worker.race import OUTER
 from farandole.testnet.play.fault import Fault
 from farandole.testnet.play.scenario import load_scenario
 
@@ -85,15 +85,15 @@ def test_members_take_the_step_of_the_paper_and_a_newcomer_takes_part(tmp_path: 
         ask_all([one, two], "learn", steps=3)
         average([one, two], tmp_path / "group")
         first, second = weights_of([one, two], tmp_path)
-        assert all(torch.equal(first[name], second[name]) for name in first)
-        names = [name for name in first if f"momentum/{name}" in first]
-        assert any(not torch.equal(first[name], start[name]) for name in names)
-        for name in names:  # the first momentum is the mean of what both have moved
-            step = OUTER_RATE * (1 + OUTER_MOMENTUM) * first[f"momentum/{name}"]
-            assert torch.allclose(first[name], start[name] - step, atol=1e-6)
+        assert all(torch.equal(first[name], second[name]) for name in first if name.startswith((SLOW, "momentum")))
+        names = [name.removeprefix("momentum/") for name in first if name.startswith("momentum/")]
+        assert any(not torch.equal(first[f"{SLOW}/{name}"], start[f"{SLOW}/{name}"]) for name in names)
+        for name in names:  # the first momentum is the outer rate times the mean of what both have moved
+            step = (1 + OUTER.alpha) * first[f"momentum/{name}"]
+            assert torch.allclose(first[f"{SLOW}/{name}"], start[f"{SLOW}/{name}"] + step, atol=1e-6)
         three.ask("load", path=str(tmp_path / "0.safetensors"))
         two.kill()
         ask_all([one, three], "learn", steps=1)
         average([one, three], tmp_path / "another-group")
         first, third = weights_of([one, three], tmp_path)
-        assert all(torch.equal(first[name], third[name]) for name in first)
+        assert all(torch.equal(first[name], third[name]) for name in first if name.startswith((SLOW, "momentum")))
