@@ -56,9 +56,6 @@ from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_b
 OURS, LATTICA = "farandole", "Lattica"
 SIZES_MB: Final = (256, 1_024)
 VECTOR_MB: Final = 100
-LOOP_MB: Final = 1_024
-# Size of one swap; a transfer whose event loop is watched is cut into swaps of this size.
-PIECE_MB: Final = 256
 MESH_REQUESTS: Final = 200
 CODECS: Final = ("fp32", "int8")
 HIVEMIND_CODECS: Final = ("fp32", "8-bit")
@@ -83,7 +80,7 @@ Turn = Callable[[], Figures]
 
 def claims_of(figures: Mapping[str, Any], vector_mb: int) -> Iterator[Claim]:
     """Yield what is compared with the other projects, and what has a limit."""
-    averagings, sizes, loop, mesh = (figures[part] for part in ("averagings", "one_way", "loop", "mesh"))
+    averagings, sizes, mesh = (figures[part] for part in ("averagings", "sizes", "mesh"))
     for codec, who in COMPARED:
         if who in averagings:
             ours, theirs = averagings[f"{OURS}, {codec}"], averagings[who]
@@ -94,9 +91,9 @@ def claims_of(figures: Mapping[str, Any], vector_mb: int) -> Iterator[Claim]:
             yield Claim(f"seconds from vector to mean, {words}", *seconds["total_s"])
     share = min(each["of_raw"] for each in sizes.values())
     yield Claim(f"least share of a raw socket's rate on the bulk channel, from {min(sizes)} MB", f"{share:.2f}")
-    late = f"milliseconds that the event loop is late while {loop['moved_mb']:,} MB move both ways, p99"
-    yield Claim(late, f"{loop['p99']:.2f}")
-    most_mb = max(each.get("most_mb", 0.0) for each in (*sizes.values(), *averagings.values(), loop))
+    late = f"milliseconds that the event loop is late while {max(sizes):,} MB move both ways, p99"
+    yield Claim(late, f"{sizes[max(sizes)]['p99']:.2f}")
+    most_mb = max(each.get("most_mb", 0.0) for each in (*sizes.values(), *averagings.values()))
     yield Claim("most memory of a node over its idle self and the payload, MB", f"{most_mb:.0f}")
     kilobytes = REQUEST_BYTES // 1_000
     cells = {
@@ -111,7 +108,7 @@ def claims_of(figures: Mapping[str, Any], vector_mb: int) -> Iterator[Claim]:
 def run(
     out: Out = OUT,
     sizes: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="MB", help="Megabytes to move one way; may be repeated.")
+        list[int] | None, typer.Option(min=1, metavar="MB", help="Megabytes to move each way; may be repeated.")
     ] = None,
     repeats: Repeats = 5,
     peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
@@ -137,20 +134,18 @@ def measure(
     repeats: int,
     cache: Path | None = None,
     vector_mb: int = VECTOR_MB,
-    loop_mb: int = LOOP_MB,
     mesh_requests: int = MESH_REQUESTS,
 ) -> dict[str, Any]:
     """Measure part after part; other projects only with a ``cache`` folder. Raises `BenchError`."""
     log, say = bench.log, bench.say
-    with open_nodes(max(*sizes_mb, min(PIECE_MB, loop_mb)) * MB, log) as nodes:
-        one_way = {size_mb: measure_one_way(nodes, size_mb, repeats, say) for size_mb in sorted(set(sizes_mb))}
-        loop = measure_loop_lag(nodes, loop_mb, repeats, say)
+    with open_nodes(max(sizes_mb) * MB, log) as nodes:
+        rounds = itertools.count(1)
+        sizes = {size_mb: measure_size(nodes, size_mb, rounds, repeats, say) for size_mb in sorted(set(sizes_mb))}
     averagings, problems = measure_pairs(vector_mb, repeats, log, cache, say)
     mesh, dropped = measure_mesh(bench.out, vector_mb, mesh_requests, repeats, cache, say)
     return {
-        "one_way": one_way,
+        "sizes": sizes,
         "averagings": averagings,
-        "loop": loop,
         "mesh": mesh,
         "problems": problems | dropped,
     }
@@ -160,42 +155,26 @@ def measure(
 def open_nodes(size: int, log: Path) -> Iterator[list[BenchWorker]]:
     """Open two connected nodes that move payloads of up to ``size`` bytes."""
     with open_workers("exchanging node", ["node 0", "node 1"], log) as nodes:
-        first, _ = ask_all(nodes, "listen", size=size)
-        ask_all(nodes, "meet", [{"address": None, "plain": None}, first])
+        first, second = ask_all(nodes, "listen", size=size)
+        ask_all(nodes, "meet", [{**second, "is_initiator": False}, {**first, "is_initiator": True}])
         yield nodes
 
 
-def measure_one_way(nodes: Sequence[BenchWorker], size_mb: int, repeats: int, say: Say) -> Figures:
-    """Move a payload in turns over a plain connection and over the channel.
+def measure_size(nodes: Sequence[BenchWorker], size_mb: int, rounds: Iterator[int], repeats: int, say: Say) -> Figures:
+    """Move a payload each way at once, in turns over a plain connection and by an exchange.
 
-    Returns the rate of the channel and its share of the plain one's: the median of their ratios in one repeat.
+    Returns the exchange's rate, its share of the plain connection's (the median of their ratios in one repeat), and the
+    lag of the slower node's event loop.
     """
-    receiver, sender = nodes
     turns = []
     for index in range(-1, repeats):
-        say(f"one way: {size_mb} MB, {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
-        seconds = []
-        for is_plain in (True, False):
-            receiver.put("receive", size=size_mb * MB, is_plain=is_plain)
-            sent, received = sender.ask("send", size=size_mb * MB, is_plain=is_plain), receiver.get()
-            seconds.append(received["ended_at"] - sent["started_at"])
-        plain, ours = seconds
-        most_mb = max(sent["most_mb"], received["most_mb"])
-        turns.append({"mb_s": size_mb / ours, "of_raw": plain / ours, "most_mb": most_mb})
-    return median_of(turns[1:])
-
-
-def measure_loop_lag(nodes: Sequence[BenchWorker], moved_mb: int, repeats: int, say: Say) -> Figures:
-    """Measure two nodes' event loops while ``moved_mb`` moves each way over an open bulk channel; the slower one's."""
-    piece_mb = min(PIECE_MB, moved_mb)
-    times = -(-moved_mb // piece_mb)
-    turns = []
-    for index in range(-1, repeats):
-        say(f"event loop: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
-        swapped = ask_all(nodes, "swap", size=piece_mb * MB, times=times)
-        lag_ms = {name: max(each["lag_ms"][name] for each in swapped) for name in swapped[0]["lag_ms"]}
-        most_mb = max(each["most_mb"] for each in swapped)
-        turns.append({**lag_ms, "moved_mb": piece_mb * times, "seconds": elapsed(swapped), "most_mb": most_mb})
+        say(f"both ways: {size_mb} MB, {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
+        plain = elapsed(ask_all(nodes, "swap", size=size_mb * MB))
+        ask_all(nodes, "prepare", size=size_mb * MB)
+        exchanged = ask_all(nodes, "exchange", round=next(rounds))
+        ours, most_mb = elapsed(exchanged), max(each["most_mb"] for each in exchanged)
+        lag_ms = {name: max(each["lag_ms"][name] for each in exchanged) for name in exchanged[0]["lag_ms"]}
+        turns.append({"mb_s": size_mb / ours, "of_raw": plain / ours, "most_mb": most_mb, **lag_ms})
     return median_of(turns[1:])
 
 
@@ -224,8 +203,7 @@ def measure_pairs(
 def average(nodes: Sequence[BenchWorker], codec: str, rounds: Iterator[int]) -> Figures:
     """Have two nodes encode, exchange and average, in one of the ``rounds``."""
     prepared = ask_all(nodes, "contribute", codec=codec)
-    contributions = [{name: each[name] for name in ("size", "digest")} for each in prepared]
-    exchanged = ask_all(nodes, "exchange", contributions, round=next(rounds), codec=codec)
+    exchanged = ask_all(nodes, "exchange", round=next(rounds), codec=codec)
     finished = ask_all(nodes, "average", codec=codec)
     exchange_s, error = elapsed(exchanged), _error(finished)
     if error > MAX_RMS_ERROR:

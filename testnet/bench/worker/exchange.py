@@ -22,18 +22,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import farandole
 from farandole.node.base.system.tuning import keep_memory
-from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.run.rules import Codec
 from farandole.protocol.wire.identity import public_key_of
-from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.training.outer.codec import decode, encode, encoded_size
 
 from ..peers.peer import vector
@@ -102,7 +99,6 @@ TIMEOUT: Final = 120.0
 _DIGEST: Final = bytes(32)
 LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
 PROTOCOL: Final = "/farandole/bench/1"
-_READY: Final = b"r"
 
 
 async def accept(size: int, tokens: int, judge_by: float) -> str | None:
@@ -146,7 +142,7 @@ def check_committed(result: ExchangeEnded) -> None:
 
 
 class ExchangingNode:
-    """One of two nodes with a bulk channel and a plain connection; the one that connected initiates the exchanges.
+    """One of two nodes with a plain connection, too; the one that connected initiates the exchanges.
 
     It holds a vector, too, which it encodes, and averages with the other's.
     """
@@ -157,72 +153,43 @@ class ExchangingNode:
     async def listen(self, size: int) -> dict[str, Any]:
         """Make payloads of ``size`` bytes, open the host, and return its address and that of the plain listener."""
         random_bytes = np.random.default_rng(0).bytes(size)  # nothing on the way compresses them
-        self._outgoing, self._incoming = memoryview(bytearray(random_bytes)), memoryview(bytearray(random_bytes))
+        self._memory, self._incoming = memoryview(bytearray(random_bytes)), memoryview(bytearray(random_bytes))
         self._host = await self._stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
         self._channels = await self._stack.enter_async_context(open_bulk(self._host, bytes(32)))
+        self._exchanges = ExchangeService(self._host, self._channels)
         self._listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        opened, self._coming = trio.open_memory_channel[Libp2pStream](1)
-        self._is_over = trio.Event()
-
-        async def serve(stream: Libp2pStream) -> None:
-            await opened.send(stream)
-            await self._is_over.wait()
-
-        self._host.set_handler(PROTOCOL, serve)
         return {"address": self._host.addresses[0], "plain": self._listener.getsockname()}
 
-    async def meet(self, address: str | None, plain: tuple[str, int] | None) -> dict[str, Any]:
-        """Connect to the addresses, or wait for the other node; both then have a bulk channel."""
-        self._is_initiator = address is not None
-        if address is None:
-            stream = await self._coming.receive()
-        else:
-            peer = public_key_of(address.rpartition("/p2p/")[2])
-            await self._host.connect(peer, [address])
-            stream = await self._host.open_stream(peer, PROTOCOL)
-        async with stream:
-            self._peer = stream.peer
-            self._channel = await _negotiate(self._channels, stream, is_asker=self._is_initiator)
-        self._is_over.set()
-        self._stack.callback(self._channels.discard, self._channel)
-        self._exchanges = ExchangeService(self._host, self._channels)
-        if plain is None:
-            self._plain, _ = await trio.to_thread.run_sync(self._listener.accept)
-        else:
+    async def meet(self, address: str, plain: tuple[str, int], is_initiator: bool) -> dict[str, Any]:
+        """Connect to the other node's addresses, or let it connect."""
+        self._peer, self._is_initiator = public_key_of(address.rpartition("/p2p/")[2]), is_initiator
+        if is_initiator:
+            await self._host.connect(self._peer, [address])
             self._plain = socket.create_connection((plain[0], plain[1]))
+        else:
+            self._plain, _ = await trio.to_thread.run_sync(self._listener.accept)
         return {}
 
-    async def send(self, size: int, is_plain: bool) -> dict[str, Any]:
-        """Send the first ``size`` bytes over the bulk channel, or the plain connection: the machine's upper bound."""
+    async def swap(self, size: int) -> dict[str, Any]:
+        """Move ``size`` bytes each way at once over the plain connection: the machine's upper bound."""
         with measured() as figures:
-            if is_plain:
-                self._plain.sendall(self._outgoing[:size])
-            else:
-                await self._channel.send(self._outgoing[:size])
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, self._plain.sendall, self._memory[:size])
+                nursery.start_soon(trio.to_thread.run_sync, self._receive, size)
         return figures
 
-    async def receive(self, size: int, is_plain: bool) -> dict[str, Any]:
-        """Receive ``size`` bytes over the bulk channel, which hashes them, or over the plain connection."""
+    def _receive(self, size: int) -> None:
         received = 0
-        with measured() as figures:
-            if not is_plain:
-                await self._channel.receive_into(self._incoming[:size])
-            while is_plain and received < size:
-                got = self._plain.recv_into(self._incoming[received:size])
-                if not got:
-                    raise ConnectionError("the other end is gone")
-                received += got
-        return figures
+        while received < size:
+            got = self._plain.recv_into(self._incoming[received:size])
+            if not got:
+                raise ConnectionError("the other end is gone")
+            received += got
 
-    async def swap(self, size: int, times: int) -> dict[str, Any]:
-        """Move ``size`` bytes each way at once over the bulk channel, ``times`` times, and measure the loop's lag."""
-        with measured() as figures:
-            async with watched_loop(figures):
-                for _ in range(times):
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(self._channel.send, self._outgoing[:size])
-                        nursery.start_soon(self._channel.receive_into, self._incoming[:size])
-        return figures
+    def prepare(self, size: int) -> dict[str, Any]:
+        """Hash the first ``size`` bytes of the memory, to be exchanged next."""
+        self._outgoing = Outgoing(self._memory[:size], blake3(self._memory[:size]).digest())
+        return {}
 
     def hold(self, index: int, num_elements: int) -> dict[str, Any]:
         """Draw both vectors, and hold the ``index``-th; both nodes share the machine, so each has one thread."""
@@ -235,20 +202,20 @@ class ExchangingNode:
     def contribute(self, codec: str) -> dict[str, Any]:
         """Encode, and hash for the offer."""
         started_at = time.monotonic()
-        size = encode(codec, self._vector, self._outgoing)
-        digest = blake3(self._outgoing[:size]).hexdigest()
-        return {"started_at": started_at, "ended_at": time.monotonic(), "size": size, "digest": digest}
+        size = encode(codec, self._vector, self._memory)
+        self.prepare(size)
+        return {"started_at": started_at, "ended_at": time.monotonic(), "size": size}
 
-    async def exchange(self, round: int, codec: Codec, size: int, digest: str) -> dict[str, Any]:
-        """Exchange an encoded contribution over a new channel."""
-        outgoing = Outgoing(self._outgoing[:size], bytes.fromhex(digest))
-        incoming, is_initiator = self._incoming[:size], self._is_initiator
+    async def exchange(self, round: int, codec: Codec = "fp32") -> dict[str, Any]:
+        """Exchange what was prepared over a new channel, and measure the loop's lag."""
+        self._channels.close_kept()
+        own, incoming = self._outgoing, self._incoming[: self._outgoing.memory.nbytes]
         with measured() as figures:
-            self._channels.close_kept()
-            result = await exchange_with(
-                self._exchanges, self._peer, round, outgoing, incoming, is_initiator=is_initiator, codec=codec
-            )
-            check_committed(result)
+            async with watched_loop(figures):
+                result = await exchange_with(
+                    self._exchanges, self._peer, round, own, incoming, is_initiator=self._is_initiator, codec=codec
+                )
+        check_committed(result)
         return figures
 
     def average(self, codec: str) -> dict[str, Any]:
@@ -259,24 +226,6 @@ class ExchangingNode:
         ended_at = time.monotonic()
         error = float((mean - self._mean).square().mean().sqrt())
         return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
-
-
-async def _negotiate(channels: BulkService, stream: Libp2pStream, is_asker: bool) -> BulkChannel:
-    """Return this end of a new bulk channel, negotiated over a stream."""
-    if is_asker:
-        await stream.receive_some(len(_READY))
-        channel = await channels.acquire(stream.peer)
-        if channel is not None:
-            await stream.send_all(channel.session)
-            await stream.receive_some(len(_READY))
-    else:
-        with channels.expecting(stream.peer):
-            await stream.send_all(_READY)
-            channel = channels.take(stream.peer, await stream.receive_some(SESSION_BYTES))
-        await stream.send_all(_READY)
-    if not isinstance(channel, BulkChannel):
-        raise ConnectionError("no bulk channel opened")
-    return channel
 
 
 class MeshProgram:

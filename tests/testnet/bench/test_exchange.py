@@ -30,17 +30,16 @@ def test_each_part_is_measured_and_each_has_claims(
         costs = {OURS: {"call": 0.001, "push": 0.5, "fetch": 1.0}}
         monkeypatch.setattr("farandole.testnet.bench.exchange.measure_mesh", lambda *_: (costs, {}))
     with open_bench("exchange", tmp_path, repeats=1) as bench:
-        figures = measure(bench, sizes_mb=[1, 2], repeats=1, vector_mb=2, loop_mb=4, mesh_requests=4)
+        figures = measure(bench, sizes_mb=[1, 2], repeats=1, vector_mb=2, mesh_requests=4)
         bench.publish([*claims_of(figures, 2)], figures)
     document: dict[str, Any] = json.loads((tmp_path / "exchange.json").read_text())
-    assert document["one_way"].keys() == {"1", "2"}
-    assert all(size["mb_s"] > 0 and size["of_raw"] > 0 for size in document["one_way"].values())
+    assert document["sizes"].keys() == {"1", "2"}
+    for size in document["sizes"].values():
+        assert min(size["mb_s"], size["of_raw"]) > 0
+        assert 0 <= size["p50"] <= size["p99"] <= size["most_ms"]
     full, small = (document["averagings"][f"{OURS}, {codec}"] for codec in ("fp32", "int8"))
     assert (full["payload_mb"], small["payload_mb"]) == (2, pytest.approx(2 * 8.125 / 32, rel=1e-3))
     assert full["most_error"] < 1e-6 < small["most_error"] < 0.01, "both partners hold the mean"
-    loop = document["loop"]
-    assert loop["moved_mb"] == 4
-    assert 0 <= loop["p50"] <= loop["p99"] <= loop["most_ms"]
     assert min(document["mesh"][OURS].values()) > 0, "programs use the mesh of two daemons"
     claims = [claim["claim"] for claim in document["claims"]]
     assert "least share of a raw socket's rate on the bulk channel, from 1 MB" in claims
@@ -55,8 +54,7 @@ def test_how_others_do_stands_beside_ours() -> None:
     }
     figures = {
         "averagings": averagings,
-        "one_way": {256: {"of_raw": 0.8, "most_mb": 3.0}},
-        "loop": {"moved_mb": 4, "p99": 0.5},
+        "sizes": {256: {"of_raw": 0.8, "most_mb": 3.0, "p99": 0.5}},
         "mesh": {OURS: {"call": 0.001, "push": 0.5, "fetch": 1.0}},
     }
     exchange, whole, share, late, memory, call, *_ = claims_of(figures, 100)
