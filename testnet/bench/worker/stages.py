@@ -40,8 +40,9 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
 from farandole.training.base.device import choose_device
 from farandole.training.data.dataset import build_sampler
+from farandole.training.engine.learner import build_learner
 from farandole.training.engine.replica import Recipe, Replica
-from farandole.training.model.model import Transformer, build_model, cross_entropy, language_loss
+from farandole.training.model.model import Transformer, build_model, cross_entropy
 
 from ..process import ANSWER_TIMEOUT, BenchError
 
@@ -124,19 +125,12 @@ def learn_whole(manifest: dict[str, Any], steps: int, threads: int) -> dict[str,
     os.nice(TRAINING_NICENESS)  # as trainers are
     torch.set_num_threads(threads)
     checked = manifest_from_dict(manifest)
-    model, inner = checked.model, checked.inner
-    sampler = build_sampler(checked, RUN_ID, author())
-    module = build_model(model, checked.seed)
-    replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
+    whole = msgspec.structs.replace(checked, model=msgspec.structs.replace(checked.model, num_stages=1))
+    settings = messages.TrainerSettings(device="cpu", microbatch=checked.pipeline.microbatch_size)
+    learner = build_learner(whole, run_id=RUN_ID, author=author(), settings=settings)
     stepped_at, losses = [], []
-    for step in range(steps):
-        microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)
-        replica.clear_gradient()
-        for tokens in microbatches:  # (b, T + 1)
-            loss = language_loss(module, tokens)
-            loss.backward()
-            losses.append(float(loss.detach()))
-        replica.inner_step(inner.batch_size * model.context, len(microbatches))
+    for _ in range(steps):
+        losses.append(float(learner.learn()))
         stepped_at.append(time.monotonic())
     return {"stepped_at": stepped_at, "loss": sum(losses) / len(losses)}
 
