@@ -291,9 +291,7 @@ async def test_who_is_slow_but_steady_keeps_the_link(clock: MockClock) -> None:
         assert bob.heard == [FORWARD, DataReceived(0)]
 
 
-async def test_what_this_node_s_own_cap_holds_up_is_not_the_peer_s_fault(
-    clock: MockClock,
-) -> None:
+async def test_what_this_node_s_own_cap_holds_up_is_not_the_peer_s_fault(clock: MockClock) -> None:
     cap = Shaper(DATA_BYTES / PROGRESS_TIMEOUT / 4, trio.current_time)
     async with linked(shaping=Shaping(down=cap)) as (alice, bob):
         await alice.say(FORWARD, bytes(SIZE))
@@ -324,7 +322,7 @@ async def test_large_data_wait_for_a_route_and_small_data_do_not() -> None:
 
 
 @pytest.mark.parametrize("pause", [None, 0.01])
-async def test_who_stops_in_the_middle_of_a_channel_s_data_loses_the_link(
+async def test_who_stops_amid_a_channel_s_data_loses_the_link(
     pause: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender is silent, or sends a byte now and then; over a real channel, so in real time."""

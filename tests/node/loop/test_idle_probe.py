@@ -90,9 +90,7 @@ async def test_own_processes_are_told_from_others(tmp_path: Path, monkeypatch: p
     assert await GpuProbe().users({own, other}) == ()
 
 
-async def test_without_the_program_or_its_driver_it_is_said_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_program_or_its_driver_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
     with pytest.raises(ProbeError, match="has failed"):
         await GpuProbe().users(set())
@@ -134,7 +132,7 @@ async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypat
             await trio.sleep(0.01)
 
 
-async def test_a_node_rests_on_battery_and_a_driver_that_fails_is_warned_of_once(
+async def test_a_node_rests_on_battery_and_warns_once_of_its_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files and the program are real, the time between two looks is not."""

@@ -42,9 +42,7 @@ async def kill_in_the_middle(victim: Daemon, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "num_times"), [(6, 1), pytest.param(16, 20, marks=pytest.mark.soak)])
-async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
-    num_nodes: int, num_times: int, tmp_path: Path
-) -> None:
+async def test_half_of_the_nodes_are_killed_in_their_exchanges(num_nodes: int, num_times: int, tmp_path: Path) -> None:
     rng = random.Random(1)
     signed, options = make_run(tmp_path)
     async with AsyncExitStack() as stack:

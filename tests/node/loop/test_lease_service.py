@@ -206,9 +206,7 @@ async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(run: Run, dis
         assert node.drawn[-1].ranges == [(first + 3, count - 3)]
 
 
-async def test_who_leaves_hands_over_what_is_left_and_its_next_life_does_not_go_on_with_it(
-    run: Run, disk: Disk, clock: MockClock
-) -> None:
+async def test_who_leaves_hands_over_what_is_left_and_is_done_with_it(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + SAVE_SECONDS)
@@ -248,9 +246,7 @@ async def test_what_is_said_last_is_what_was_meant_last(disk: Disk, nursery: tri
     assert run.meant[-2:] == [earlier, Lease(0, CORPUS)]
 
 
-async def test_another_text_is_told_of_and_who_is_gone_for_good_is_forgotten(
-    run: Run, disk: Disk, clock: MockClock
-) -> None:
+async def test_another_text_is_told_of_until_its_node_is_gone_for_good(run: Run, disk: Disk, clock: MockClock) -> None:
     async with life(run, disk) as node:
         node.others = frozenset({public_bytes(BOB)})
         run.write(BOB, 0, Lease(0, OTHER_TEXT))

@@ -39,7 +39,7 @@ cat "$(dirname "$0")/users"
 """
 
 
-async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
+async def test_a_node_has_no_trainer_while_another_uses_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is real except the driver, the length of a minute, and the battery, of which there is none."""

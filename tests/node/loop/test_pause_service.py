@@ -32,7 +32,7 @@ async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestServic
         yield RestService(rest, store, hours, local_time, lambda warning: None), rest
 
 
-async def test_a_node_rests_in_its_quiet_hours_and_not_else(
+async def test_a_node_rests_in_its_quiet_hours(
     tmp_path: Path, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A day with quiet hours, checked in the middle of each minute."""

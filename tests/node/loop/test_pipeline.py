@@ -196,9 +196,7 @@ async def run_all(nodes: Sequence[Node], manifest: Manifest, steps: int) -> None
 
 
 @pytest.mark.parametrize(("num_stages", "path"), [(4, "stream"), (2, "bulk")])
-async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
-    tmp_path: Path, num_stages: int, path: str
-) -> None:
+async def test_nodes_of_one_stage_each_learn_what_one_learns_alone(tmp_path: Path, num_stages: int, path: str) -> None:
     is_bulk = path == "bulk"
     manifest = manifest_of(num_stages, 1_024, 64) if is_bulk else manifest_of(num_stages)
     steps = 4 if is_bulk else STEPS

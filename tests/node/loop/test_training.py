@@ -343,9 +343,7 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     assert (len(story.trainers), story.state.round, story.state.phase) == (2, 9, "training")
 
 
-async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_loses_no_round_that_is_over(
-    story: Story, clock: MockClock
-) -> None:
+async def test_a_rest_waits_for_no_exchange_and_loses_no_round_that_is_over(story: Story, clock: MockClock) -> None:
     story.exchange_seconds = 10 * REST_TIMEOUT
     await story.meet(BOB)
     began_at = trio.current_time()
@@ -383,9 +381,7 @@ async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story)
         assert story.at[0] == "training"
 
 
-async def test_a_trainer_that_dies_again_and_again_leaves_the_node_at_rest_until_its_owner_tries_at_once(
-    story: Story, clock: MockClock
-) -> None:
+async def test_a_trainer_that_dies_again_and_again_rests_until_its_owner_tries(story: Story, clock: MockClock) -> None:
     for _ in range(MAX_CRASHES):
         await story.report(TrainerError("killed by signal 11"))
         await trio.sleep(1.1 * RESTART_DELAYS[-1])
@@ -423,9 +419,7 @@ async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(story: Sto
     assert (len(story.trainers), story.state.round) == (2, story.others_round)
 
 
-async def test_a_round_that_others_claim_is_taken_up_only_with_weights_of_about_that_round(
-    story: Story, clock: MockClock
-) -> None:
+async def test_a_round_that_others_claim_is_taken_up_with_weights_of_it_alone(story: Story, clock: MockClock) -> None:
     await story.play_round()
     story.prepared = with_weights_of(1)
     story.others_round = 100_000
@@ -514,9 +508,7 @@ async def test_a_trainer_that_was_replaced_is_dead_no_more(story: Story, clock: 
     assert not story.state.is_trainer_dead
 
 
-async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_outer_step(
-    story: Story, clock: MockClock
-) -> None:
+async def test_an_exchange_that_breaks_is_followed_by_one_with_another(story: Story, clock: MockClock) -> None:
     await story.meet(BOB, CAROL)
     await trio.sleep(1.5 * EXCHANGE_SECONDS)
     story.is_committed = True
@@ -533,9 +525,7 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
     assert (record.partner, record.failed_partner) == (peer_id_of(second.peer), peer_id_of(first.peer))
 
 
-async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(
-    story: Story, clock: MockClock
-) -> None:
+async def test_the_verdict_of_an_exchange_that_broke_is_not_the_next_ones(story: Story, clock: MockClock) -> None:
     await story.meet(BOB, CAROL)
     await trio.sleep(EXCHANGE_SECONDS / 2)
     verdicts: list[str | None] = []
@@ -556,7 +546,7 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_a_trainer_that_judges_too_slowly_costs_no_exchange_and_is_reported(
+async def test_a_trainer_that_judges_too_slowly_costs_no_exchange(
     story: Story, clock: MockClock, answers: bool
 ) -> None:
     """It reports the seconds that it would take, or is in the middle of other work."""
@@ -579,9 +569,7 @@ async def test_a_trainer_that_judges_too_slowly_costs_no_exchange_and_is_reporte
 
 
 @pytest.mark.parametrize("seconds", [EXCHANGE_GRACE / 2, 2 * EXCHANGE_GRACE])
-async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of_it(
-    story: Story, clock: MockClock, seconds: float
-) -> None:
+async def test_who_leaves_waits_a_little_for_its_exchange(story: Story, clock: MockClock, seconds: float) -> None:
     story.exchange_seconds = seconds
     await story.meet(BOB)
     story.is_committed = seconds < EXCHANGE_GRACE

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -179,196 +178,166 @@ class GossipNode:
         return {peer for peer in self.service.liveness.live(trio.current_time()) if peer in members} | {self.author}
 
 
-@asynccontextmanager
-async def wired(clock: MockClock) -> AsyncIterator[Wires]:
-    clock.autojump_threshold = 0.0
-    async with trio.open_nursery() as nursery:
-        yield Wires(nursery)
-        nursery.cancel_scope.cancel()
+@pytest.fixture
+async def wires(nursery: trio.Nursery) -> Wires:
+    return Wires(nursery)
 
 
-async def test_eight_nodes_find_each_other_by_one(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        nodes = [GossipNode(wires, number) for number in range(1, 9)]
-        for node in nodes:
-            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
-        await trio.sleep(12.0)
-        everybody = {node.author for node in nodes}
-        assert all(node.sees() == everybody for node in nodes)
-        assert len({node.state.root for node in nodes}) == 1
-        assert all(node.host.faults == [] for node in nodes)
-        expected = [f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id_of(nodes[1].author)}"]
-        assert nodes[7].host.addresses[nodes[1].author] == expected
+async def running(wires: Wires, number: int, store: MemoryStore | None = None) -> GossipNode:
+    node = GossipNode(wires, number, store)
+    await wires.nursery.start(node.service.run)
+    return node
 
 
-async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        nodes = [GossipNode(wires, number) for number in range(1, 6)]
-        for node in nodes:
-            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
-        await trio.sleep(10.0)
-        await nodes[1].service.publish(Kind.MEMBER, 0, Member(left=True))
-        await nodes[1].service.flush()
-        wires.cut = {nodes[1].author, nodes[2].author}
-        await trio.sleep(10.0)
-        left = {nodes[0].author, nodes[3].author, nodes[4].author}
-        assert all(node.sees() == left for node in (nodes[0], nodes[3], nodes[4]))
-        wires.cut = {nodes[1].author}
-        await trio.sleep(15.0)
-        assert all(node.sees() == left | {nodes[2].author} for node in (nodes[0], nodes[2], nodes[3], nodes[4]))
+async def test_eight_nodes_find_each_other_by_one(wires: Wires, clock: MockClock) -> None:
+    nodes = [GossipNode(wires, number) for number in range(1, 9)]
+    for node in nodes:
+        wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
+    await trio.sleep(12.0)
+    everybody = {node.author for node in nodes}
+    assert all(node.sees() == everybody for node in nodes)
+    assert len({node.state.root for node in nodes}) == 1
+    assert all(node.host.faults == [] for node in nodes)
+    expected = [f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id_of(nodes[1].author)}"]
+    assert nodes[7].host.addresses[nodes[1].author] == expected
 
 
-async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(
-    mock_clock: MockClock,
-) -> None:
-    async with wired(mock_clock) as wires:
-        donors = [GossipNode(wires, number) for number in range(2, 5)]
-        for index, donor in enumerate(donors):
-            donor.state.merge(Delta(tuple(member(number) for number in (*range(20, 40), 50 + index))), NOW)
-            await wires.nursery.start(donor.service.run)
-        node, num_merged = GossipNode(wires, 1), 0
+async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(wires: Wires, clock: MockClock) -> None:
+    donors = [GossipNode(wires, number) for number in range(2, 5)]
+    for index, donor in enumerate(donors):
+        donor.state.merge(Delta(tuple(member(number) for number in (*range(20, 40), 50 + index))), NOW)
+        await wires.nursery.start(donor.service.run)
+    node, num_merged = GossipNode(wires, 1), 0
 
-        def merge(delta: Delta, *arguments: Any, **named: Any) -> MergeReport:
-            nonlocal num_merged
-            num_merged += len(delta.entries)
-            return RunState.merge(node.state, delta, *arguments, **named)
+    def merge(delta: Delta, *arguments: Any, **named: Any) -> MergeReport:
+        nonlocal num_merged
+        num_merged += len(delta.entries)
+        return RunState.merge(node.state, delta, *arguments, **named)
 
-        node.state.merge = merge  # type: ignore[method-assign]  # to count
-        await wires.nursery.start(node.service.run)
-        node.host.connected = frozenset(donor.author for donor in donors)
-        assert await node.service.join() == 3
-        assert set(node.state.authors) == {author_of(number) for number in (*range(20, 40), 50, 51, 52)}
-        assert num_merged == 23
+    node.state.merge = merge  # type: ignore[method-assign]  # to count
+    await wires.nursery.start(node.service.run)
+    node.host.connected = frozenset(donor.author for donor in donors)
+    assert await node.service.join() == 3
+    assert set(node.state.authors) == {author_of(number) for number in (*range(20, 40), 50, 51, 52)}
+    assert num_merged == 23
 
 
-async def test_a_restart_takes_up_what_was_stored(mock_clock: MockClock) -> None:
+async def test_a_restart_takes_up_what_was_stored(wires: Wires, clock: MockClock) -> None:
     store = MemoryStore()
-    async with wired(mock_clock) as wires:
-        node = GossipNode(wires, 1, store)
-        wires.nursery.start_soon(node.live)
+    async with trio.open_nursery() as life:
+        node = GossipNode(Wires(life), 1, store)
+        life.start_soon(node.live)
         await trio.sleep(1.0)
         node.state.merge(Delta((notice(2), member(3, device="a"), member(3, device="b"))), NOW)
         await trio.sleep(4.0)
         root = node.state.root
+        life.cancel_scope.cancel()
     store.rows[author_of(4)] = b"damaged"
     store.rows[author_of(5)] = Delta((notice(6),)).encode()[:-9] + bytes(9)
-    async with wired(mock_clock) as wires:
-        reborn = GossipNode(wires, 1, store)
-        await wires.nursery.start(reborn.service.run)
-        assert reborn.state.root == root
-        past = reborn.state.get(reborn.author, Kind.MEMBER)
-        assert past is not None
-        await reborn.service.publish(Kind.MEMBER, 0, Member(device="again"))
-        now = reborn.state.get(reborn.author, Kind.MEMBER)
-        assert now is not None
-        assert now.tick > past.tick
-        assert not reborn.service.has_forked
-        await trio.sleep(4.0)
+    reborn = await running(wires, 1, store)
+    assert reborn.state.root == root
+    past = reborn.state.get(reborn.author, Kind.MEMBER)
+    assert past is not None
+    await reborn.service.publish(Kind.MEMBER, 0, Member(device="again"))
+    now = reborn.state.get(reborn.author, Kind.MEMBER)
+    assert now is not None
+    assert now.tick > past.tick
+    assert not reborn.service.has_forked
+    await trio.sleep(4.0)
     assert author_of(4) not in store.rows
 
 
-async def test_nothing_is_said_that_a_crash_could_contradict(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node = GossipNode(wires, 1)
-        await wires.nursery.start(node.service.run)
-        node.store.is_full = True
-        await node.service.publish(Kind.MEMBER, 0, Member(device="old"))
-        await node.service.publish(Kind.MEMBER, 0, Member(device="new"))
-        await trio.sleep(5.0)
-        assert node.state.get(node.author, Kind.MEMBER) is None
-        node.store.is_full = False
-        await trio.sleep(5.0)
-        assert node.state.payload(node.author, Member) == Member(device="new")
-        entry = node.state.get(node.author, Kind.MEMBER)
-        assert entry is not None
-        assert entry.written_at <= node.store.mark[-1][1]
-        assert node.author in node.store.rows
+async def test_nothing_is_said_that_a_crash_could_contradict(wires: Wires, clock: MockClock) -> None:
+    node = await running(wires, 1)
+    node.store.is_full = True
+    await node.service.publish(Kind.MEMBER, 0, Member(device="old"))
+    await node.service.publish(Kind.MEMBER, 0, Member(device="new"))
+    await trio.sleep(5.0)
+    assert node.state.get(node.author, Kind.MEMBER) is None
+    node.store.is_full = False
+    await trio.sleep(5.0)
+    assert node.state.payload(node.author, Member) == Member(device="new")
+    entry = node.state.get(node.author, Kind.MEMBER)
+    assert entry is not None
+    assert entry.written_at <= node.store.mark[-1][1]
+    assert node.author in node.store.rows
 
 
-async def test_what_comes_too_fast_is_said_later_the_newest_first(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node = GossipNode(wires, 1)
-        await wires.nursery.start(node.service.run)
-        for value in range(5):
-            await node.service.publish(Kind.PROGRESS, 0, Progress(0, 0, value, 0, 0))
-        said = node.state.payload(node.author, Progress)
-        assert said is not None
-        assert said.tokens < 4
-        await trio.sleep(130.0)
-        assert node.state.payload(node.author, Progress) == Progress(0, 0, 4, 0, 0)
+async def test_what_comes_too_fast_is_said_later_the_newest_first(wires: Wires, clock: MockClock) -> None:
+    node = await running(wires, 1)
+    for value in range(5):
+        await node.service.publish(Kind.PROGRESS, 0, Progress(0, 0, value, 0, 0))
+    said = node.state.payload(node.author, Progress)
+    assert said is not None
+    assert said.tokens < 4
+    await trio.sleep(130.0)
+    assert node.state.payload(node.author, Progress) == Progress(0, 0, 4, 0, 0)
 
 
-async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node, attacker = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
-        await wires.nursery.start(node.service.run)
-        for payload in (b"", b"\xff" * 100, bytes(1 << 20)):
-            attacker.send_nowait(node.author, PUSH_PROTOCOL, payload)
-        assert node.host.faults == [attacker.author] * 3
-        for data in (b"\xff" * 50, encode_frame(SyncHello(1, b"o" * 32, 0, bytes(32)))):
-            stream = await attacker.open_stream(node.author, SYNC_PROTOCOL)
-            await stream.send_all(data)
-            assert await stream.receive_some(1000) == b""
-        assert node.host.faults == [attacker.author] * 5
+async def test_garbage_costs_its_sender_and_nobody_else(wires: Wires, clock: MockClock) -> None:
+    node, attacker = await running(wires, 1), MemoryHost(wires, author_of(2))
+    for payload in (b"", b"\xff" * 100, bytes(1 << 20)):
+        attacker.send_nowait(node.author, PUSH_PROTOCOL, payload)
+    assert node.host.faults == [attacker.author] * 3
+    for data in (b"\xff" * 50, encode_frame(SyncHello(1, b"o" * 32, 0, bytes(32)))):
+        stream = await attacker.open_stream(node.author, SYNC_PROTOCOL)
+        await stream.send_all(data)
+        assert await stream.receive_some(1000) == b""
+    assert node.host.faults == [attacker.author] * 5
 
 
-async def test_sessions_that_peers_begin_are_bounded(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node, eager = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
-        await wires.nursery.start(node.service.run)
-        first = await eager.open_stream(node.author, SYNC_PROTOCOL)
-        await trio.sleep(0.1)
-        second = await eager.open_stream(node.author, SYNC_PROTOCOL)
-        assert await second.receive_some(1) == b"", "one at a time"
-        await first.send_all(encode_frame(SyncHello(1, RUN_ID, 0, node.state.root)))
-        assert await first.receive_some(1) != b""
-        num_served = 0
-        for _ in range(20):
-            stream = await eager.open_stream(node.author, SYNC_PROTOCOL)
-            try:
-                await stream.send_all(encode_frame(SyncHello(1, RUN_ID, 0, node.state.root)))
-                num_served += await stream.receive_some(1) != b""
-            except trio.BrokenResourceError:
-                continue
-        assert num_served < 10
+async def test_sessions_that_peers_begin_are_bounded(wires: Wires, clock: MockClock) -> None:
+    node, eager = await running(wires, 1), MemoryHost(wires, author_of(2))
+    first = await eager.open_stream(node.author, SYNC_PROTOCOL)
+    await trio.sleep(0.1)
+    second = await eager.open_stream(node.author, SYNC_PROTOCOL)
+    assert await second.receive_some(1) == b"", "one at a time"
+    await first.send_all(encode_frame(SyncHello(1, RUN_ID, 0, node.state.root)))
+    assert await first.receive_some(1) != b""
+    num_served = 0
+    for _ in range(20):
+        stream = await eager.open_stream(node.author, SYNC_PROTOCOL)
+        try:
+            await stream.send_all(encode_frame(SyncHello(1, RUN_ID, 0, node.state.root)))
+            num_served += await stream.receive_some(1) != b""
+        except trio.BrokenResourceError:
+            continue
+    assert num_served < 10
 
 
 def clock_ahead_by(seconds: float) -> Callable[[], float]:
     return lambda: NOW + trio.current_time() + seconds
 
 
-async def test_a_stranger_that_calls_has_no_vote(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        node, stranger = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
+async def test_a_stranger_that_calls_has_no_vote(wires: Wires, clock: MockClock) -> None:
+    node, stranger = await running(wires, 1), MemoryHost(wires, author_of(2))
+    node.host.connected = frozenset({stranger.author})
+    stream = await stranger.open_stream(node.author, SYNC_PROTOCOL)
+    await stream.send_all(encode_frame(SyncHello(1, RUN_ID, int(NOW + HOUR), node.state.root)))
+    assert await stream.receive_some(1) != b"", "it is served"
+    await trio.sleep(60.0)
+    assert node.service.clock_skew is None
+
+
+async def test_a_clock_that_is_set_right_is_fine_at_once(wires: Wires, clock: MockClock) -> None:
+    nodes, late = [GossipNode(wires, number) for number in range(1, 5)], GossipNode(wires, 5)
+    late.service._unix = clock_ahead_by(-HOUR)
+    for node in nodes:
         await wires.nursery.start(node.service.run)
-        node.host.connected = frozenset({stranger.author})
-        stream = await stranger.open_stream(node.author, SYNC_PROTOCOL)
-        await stream.send_all(encode_frame(SyncHello(1, RUN_ID, int(NOW + HOUR), node.state.root)))
-        assert await stream.receive_some(1) != b"", "it is served"
-        await trio.sleep(60.0)
-        assert node.service.clock_skew is None
-
-
-async def test_a_clock_that_is_set_right_is_fine_at_once(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        nodes, late = [GossipNode(wires, number) for number in range(1, 5)], GossipNode(wires, 5)
-        late.service._unix = clock_ahead_by(-HOUR)
-        for node in nodes:
-            await wires.nursery.start(node.service.run)
-            late.host.networks[node.author] = "10.0.0.0/24"
-        wires.nursery.start_soon(late.live, nodes)
-        skew = None
-        for _ in range(10):  # it asks members at random
-            await trio.sleep(30.0)
-            if (skew := late.service.clock_skew) is not None and skew.num_members == len(nodes):
-                break
-        assert skew is not None
-        assert (skew.is_agreed, skew.is_harmful, skew.num_members) == (True, True, 4)
-        assert skew.seconds == pytest.approx(-HOUR, abs=2.0)
-        late.service._unix = clock_ahead_by(0.0)
-        assert late.service.clock_skew is None
-        await trio.sleep(60.0)
-        assert late.service.clock_skew is None
+        late.host.networks[node.author] = "10.0.0.0/24"
+    wires.nursery.start_soon(late.live, nodes)
+    skew = None
+    for _ in range(10):  # it asks members at random
+        await trio.sleep(30.0)
+        if (skew := late.service.clock_skew) is not None and skew.num_members == len(nodes):
+            break
+    assert skew is not None
+    assert (skew.is_agreed, skew.is_harmful, skew.num_members) == (True, True, 4)
+    assert skew.seconds == pytest.approx(-HOUR, abs=2.0)
+    late.service._unix = clock_ahead_by(0.0)
+    assert late.service.clock_skew is None
+    await trio.sleep(60.0)
+    assert late.service.clock_skew is None
 
 
 def test_addresses_are_made_dialable() -> None:
@@ -380,21 +349,19 @@ def test_addresses_are_made_dialable() -> None:
     ]
 
 
-async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(mock_clock: MockClock) -> None:
-    async with wired(mock_clock) as wires:
-        donor = GossipNode(wires, 2)
-        donor.state.merge(Delta((member(20),)), NOW)
-        await wires.nursery.start(donor.service.run)
-        tarpits = [MemoryHost(wires, author_of(number)) for number in (3, 4)]
+async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(wires: Wires, clock: MockClock) -> None:
+    donor = GossipNode(wires, 2)
+    donor.state.merge(Delta((member(20),)), NOW)
+    await wires.nursery.start(donor.service.run)
+    tarpits = [MemoryHost(wires, author_of(number)) for number in (3, 4)]
 
-        async def never_answer(stream: MemoryStream) -> None:
-            await trio.sleep_forever()
+    async def never_answer(stream: MemoryStream) -> None:
+        await trio.sleep_forever()
 
-        for tarpit in tarpits:
-            tarpit.set_handler(SYNC_PROTOCOL, never_answer)
-        node = GossipNode(wires, 1)
-        await wires.nursery.start(node.service.run)
-        node.host.connected = frozenset({donor.author, *(tarpit.author for tarpit in tarpits)})
-        wires.nursery.start_soon(node.service.join)
-        await trio.sleep(2 * JOIN_LEAD_SECONDS + 1.0)
-        assert author_of(20) in node.state.authors
+    for tarpit in tarpits:
+        tarpit.set_handler(SYNC_PROTOCOL, never_answer)
+    node = await running(wires, 1)
+    node.host.connected = frozenset({donor.author, *(tarpit.author for tarpit in tarpits)})
+    wires.nursery.start_soon(node.service.join)
+    await trio.sleep(2 * JOIN_LEAD_SECONDS + 1.0)
+    assert author_of(20) in node.state.authors

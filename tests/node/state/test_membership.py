@@ -26,11 +26,6 @@ from farandole.protocol.state.liveness import Liveness
 from ..transfers.files import index_of
 
 
-def make_membership(journal: Journal, gossip: Any, state: Any = None, host: Any = None) -> Membership:
-    announcer = Announcer(host, gossip, journal, incarnation=1)
-    return Membership(host, state, gossip, journal, announcer)
-
-
 class Gossip:
     """Records published entries."""
 
@@ -45,9 +40,6 @@ class Gossip:
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.published.append((kind, payload))
-
-    def members(self) -> list[Member]:
-        return [payload for _, payload in self.published if isinstance(payload, Member)]
 
 
 @pytest.mark.parametrize(
@@ -68,18 +60,17 @@ async def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_i
 
 
 async def test_an_address_that_was_found_is_announced_without_delay(clock: MockClock) -> None:
-    journal, gossip = Journal(say=lambda text: None), Gossip()
-    host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
-    membership = make_membership(journal, gossip, host=host)
-    await membership.announcer.announce()
+    node = Staged()
+    node.host.addresses = ["/ip4/10.0.0.1/tcp/1/p2p/x"]
+    await node.announcer.announce()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(membership.announcer.run)
+        nursery.start_soon(node.announcer.run)
         await trio.sleep(ADDRESSES_INTERVAL * 3)
-        assert len(gossip.members()) == 1
-        host.addresses = [*host.addresses, "/ip4/5.1.1.1/tcp/2/p2p/y/p2p-circuit/p2p/x"]
+        (before,) = node.told(Kind.MEMBER)
+        node.host.addresses = [*node.host.addresses, "/ip4/5.1.1.1/tcp/2/p2p/y/p2p-circuit/p2p/x"]
         await trio.sleep(ADDRESSES_INTERVAL * 3)
         nursery.cancel_scope.cancel()
-    before, after = gossip.members()
+    _, after = node.told(Kind.MEMBER)
     assert len(after.addresses) == len(before.addresses) + 1
 
 
@@ -116,12 +107,17 @@ class Staged:
     def __init__(self, *, is_bound: bool = False) -> None:
         self.gossip, self.state = Gossip(), Told()
         self.journal = Journal(say=lambda text: None)
-        self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset())
+        connections = SimpleNamespace(protect=lambda is_needed: None)
+        self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset(), connections=connections)
         state: Any = self.state
         gossip: Any = self.gossip
         host: Any = self.host
-        announcer = Announcer(host, gossip, self.journal, incarnation=1, num_stages=3, is_bound=is_bound)
-        self.membership = Membership(host, state, gossip, self.journal, announcer, num_stages=3)
+        self.announcer = Announcer(host, gossip, self.journal, incarnation=1, num_stages=3, is_bound=is_bound)
+        self.membership = Membership(host, state, gossip, self.journal, self.announcer, num_stages=3)
+
+    def told(self, kind: Kind) -> list[Any]:
+        """Return what this node has published of a kind."""
+        return [payload for published, payload in self.gossip.published if published is kind]
 
     def hear(self, peer: bytes, stage: int, round_index: int = 0, speed: int = 0, *, is_bound: bool = False) -> None:
         member = Member(stage, speed=speed, is_bound=is_bound)
@@ -197,15 +193,12 @@ async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
     node = Staged()
     await node.membership.hold(2)
     index = index_of(b"checkpoint")
-    node.membership.announcer.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
-    node.membership.announcer.checkpoint_held(b"b" * 32, index, is_copy=True)
-    await node.membership.announcer.report_progress()
-    await node.membership.announcer.report_progress()
-    told = [payload for kind, payload in node.gossip.published if kind is Kind.CHECKPOINT]
-    assert {payload.id: payload.stage for payload in told if isinstance(payload, CheckpointNotice)} == {
-        b"a" * 32: 2,
-        b"b" * 32: 0,
-    }
+    node.announcer.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
+    node.announcer.checkpoint_held(b"b" * 32, index, is_copy=True)
+    await node.announcer.report_progress()
+    await node.announcer.report_progress()
+    told = {notice.id: notice.stage for notice in node.told(Kind.CHECKPOINT)}
+    assert told == {b"a" * 32: 2, b"b" * 32: 0}
     assert node.membership.told_checkpoints() == frozenset()
     node.state.tell(ME, notice(2, 4))
     node.state.tell(ME, notice(1, 5), index=1)
@@ -272,26 +265,21 @@ async def test_a_node_waits_until_it_has_reached_a_member_that_trains_best_a_par
 
 
 async def test_suspicions_are_published_when_they_change_and_before_they_expire(clock: MockClock) -> None:
-    journal, gossip = Journal(say=lambda text: None), Gossip()
-    host: Any = SimpleNamespace(addresses=[])
-    announcer = make_membership(journal, gossip, host=host).announcer
-
-    def told() -> list[Payload]:
-        return [payload for kind, payload in gossip.published if kind is Kind.SUSPECTS]
-
+    node = Staged()
+    announcer = node.announcer
     async with trio.open_nursery() as nursery:
         nursery.start_soon(announcer.run)
         await trio.sleep(1.5 * MEMBER_INTERVAL)
-        assert told() == [], "a node without suspicions publishes nothing"
+        assert node.told(Kind.SUSPECTS) == [], "a node without suspicions publishes nothing"
         announcer.note_suspicion(BOB, True)
         announcer.note_suspicion(BOB, True)
         await trio.sleep(2 * PROGRESS_INTERVAL)
-        assert told() == [Suspects((BOB[:8],))]
+        assert node.told(Kind.SUSPECTS) == [Suspects((BOB[:8],))]
         await trio.sleep(RULES[Kind.SUSPECTS].ttl)
-        assert len(told()) > 3
+        assert len(node.told(Kind.SUSPECTS)) > 3
         announcer.note_suspicion(BOB, False)
         await trio.sleep(2 * PROGRESS_INTERVAL)
-        assert told()[-1] == Suspects(())
+        assert node.told(Kind.SUSPECTS)[-1] == Suspects(())
         nursery.cancel_scope.cancel()
 
 
@@ -316,7 +304,6 @@ async def test_only_suspicions_of_partners_that_are_believed_count() -> None:
 
 async def test_a_clock_that_members_agree_on_is_reported_once(clock: MockClock) -> None:
     node = Staged()
-    node.host.connections = SimpleNamespace(protect=lambda is_needed: None)
     node.gossip.clock_skew = ClockSkew(-3_660.0, 3, is_agreed=True)
     with trio.move_on_after(10.0):
         await node.membership.run()
@@ -334,7 +321,6 @@ async def test_a_clock_that_members_agree_on_is_reported_once(clock: MockClock) 
 
 async def test_a_liar_about_the_time_is_ignored_while_a_member_is_live(clock: MockClock) -> None:
     node = Staged()
-    node.host.connections = SimpleNamespace(protect=lambda is_needed: None)
     node.gossip.clock_skew = ClockSkew(3_660.0, 1, is_agreed=False)
     node.hear(ANN, 0)
     with trio.move_on_after(1.5):

@@ -145,10 +145,10 @@ async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
 
 
 async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None:
-    async with host_at_loopback() as alice, open_messenger(alice) as messenger:
-        messenger.set_receiver(TALK, MAX_BYTES, Inbox().receive)
+    async with open_talk() as talk:
+        talk.from_alice.set_receiver(TALK, MAX_BYTES, Inbox().receive)
         with pytest.raises(LocalProtocolError):
-            messenger.send_nowait(bytes(32), TALK, bytes(MAX_BYTES + 1))
+            talk.say(bytes(MAX_BYTES + 1))
 
 
 async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,48 +164,44 @@ async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messenger_module, "SEND_TIMEOUT", 0.2)
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(alice) as from_alice:
-            is_reported = trio.Event()
+    async with open_talk() as talk:
+        is_reported = trio.Event()
 
-            async def never_read(stream: Libp2pStream) -> None:
-                await trio.sleep_forever()
+        async def never_read(stream: Libp2pStream) -> None:
+            await trio.sleep_forever()
 
-            bob.set_handler(TALK, never_read)
-            from_alice.set_receiver(TALK, 1024 * 1024, Inbox().receive, lambda *_: is_reported.set())
-            alice.dialler.add_addresses(bob.author, bob.addresses)
-            for _ in range(4):
-                from_alice.send_nowait(bob.author, TALK, bytes(1024 * 1024))
-            await is_reported.wait()
+        talk.bob.set_handler(TALK, never_read)
+        talk.from_alice.set_receiver(TALK, 1024 * 1024, Inbox().receive, lambda *_: is_reported.set())
+        for _ in range(4):
+            talk.say(bytes(1024 * 1024))
+        await is_reported.wait()
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_garbage_costs_the_stream_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
-    with trio.fail_after(PATIENCE):
-        async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(bob) as at_bob:
-            inbox = Inbox()
-            at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
-            await alice.connect(bob.author, bob.addresses)
-            for _ in range(40):
-                good = b"".join(frame(rng.randbytes(rng.randrange(20)), MAX_BYTES) for _ in range(rng.randrange(3)))
-                lie = rng.choice([2**31, 2**32 - 1, MAX_BYTES + 1, 5]).to_bytes(4, "big") + rng.randbytes(3)
-                stream = await alice.open_stream(bob.author, TALK)
-                try:
-                    for piece in (good, lie):
-                        cut = rng.randrange(len(piece) + 1)
-                        await stream.send_all(piece[:cut])
-                        await stream.send_all(piece[cut:])
-                    await stream.send_eof()
-                    assert await stream.receive_some() == b""
-                except trio.BrokenResourceError:
-                    pass
-                finally:
-                    stream.reset()
-            async with await alice.open_stream(bob.author, TALK) as stream:
-                await stream.send_all(frame(b"still here", MAX_BYTES))
-                await inbox.wait_for(len(inbox.frames) + 1)
-            assert inbox.frames[-1] == (alice.author, b"still here")
+    async with open_talk() as talk:
+        alice, bob, inbox = talk.alice, talk.bob, talk.inbox
+        await alice.connect(bob.author, bob.addresses)
+        for _ in range(40):
+            good = b"".join(frame(rng.randbytes(rng.randrange(20)), MAX_BYTES) for _ in range(rng.randrange(3)))
+            lie = rng.choice([2**31, 2**32 - 1, MAX_BYTES + 1, 5]).to_bytes(4, "big") + rng.randbytes(3)
+            stream = await alice.open_stream(bob.author, TALK)
+            try:
+                for piece in (good, lie):
+                    cut = rng.randrange(len(piece) + 1)
+                    await stream.send_all(piece[:cut])
+                    await stream.send_all(piece[cut:])
+                await stream.send_eof()
+                assert await stream.receive_some() == b""
+            except trio.BrokenResourceError:
+                pass
+            finally:
+                stream.reset()
+        async with await alice.open_stream(bob.author, TALK) as stream:
+            await stream.send_all(frame(b"still here", MAX_BYTES))
+            await inbox.wait_for(len(inbox.frames) + 1)
+        assert inbox.frames[-1] == (alice.author, b"still here")
 
 
 def _streams(host: Host, peer: Host) -> list[object]:

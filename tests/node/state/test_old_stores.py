@@ -30,9 +30,7 @@ def set_layout(path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["0.1.0.sqlite"])
-async def test_an_older_releases_store_opens_with_all_that_it_holds(
-    name: str, tmp_path: Path, nursery: trio.Nursery
-) -> None:
+async def test_an_older_store_opens_with_all_that_it_holds(name: str, tmp_path: Path, nursery: trio.Nursery) -> None:
     path = tmp_path / name
     for suffix in ("", ".mark"):
         shutil.copy(STORES / f"{name}{suffix}", f"{path}{suffix}")
@@ -72,9 +70,7 @@ async def test_a_newer_releases_store_is_refused_untouched_with_the_remedy(tmp_p
     assert not list(tmp_path.glob("*.damaged"))
 
 
-def test_a_node_with_a_newer_releases_store_ends_with_the_remedy(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_with_a_newer_store_ends_with_the_remedy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     closing(sqlite3.connect(tmp_path / "store.sqlite"))
     set_layout(tmp_path / "store.sqlite", LAYOUT + 1)
     with pytest.raises(SystemExit) as ended:

@@ -116,7 +116,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-async def test_a_node_trains_on_without_room_and_saves_when_there_is_some(
+async def test_a_node_without_room_trains_on_and_saves_later(
     manifest: Manifest, small_disk: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run.manifest"
@@ -145,9 +145,7 @@ async def test_a_node_trains_on_without_room_and_saves_when_there_is_some(
         assert await alice.end(signal.SIGTERM) == Exit.OK
 
 
-async def test_a_newcomer_without_room_is_told_before_it_fetches_weights(
-    manifest: Manifest, small_disk: Path, tmp_path: Path
-) -> None:
+async def test_a_newcomer_without_room_fetches_no_weights(manifest: Manifest, small_disk: Path, tmp_path: Path) -> None:
     run, signed = tmp_path / "run.manifest", sign_manifest(manifest, Ed25519PrivateKey.generate())
     run.write_bytes(signed.encode())
     async with joined(tmp_path / "carol", str(run), "--device", "cpu") as carol:

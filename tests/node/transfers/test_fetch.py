@@ -88,9 +88,7 @@ def is_what_was_wanted(path: Path) -> bool:
     }
 
 
-async def test_two_donors_give_different_blocks_of_what_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_donors_give_different_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "MAX_WINDOW", 2)  # otherwise the first ready donor is asked for all
     async with open_members(3) as (newcomer, *donors):
         newcomer.conditions.shaping = Shaping.of_mbit(0, 100)  # otherwise one has given all before the other is asked
@@ -225,21 +223,12 @@ async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monk
             await fetch(newcomer, donors, tmp_path / "ours")
 
 
-async def test_a_fetch_that_gets_nothing_from_anybody_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fetch_that_gets_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "PATIENCE", 0.3)
     nobody: Any = None
     signed, index = signed_index_of(CONTENT)
     with trio.fail_after(PATIENCE), pytest.raises(PeerUnreachableError, match="does not get on: nobody is known"):
         await fetch_checkpoint(Conditions(nobody, RUN), signed, index, list, is_required, tmp_path / "ours")
-
-
-async def test_one_who_has_it_is_asked_though_others_have_it_no_more(tmp_path: Path) -> None:
-    async with open_members(3) as (newcomer, *donors):
-        donors[1].holding = hold(tmp_path / "theirs", CONTENT)
-        await fetch(newcomer, donors, tmp_path / "ours")
-        assert is_what_was_wanted(tmp_path / "ours")
 
 
 async def test_a_download_that_cannot_be_stored_is_said(tmp_path: Path) -> None:

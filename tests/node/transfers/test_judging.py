@@ -63,9 +63,7 @@ async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_th
     assert trio.current_time() - began_at <= CONTACT_TIMEOUT + CONTACT_INTERVAL
 
 
-async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second_time(
-    world: World, clock: MockClock
-) -> None:
+async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_again(world: World, clock: MockClock) -> None:
     own = world.settings.checkpoints / "stage-1-round-5.safetensors"
     own.write_bytes(content_of(ME, 1, 5))
     world.members = {ANN: 1, BOB: 1}
@@ -76,7 +74,7 @@ async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second
     assert world.donors(0, 1) == []
 
 
-async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
+async def test_a_file_of_another_round_than_its_index_is_not_taken(
     world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.hold(29, ANN)
@@ -132,9 +130,7 @@ async def test_a_stages_weights_that_are_like_other_members_are_taken(world: Wor
     assert not world.journal.warnings
 
 
-async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_believed(
-    world: World, clock: MockClock
-) -> None:
+async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_doubted(world: World, clock: MockClock) -> None:
     hold_alike(world, [ANN, BOB], [CYD, DAN])
     await world.weights.obtain()
     assert "from most others' weights" in world.journal.warnings[0]
@@ -145,9 +141,7 @@ async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_not_belie
     assert ANN not in world.compared_with[:2], "who holds a checkpoint does not judge it"
 
 
-async def test_a_liar_among_those_that_are_asked_does_not_make_honest_weights_unfit(
-    world: World, clock: MockClock
-) -> None:
+async def test_a_liar_that_is_asked_does_not_make_honest_weights_unfit(world: World, clock: MockClock) -> None:
     hold_alike(world, [], [ANN, BOB, CYD])
     world.weights_of[DAN] = file_of(noise())  # it has announced weights, and does not give them
     world.hold(20, DAN)

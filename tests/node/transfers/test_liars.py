@@ -148,7 +148,7 @@ async def test_an_honest_newcomer_is_given_what_it_wants(tmp_path: Path, nursery
         [QUESTION, say_in_pipe(Forget(0))],
     ],
 )
-async def test_whoever_breaks_the_protocol_loses_the_stream(
+async def test_who_breaks_the_protocol_loses_the_stream(
     tmp_path: Path, nursery: trio.Nursery, said: list[bytes]
 ) -> None:
     heard = await answers(tmp_path, nursery, *said)

@@ -20,7 +20,6 @@ from farandole.node.transfers.fetch import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Fetch
 from farandole.node.transfers.holdings import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, Provider
 from farandole.node.transfers.partial_file import partial_path
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages
 
@@ -116,9 +115,7 @@ async def test_copies_take_a_tenth_of_the_time_at_most(serving: World, clock: Mo
     assert 5 <= len(serving.fetched_from) <= 12
 
 
-async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages_nor_another_file(
-    serving: World, clock: MockClock
-) -> None:
+async def test_what_a_trainer_of_the_stage_before_saves_is_not_given(serving: World, clock: MockClock) -> None:
     content = content_of(ME, 1, 30)
     path, provider = serving.settings.checkpoints / "stage-1-round-30.safetensors", serving.weights.provider
     saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
@@ -145,16 +142,8 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
 ) -> None:
     begun: list[Path] = []
 
-    async def break_off(
-        conditions: object,
-        signed: SignedIndex,
-        index: Index,
-        donors: object,
-        wanted: object,
-        path: Path,
-        *args: object,
-        is_prefix: bool,
-    ) -> Fetched:
+    async def break_off(*args: Any, **named: object) -> Fetched:
+        _, signed, *_, path, _, _ = args
         await trio.lowlevel.checkpoint()
         begun.append(partial_path(path, signed.id))
         begun[-1].touch()
@@ -169,7 +158,7 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
     assert list(serving.settings.checkpoints.iterdir()) == [begun[-1]]
 
 
-async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(
+async def test_within_a_limit_of_the_disk_there_is_no_room_for_stages_left_before(
     world: World, clock: MockClock
 ) -> None:
     world.round = 7

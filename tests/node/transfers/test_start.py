@@ -91,36 +91,26 @@ async def test_a_node_without_the_folder_fetches_it_from_one_that_has_it_and_giv
     assert carol.find(BlockQuestion(RUN, 0, bytes(32))) is None
 
 
-async def test_where_no_member_has_it_the_status_says_so_in_the_words_that_its_first_line_knows(
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_what_no_member_has_and_a_disk_that_takes_nothing_cost_an_attempt_and_are_told(
     tmp_path: Path,
     model: Consolidated,
     journal: Journal,
     monkeypatch: pytest.MonkeyPatch,
     clock: MockClock,
+    is_there: bool,
 ) -> None:
     async def ask_for_index(*args: object) -> tuple[SignedIndex, Index]:
         await trio.lowlevel.checkpoint()
-        raise PeerUnreachableError("it has no such checkpoint")
-
-    monkeypatch.setattr(starting, "ask_for_index", ask_for_index)
-    assert not await start_at(tmp_path, model, journal, is_named=False).obtain(0)
-    assert (journal.state.phase, journal.state.phase_detail) == ("fetching weights", NO_START)
-
-
-async def test_a_disk_that_takes_nothing_costs_an_attempt_and_not_the_node(
-    tmp_path: Path,
-    model: Consolidated,
-    journal: Journal,
-    monkeypatch: pytest.MonkeyPatch,
-    clock: MockClock,
-) -> None:
-    async def ask_for_index(*args: object) -> tuple[SignedIndex, Index]:
-        await trio.lowlevel.checkpoint()
+        if not is_there:
+            raise PeerUnreachableError("it has no such checkpoint")
         raw = (model.path / INDEX_NAME).read_bytes()
         return decode_signed_index(raw, model.index.run_id, model.index.size)
 
     monkeypatch.setattr(starting, "ask_for_index", ask_for_index)
     (tmp_path / "start").write_text("in the way of the folder")
-    start = start_at(tmp_path, model, journal, is_named=False)
-    assert not await start.obtain(0)
-    assert "cannot be stored" in journal.warnings[-1]
+    assert not await start_at(tmp_path, model, journal, is_named=False).obtain(0)
+    if is_there:
+        assert "cannot be stored" in journal.warnings[-1]
+    else:  # the first line of the status knows these words
+        assert (journal.state.phase, journal.state.phase_detail) == ("fetching weights", NO_START)

@@ -59,9 +59,7 @@ async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when
     assert (world.journal.disk, world.is_fetched(ANN, 1, 29)) == ("", True)
 
 
-async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer_ones(
-    world: World, clock: MockClock
-) -> None:
+async def test_a_checkpoint_that_two_hold_comes_from_both_if_none_is_newer(world: World, clock: MockClock) -> None:
     world.members = {BOB: 0}
     world.hold(28, CYD)
     world.hold(27, ANN, BOB)
@@ -77,9 +75,7 @@ async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer
     assert world.is_fetched(CYD, 1, 33)
 
 
-async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpoints(
-    world: World, clock: MockClock
-) -> None:
+async def test_a_download_that_was_begun_goes_before_newer_checkpoints(world: World, clock: MockClock) -> None:
     world.hold(29, ANN, BOB)
     world.hold(25, CYD)
     begun = sign_index(KEY, world.index(CYD, 1)).id

@@ -28,7 +28,7 @@ def code_of(*arguments: object) -> int:
     return int(end.value.code or 0)
 
 
-def test_resume_writes_a_manifest_that_starts_from_the_folder(
+def test_resume_writes_a_manifest_that_starts_from_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file = tmp_path / "more.toml"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,14 @@ def stages(run: SignedManifest, replicas: list[Learner], tmp_path_factory: pytes
 
 
 @pytest.fixture
-def folder(run: SignedManifest, stages: list[list[Path]], tmp_path: Path) -> Path:
-    consolidate(tmp_path / "pulled", KEY, run.encode(), [paths[:1] for paths in stages], VECTORS)
+def merge(run: SignedManifest, stages: list[list[Path]]) -> Callable[..., bytes]:
+    """Return a function that writes the mean of the replicas into a folder."""
+    return partial(consolidate, key=KEY, raw_manifest=run.encode(), stages=stages, vectors=VECTORS)
+
+
+@pytest.fixture
+def folder(merge: Callable[..., bytes], stages: list[list[Path]], tmp_path: Path) -> Path:
+    merge(tmp_path / "pulled", stages=[paths[:1] for paths in stages])
     return tmp_path / "pulled"
 
 
@@ -69,10 +76,10 @@ def test_one_replica_of_each_stage_is_that_replica(folder: Path, run: SignedMani
 
 
 def test_several_replicas_are_their_mean_momentum_and_moments_included(
-    run: SignedManifest, stages: list[list[Path]], replicas: list[Learner], tmp_path: Path
+    merge: Callable[..., bytes], replicas: list[Learner], tmp_path: Path
 ) -> None:
     to = tmp_path / "merged"
-    consolidate(to, KEY, run.encode(), stages, (*VECTORS, *OPTIMIZER_VECTORS))
+    merge(to, vectors=(*VECTORS, *OPTIMIZER_VECTORS))
     tensors = load_file(to / CHECKPOINT_NAME)
     layout = replicas[0].checkpoint.layout
     for vector in (*VECTORS, *OPTIMIZER_VECTORS):
@@ -87,9 +94,7 @@ def test_a_checkpoint_of_muon_with_its_means_is_merged(tmp_path: Path) -> None:
     run = manifest_for({**MODELS["own"], "num_stages": 3}, inner={"optimizer": "muon"})
     learner = trained(run, NAMES[0])
     paths = save_stages(learner, run, tmp_path / "stages", "anna")
-
     consolidate(tmp_path / "pulled", KEY, run.encode(), [[path] for path in paths], (*VECTORS, *OPTIMIZER_VECTORS))
-
     tensors = load_file(tmp_path / "pulled" / CHECKPOINT_NAME)
     expected = learner.checkpoint.tensors()
     assert tensors.keys() == expected.keys()
@@ -158,51 +163,44 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, raw: bytes) -> None:
 
 
 def test_checkpoints_of_other_runs_and_of_other_stages_are_not_merged(
-    run: SignedManifest, stages: list[list[Path]], tmp_path: Path
+    merge: Callable[..., bytes], stages: list[list[Path]], tmp_path: Path
 ) -> None:
     other = manifest_for({**MODELS["own"], "num_stages": 3}, seed=9)
-    with pytest.raises(ConsolidatedError, match="another run"):
-        consolidate(tmp_path / "a", KEY, other.encode(), stages, VECTORS)
-    with pytest.raises(ConsolidatedError, match="has no slow/"):
-        consolidate(tmp_path / "a", KEY, run.encode(), stages[::-1], VECTORS)
+    for change, says in (
+        ({"raw_manifest": other.encode()}, "another run"),
+        ({"stages": stages[::-1]}, "has no slow/"),
+    ):
+        with pytest.raises(ConsolidatedError, match=says):
+            merge(tmp_path / "a", **change)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_written_over(
-    folder: Path, run: SignedManifest, stages: list[list[Path]], tmp_path: Path
-) -> None:
-    with pytest.raises(ConsolidatedError, match="there already"):
-        consolidate(folder, KEY, run.encode(), stages, VECTORS)
-    for nameless in (Path(), Path("..")):
-        with pytest.raises(ConsolidatedError, match="no name for a new folder"):
-            consolidate(nameless, KEY, run.encode(), stages, VECTORS)
-    verify_hashes(read_folder(folder))
+def test_what_is_there_is_not_written_over(folder: Path, merge: Callable[..., bytes], tmp_path: Path) -> None:
+    for to, says in (
+        (folder, "there already"),
+        (Path(), "no name for a new folder"),
+        (Path(".."), "no name for a new folder"),
+    ):
+        with pytest.raises(ConsolidatedError, match=says):
+            merge(to)
     (tmp_path / "empty").mkdir()
-    consolidate(tmp_path / "empty", KEY, run.encode(), stages, VECTORS)
-    verify_hashes(read_folder(tmp_path / "empty"))
+    merge(tmp_path / "empty")
+    for written in (folder, tmp_path / "empty"):
+        verify_hashes(read_folder(written))
 
 
-@pytest.fixture
-def _small_files() -> Iterator[None]:
-    """Let writes beyond a file size fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.usefixtures("_small_files")
-def test_a_write_that_fails_leaves_nothing(run: SignedManifest, stages: list[list[Path]], tmp_path: Path) -> None:
-    with pytest.raises(ConsolidatedError, match="cannot write"):
-        consolidate(tmp_path / "pulled", KEY, run.encode(), stages, VECTORS)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_too_small_a_disk_is_told_before_anything_is_written(
-    run: SignedManifest, stages: list[list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_is_told_before_anything_is_written_or_leaves_nothing(
+    merge: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000))
-    with pytest.raises(ConsolidatedError, match=r"needs .* MB, and the disk has"):
-        consolidate(tmp_path / "pulled", KEY, run.encode(), stages, VECTORS)
+    usage, limits = shutil.disk_usage(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000))
+        with pytest.raises(ConsolidatedError, match=r"needs .* MB, and the disk has"):
+            merge(tmp_path / "pulled")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # writes beyond this size fail, as on a full disk
+    try:
+        with pytest.raises(ConsolidatedError, match="cannot write"):
+            merge(tmp_path / "pulled")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, Consolidated, read_folder
+from farandole.node.store.consolidated.folder import Consolidated, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
 from farandole.node.store.consolidated.tensors import ConsolidatedError
@@ -68,7 +68,7 @@ def with_epochs(tmp_path: Path) -> Consolidated:
     return pulled(signed, tmp_path / "pulled", trained(signed, b"a" * 32, steps=0), EPOCHS)
 
 
-def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
+def test_epochs_of_the_data_go_on_where_they_were_or_begin_anew_where_slices_are_others(tmp_path: Path) -> None:
     folder = with_epochs(tmp_path)
     assert folder.epochs == EPOCHS
     after = resumed(folder, {"model": {"num_stages": 2}})
@@ -76,20 +76,12 @@ def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
     assert after.start.epochs == EPOCHS
     assert after.slice_order(bytes(32)) == bytes.fromhex(EPOCHS.run_id)
     assert decode_manifest(sign_manifest(after, KEY).encode())[0] == after
-
-
-def test_who_has_done_all_epochs_is_asked_how_many_more(tmp_path: Path) -> None:
+    for settings in ({"inner": {"batch_size": 4}}, {"data": {"epochs": 0}}, {"data": {"held_out": 0.1}}):
+        after = resumed(folder, settings)
+        assert after.start is not None
+        assert after.start.epochs is None
     with pytest.raises(ManifestError, match="so many are done"):
-        resumed(with_epochs(tmp_path), {"data": {"epochs": 1}})
-
-
-@pytest.mark.parametrize(
-    "settings", [{"inner": {"batch_size": 4}}, {"data": {"epochs": 0}}, {"data": {"held_out": 0.1}}]
-)
-def test_where_slices_are_others_epochs_begin_anew(tmp_path: Path, settings: dict[str, Any]) -> None:
-    after = resumed(with_epochs(tmp_path), settings)
-    assert after.start is not None
-    assert after.start.epochs is None
+        resumed(folder, {"data": {"epochs": 1}})
 
 
 @pytest.mark.parametrize(
@@ -120,26 +112,31 @@ def saved_by_transformers(config: dict[str, Any], path: Path, dtype: torch.dtype
     return model.eval()  # without dropout
 
 
+def imported(tmp_path: Path, **settings: Any) -> tuple[Manifest, Consolidated]:
+    """Import the model in the folder ``theirs``."""
+    run = {"name": "a", **settings}
+    manifest, signed = import_model(tmp_path / "theirs", run, tmp_path, tmp_path / "ours", KEY, 0)
+    ours = read_folder(tmp_path / "ours")
+    assert manifest.start is not None
+    assert (ours.id, ours.signed) == (manifest.start.checkpoint, signed)
+    return manifest, ours
+
+
 def test_the_folder_says_which_model_it_is(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="no more than how it is cut"):
-        import_model(tmp_path, {"name": "a", "model": "tiny"}, tmp_path, tmp_path / "ours", KEY, 0)
+        imported(tmp_path, model="tiny")
 
 
 @pytest.mark.parametrize(
     "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2], ids=["llama", "llama-tied", "gpt2"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_imported_model_is_the_same_and_goes_out_again(
-    config: dict[str, Any], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_an_imported_model_is_the_same_and_goes_out(config: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     model = saved_by_transformers(config, tmp_path / "theirs", dtype)
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (dtype is torch.float16)
-    run = {"name": "more", "model": {"num_stages": 2, "context": 16}}
-    manifest, signed = import_model(tmp_path / "theirs", run, tmp_path, tmp_path / "ours", KEY, 0)
+    manifest, ours = imported(tmp_path, model={"num_stages": 2, "context": 16})
     assert manifest.start is not None
     assert (manifest.start.run, manifest.start.inner_steps, manifest.model.num_stages) == (bytes(32), 0, 2)
-    ours = read_folder(tmp_path / "ours")
-    assert (ours.id, ours.signed) == (manifest.start.checkpoint, signed)
     assert all(name.startswith("slow/") for name in load_file(ours.checkpoint))
 
     export_hf(ours, tmp_path / "back")
@@ -157,8 +154,7 @@ def test_old_files_without_the_models_prefix_are_read(tmp_path: Path) -> None:
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
     save_file(tensors, path)
-    import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
-    kept = load_file(tmp_path / "ours" / CHECKPOINT_NAME)
+    kept = load_file(imported(tmp_path)[1].checkpoint)
     assert torch.equal(kept["slow/transformer.h.2.mlp.c_fc.weight"], tensors["h.2.mlp.c_fc.weight"])
     assert not any(".attn.bias" in name for name in kept)
 
@@ -166,35 +162,7 @@ def test_old_files_without_the_models_prefix_are_read(tmp_path: Path) -> None:
 def test_a_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path) -> None:
     saved_by_transformers(GPT2, tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_bytes(word_level("a"))
-    manifest, _ = import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
-    assert manifest.tokenizer.kind == "tokenizers"
-
-
-def spoil_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
-    tensors = {**load_file(path / "model.safetensors"), **change}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
-
-
-_MATRIX = "transformer.h.0.attn.c_attn.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({_MATRIX: None}, f"has no weights {_MATRIX}"),
-        ({_MATRIX: torch.zeros(3, 3)}, r"has the shape \(3, 3\)"),
-        ({_MATRIX: torch.full((32, 96), float("nan"))}, "not finite"),
-        ({_MATRIX: torch.zeros(32, 96, dtype=torch.int8)}, "is I8, not F32"),
-    ],
-)
-def test_weights_that_are_not_the_configurations_are_refused(
-    change: dict[str, torch.Tensor | None], says: str, tmp_path: Path
-) -> None:
-    saved_by_transformers(GPT2, tmp_path / "theirs")
-    spoil_weights(tmp_path / "theirs", change)
-    with pytest.raises(ConsolidatedError, match=says):
-        import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
-    assert os.listdir(tmp_path) == ["theirs"]
+    assert imported(tmp_path)[0].tokenizer.kind == "tokenizers"
 
 
 def header(entries: object) -> bytes:
@@ -202,27 +170,39 @@ def header(entries: object) -> bytes:
     return len(raw).to_bytes(8, "little") + raw
 
 
+_MATRIX = "transformer.h.0.attn.c_attn.weight"
+_INDEX = json.dumps({"weight_map": {"a": "../../secret.safetensors"}}).encode()
+
+
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("spoilt", "says"),
     [
+        (None, f"has no weights {_MATRIX}"),
+        (torch.zeros(3, 3), r"has the shape \(3, 3\)"),
+        (torch.full((32, 96), float("nan")), "not finite"),
+        (torch.zeros(32, 96, dtype=torch.int8), "is I8, not F32"),
         (b"", "no safetensors file"),
         ((2**63).to_bytes(8, "little"), "no safetensors file"),
         (header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}), "not whole"),
         (header({"a": {"dtype": "F32", "shape": [2**40] * 8, "data_offsets": [0, 16]}}), "no safetensors file"),
         (header([1]), "no safetensors file"),
         ((60_000).to_bytes(8, "little") + b"[" * 60_000, "no safetensors file"),
+        (_INDEX, "says not which file"),
     ],
 )
-def test_a_hostile_file_of_weights_is_refused(raw: bytes, says: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_the_configurations_and_hostile_files_are_refused(
+    spoilt: torch.Tensor | bytes | None, says: str, tmp_path: Path
+) -> None:
+    """The spoilt are one of the weights, or the file of all, or an index that leads out of its folder."""
     saved_by_transformers(GPT2, tmp_path / "theirs")
-    (tmp_path / "theirs" / "model.safetensors").write_bytes(raw)
+    path = tmp_path / "theirs" / "model.safetensors"
+    if spoilt is _INDEX:
+        path.with_name("model.safetensors.index.json").write_bytes(_INDEX)
+    elif isinstance(spoilt, bytes):
+        path.write_bytes(spoilt)
+    else:
+        weights = {**load_file(path), _MATRIX: spoilt}
+        save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path)
     with pytest.raises(ConsolidatedError, match=says):
-        import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
-
-
-def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
-    saved_by_transformers(GPT2, tmp_path / "theirs")
-    index = {"weight_map": {"a": "../../secret.safetensors"}}
-    (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConsolidatedError, match="says not which file"):
-        import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
+        imported(tmp_path)
+    assert os.listdir(tmp_path) == ["theirs"]
