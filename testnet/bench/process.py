@@ -1,16 +1,15 @@
-"""Processes of a benchmark: each answers requests on a socket that it inherits, one JSON object per line."""
+"""Processes of a benchmark: each answers requests on a pipe that it inherits."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import select
-import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -46,18 +45,16 @@ class BenchError(FarandoleError):
 class BenchWorker:
     """A process that answers requests; made by `open_worker`."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], control: socket.socket, log: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], control: Connection, log: Path) -> None:
         self._name = name
         self._process = process
         self._control = control
-        self._lines = control.makefile("rw")
         self._log = log
 
     def put(self, do: str, **request: Any) -> None:
         """Send a request; `get` returns the answer."""
         try:
-            self._lines.write(json.dumps({"do": do, **request}) + "\n")
-            self._lines.flush()
+            self._control.send({"do": do, **request})
         except OSError as error:
             raise BenchError(f"{self._name} is gone: {error}; see {self._log}") from error
 
@@ -65,12 +62,10 @@ class BenchWorker:
         """Return the answer. Raises `BenchError` if it is an error, or does not come."""
         if not self.has_answered(timeout):
             raise BenchError(f"{self._name} does not answer; see {self._log}")
-        line = ""
-        with contextlib.suppress(ConnectionError):  # it ended before it had read the request
-            line = self._lines.readline()
-        if not line:
-            raise BenchError(f"{self._name} has ended; see {self._log}")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = self._control.recv()
+        except (EOFError, ConnectionError) as error:  # perhaps before it had read the request
+            raise BenchError(f"{self._name} has ended; see {self._log}") from error
         if "error" in answer:
             raise BenchError(f"{self._name}: {answer['error']}; see {self._log}")
         return answer
@@ -82,11 +77,10 @@ class BenchWorker:
 
     def has_answered(self, timeout: float) -> bool:
         """Return whether an answer comes within ``timeout`` seconds."""
-        return bool(select.select([self._control], [], [], timeout)[0])
+        return self._control.poll(timeout)
 
     def stop(self) -> None:
-        """Close the socket, at which the process ends; kill it if it does not."""
-        self._lines.close()
+        """Close the pipe, at which the process ends; kill it if it does not."""
         self._control.close()
         try:
             self._process.wait(STOP_TIMEOUT)
@@ -101,11 +95,11 @@ class BenchWorker:
 
 @contextlib.contextmanager
 def open_worker(name: str, command: Sequence[str], log: Path) -> Iterator[BenchWorker]:
-    """Run a command until the block ends; the socket is the last of its arguments.
+    """Run a command until the block ends; the pipe's descriptor is the last of its arguments.
 
     The process is killed if the block fails or is interrupted, as it may be waiting for another that is gone.
     """
-    near, far = socket.socketpair()
+    near, far = Pipe()
     with far, log.open("ab") as output:
         process = subprocess.Popen(
             [*command, str(far.fileno())],

@@ -1,16 +1,15 @@
 """Another project's peer in the benchmark: a script for a virtual environment that has that project and not farandole.
 
-``peer.py NAME SOCKET``: the peer is the class of ``NAME.py``, next to this file, that `class_of` names. Requests and
-answers are JSON, a line each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes
-of one machine share.
+``peer.py NAME PIPE``: the peer is the class of ``NAME.py``, next to this file, that `class_of` names. Requests arrive
+on the pipe whose descriptor is given; times are of `time.monotonic`, which processes of one machine share.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import runpy
-import socket
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +33,15 @@ def class_of(name: str) -> str:
 
 def serve(descriptor: int, peer: object) -> None:
     """Answer requests until the other end closes."""
-    with socket.socket(fileno=descriptor) as control, control.makefile("rw") as lines:
-        for line in lines:
-            request = json.loads(line)
+    with Connection(descriptor) as control, contextlib.suppress(EOFError):
+        while True:
+            request = control.recv()
             try:
                 act: Callable[..., dict[str, Any]] = getattr(peer, request.pop("do"))
                 answer = act(**request)
             except Exception as error:  # the benchmark shows any error, and continues
                 answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
+            control.send(answer)
 
 
 if __name__ == "__main__":
