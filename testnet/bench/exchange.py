@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -124,8 +123,7 @@ def run(
     ciphers = {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
     with open_bench("exchange", out, write, **ciphers, **others, repeats=repeats) as bench:
         figures = measure(bench, sizes or SIZES_MB, repeats, cache if peers else None)
-        missing = [f"{name} is missing: {reason}" for name, reason in figures["problems"].items()]
-        bench.publish([*claims_of(figures, VECTOR_MB)], figures, words=missing)
+        bench.publish([*claims_of(figures, VECTOR_MB)], figures)
 
 
 def measure(
@@ -141,13 +139,10 @@ def measure(
     with open_nodes(max(sizes_mb) * MB, log) as nodes:
         rounds = itertools.count(1)
         sizes = {size_mb: measure_size(nodes, size_mb, rounds, repeats, say) for size_mb in sorted(set(sizes_mb))}
-    averagings, problems = measure_pairs(vector_mb, repeats, log, cache, say)
-    mesh, dropped = measure_mesh(bench.out, vector_mb, mesh_requests, repeats, cache, say)
     return {
         "sizes": sizes,
-        "averagings": averagings,
-        "mesh": mesh,
-        "problems": problems | dropped,
+        "averagings": measure_pairs(vector_mb, repeats, log, cache, say),
+        "mesh": measure_mesh(bench.out, vector_mb, mesh_requests, repeats, cache, say),
     }
 
 
@@ -181,23 +176,19 @@ def measure_size(nodes: Sequence[BenchWorker], size_mb: int, rounds: Iterator[in
 # Two peers average
 
 
-def measure_pairs(
-    vector_mb: int, repeats: int, log: Path, cache: Path | None, say: Say
-) -> tuple[dict[str, Figures], dict[str, str]]:
-    """Measure all pairs in turns, and return what could not be measured; without a cache folder farandole alone."""
+def measure_pairs(vector_mb: int, repeats: int, log: Path, cache: Path | None, say: Say) -> dict[str, Figures]:
+    """Measure all pairs in turns; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
-    openers = {"hivemind": open_hivemind, LATTICA: open_lattica}
-    others = (
-        {}
-        if cache is None
-        else {name: partial(open_peer, cache, num_elements, log, say) for name, open_peer in openers.items()}
-    )
-    with open_nodes(encoded_size("fp32", num_elements), log) as nodes:
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(open_nodes(encoded_size("fp32", num_elements), log))
         ask_all(nodes, "hold", vectors(num_elements))
         rounds = itertools.count(1)
-        ours = {f"{OURS}, {codec}": partial(average, nodes, codec, rounds) for codec in CODECS}
-        done, problems = take_turns(f"averaging {vector_mb} MB", ours, others, repeats, WARM_UPS, say)
-    return {label: median_of(turns) for label, turns in done.items()}, problems
+        pairs: dict[str, Turn] = {f"{OURS}, {codec}": partial(average, nodes, codec, rounds) for codec in CODECS}
+        if cache is not None:
+            for open_other in (open_hivemind, open_lattica):
+                pairs |= stack.enter_context(open_other(cache, num_elements, log, say))
+        done = take_turns(f"averaging {vector_mb} MB", pairs, repeats, WARM_UPS, say)
+    return {label: median_of(turns) for label, turns in done.items()}
 
 
 def average(nodes: Sequence[BenchWorker], codec: str, rounds: Iterator[int]) -> Figures:
@@ -272,31 +263,26 @@ _RUN: Final = {
 
 def measure_mesh(
     folder: Path, size_mb: int, requests: int, repeats: int, cache: Path | None, say: Say
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Measure both in turns, and return what could not be measured; without a cache folder, not Lattica.
+) -> dict[str, dict[str, float]]:
+    """Measure both in turns; without a cache folder, not Lattica.
 
     Of each, in seconds: ``call``, a request of `REQUEST_BYTES`, whose answer is as long; ``push``, until as many bytes
     as asked for are at the other program, on a stream; ``fetch``, of a file of as many bytes, with its hashes.
     """
     log = folder / "mesh.log"
-
-    @contextlib.contextmanager
-    def open_programs(who: str, command: Sequence[str], each: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Turn]]:
-        with open_peers(who, command, each, log) as pair:
-            wait_until_connected(who, pair)
-            yield {who: partial(_measure, pair, requests, size_mb * MB)}
-
-    def open_lattica() -> AbstractContextManager[dict[str, Turn]]:
-        assert cache is not None
-        return open_programs(LATTICA, peer_command(obtain_python("lattica", cache, say), "lattica"), [{}, {}])
-
     say("mesh: starting two daemons")
-    with _open_daemons(folder) as homes:
-        places = [{"place": str(home)} for home in homes]
-        with open_programs(OURS, worker_command("program"), places) as ours:
-            others = {} if cache is None else {LATTICA: open_lattica}
-            done, problems = take_turns("mesh", ours, others, repeats, WARM_UPS, say)
-    return {who: median_of(turns) for who, turns in done.items()}, problems
+    with contextlib.ExitStack() as stack:
+        homes = stack.enter_context(_open_daemons(folder))
+        programs = [(OURS, worker_command("program"), [{"place": str(home)} for home in homes])]
+        if cache is not None:
+            programs.append((LATTICA, peer_command(obtain_python("lattica", cache, say), "lattica"), [{}, {}]))
+        turns: dict[str, Turn] = {}
+        for who, command, each in programs:
+            pair = stack.enter_context(open_peers(who, command, each, log))
+            wait_until_connected(who, pair)
+            turns[who] = partial(_measure, pair, requests, size_mb * MB)
+        done = take_turns("mesh", turns, repeats, WARM_UPS, say)
+    return {who: median_of(turns) for who, turns in done.items()}
 
 
 @contextlib.contextmanager

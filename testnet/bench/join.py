@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -27,7 +26,7 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.safetensors import encode_header, parse_header
 
 from ..natlab.groups import open_leash
-from ..natlab.namespace import Location, NamespaceError
+from ..natlab.namespace import Location
 from ..play.places import open_links
 from ..play.scenario import LinkSettings
 from ..report.section import cell
@@ -161,7 +160,7 @@ def run(
     """
     with open_bench("join", out, write, repeats=repeats) as bench:
         figures = measure(bench, size, repeats, cache if peers else None, with_link=link)
-        bench.publish(claims_of(figures), figures, words=figures["missing"])
+        bench.publish(claims_of(figures), figures)
 
 
 def measure(
@@ -169,38 +168,33 @@ def measure(
 ) -> dict[str, Any]:
     """Measure on loopback, and on a shaped line; hivemind only with a ``cache`` folder.
 
-    Raises `BenchError`.
+    Raises `BenchError`, and `NamespaceError` if there can be no line here.
     """
     source, log, say = bench.out / "join.safetensors", bench.log, bench.say
     figures: dict[str, Any] = {"size_mb": size_mb}
 
-    @contextlib.contextmanager
-    def open_hivemind(cache: Path) -> Iterator[dict[str, Callable[[], float]]]:
-        command = peer_command(obtain_python("hivemind", cache, say), "hivemind")
-        with open_peers("hivemind", command, vectors(size_mb * MB // 4), log) as pair:
-            yield {"hivemind_s": lambda: elapsed([pair[1].ask("join")])}
-
     try:
         make_checkpoint(source, size_mb)
-        with open_nodes(source, log, [Location()] * 3) as nodes:
-            ours = {
+        with contextlib.ExitStack() as stack:
+            nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
+            turns = {
                 "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
                 "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
             }
-            others = {} if cache is None else {"hivemind": partial(open_hivemind, cache)}
-            done, problems = take_turns("on loopback", ours, others, repeats, 1, say)
+            if cache is not None:
+                command = peer_command(obtain_python("hivemind", cache, say), "hivemind")
+                pair = stack.enter_context(open_peers("hivemind", command, vectors(size_mb * MB // 4), log))
+                turns["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
+            done = take_turns("on loopback", turns, repeats, 1, say)
         figures |= {name: statistics.median(seconds) for name, seconds in done.items()}
         if with_link:
             say("on a shaped line")
-            try:
-                with open_leash() as leash, open_links(LINK, 3, leash) as places:
-                    figures |= measure_line(source, size_mb, log, places)
-            except NamespaceError as error:
-                problems["the shaped line"] = str(error)
+            with open_leash() as leash, open_links(LINK, 3, leash) as places:
+                figures |= measure_line(source, size_mb, log, places)
     finally:
         for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
             leftover.unlink(missing_ok=True)
-    return {**figures, "missing": [f"{what} is missing: {reason}" for what, reason in problems.items()]}
+    return figures
 
 
 def measure_line(source: Path, size_mb: int, log: Path, places: Sequence[Location]) -> dict[str, float]:

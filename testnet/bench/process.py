@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -167,10 +166,9 @@ def obtain_python(name: str, cache: Path, say: Say) -> Path:
     for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, *requirements]):
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
-        except subprocess.CalledProcessError as error:
-            raise BenchError(f"{name} could not be installed: {error.stderr.strip()[-MAX_REASON_CHARS:]}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BenchError(f"{name} could not be installed: {error}") from error
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip()[-MAX_REASON_CHARS:]
+            raise BenchError(f"{name} could not be installed: {reason}; --no-peers leaves it out") from error
     stamp.write_text("\n".join(requirements))
     return python
 
@@ -198,42 +196,17 @@ def get_all(workers: Sequence[BenchWorker], timeout: float = ANSWER_TIMEOUT) -> 
 
 
 def take_turns(
-    what: str,
-    ours: Mapping[str, Callable[[], _T]],
-    others: Mapping[str, Callable[[], AbstractContextManager[Mapping[str, Callable[[], _T]]]]],
-    repeats: int,
-    warm_ups: int,
-    say: Say,
-) -> tuple[dict[str, list[_T]], dict[str, str]]:
-    """Open the ``others``, run all contenders in turn, and return their results by repeat.
-
-    The second value has the reason why some of the others are missing. Raises the `BenchError` of ours.
-    """
-    problems: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        contenders = dict(ours)
-        for name, open_other in others.items():
-            say(f"{what}: starting {name}")
-            try:
-                contenders |= stack.enter_context(open_other())
-            except BenchError as error:
-                problems[name] = str(error)
-        done: dict[str, list[_T]] = {label: [] for label in contenders}
-        for index in range(-warm_ups, repeats):
-            for label, measure in contenders.items():
-                if label in problems:
-                    continue
-                say(f"{what}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}, {label}")
-                try:
-                    result = measure()
-                except BenchError as error:
-                    if label in ours:
-                        raise
-                    problems[label] = str(error)
-                else:
-                    if index >= 0:
-                        done[label].append(result)
-    return {label: results for label, results in done.items() if results}, problems
+    what: str, contenders: Mapping[str, Callable[[], _T]], repeats: int, warm_ups: int, say: Say
+) -> dict[str, list[_T]]:
+    """Run all contenders in turn, and return the results of each by repeat. Raises their `BenchError`."""
+    done: dict[str, list[_T]] = {label: [] for label in contenders}
+    for index in range(-warm_ups, repeats):
+        for label, measure in contenders.items():
+            say(f"{what}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}, {label}")
+            result = measure()
+            if index >= 0:
+                done[label].append(result)
+    return done
 
 
 def elapsed(answers: Sequence[dict[str, Any]]) -> float:

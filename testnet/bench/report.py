@@ -119,12 +119,11 @@ class Bench:
         *,
         misses: Sequence[str] = (),
         grids: Sequence[Grid] = (),
-        words: Sequence[str] = (),
     ) -> None:
         """Write and print the result, and keep it if that was asked for.
 
         ``data``: all figures, for ``NAME.json``; ``misses``: limits that were not met, in words; ``grids``: tables that
-        are printed in place of the claims, and kept behind them; ``words``: lines to print below.
+        are printed in place of the claims, and kept behind them.
 
         Raises `BenchError` if a limit was not met, and then keeps nothing.
         """
@@ -137,8 +136,7 @@ class Bench:
         rows = [[each.claim, each.ours, each.theirs] for each in claims]
         for grid in grids or [Grid(self.title, ["", "ours", "theirs"], rows)]:
             self.console.print(grid.rich())
-        for text in (*words, str(path)):
-            self.say(text)
+        self.say(str(path))
         if misses:
             raise BenchError("; ".join(misses))
         if self.is_kept:

@@ -28,7 +28,7 @@ def test_each_part_is_measured_and_each_has_claims(
 ) -> None:
     if not has_mesh:  # which takes two daemons
         costs = {OURS: {"call": 0.001, "push": 0.5, "fetch": 1.0}}
-        monkeypatch.setattr("farandole.testnet.bench.exchange.measure_mesh", lambda *_: (costs, {}))
+        monkeypatch.setattr("farandole.testnet.bench.exchange.measure_mesh", lambda *_: costs)
     with open_bench("exchange", tmp_path, repeats=1) as bench:
         figures = measure(bench, sizes_mb=[1, 2], repeats=1, vector_mb=2, mesh_requests=4)
         bench.publish([*claims_of(figures, 2)], figures)
