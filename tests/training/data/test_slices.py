@@ -83,7 +83,8 @@ def test_the_same_documents_make_the_same_corpus_wherever_they_lie(tmp_path: Pat
     for home, folders in (("alice", ("x", "y")), ("bob", ("y", "x"))):
         for folder in folders:
             (tmp_path / home / folder).mkdir(parents=True)
-            (tmp_path / home / folder / f"{folder}.txt").write_text(f"text of {folder}, " * 20)
+            for name in (f"{folder}.txt", "same.txt"):
+                (tmp_path / home / folder / name).write_text(f"text of {folder}, " * 20)
     alice = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "alice" / "x", tmp_path / "alice" / "y")))
     bob = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "bob" / "y", tmp_path / "bob" / "x")))
     assert len(alice.found.corpus) == 8

@@ -119,14 +119,6 @@ def test_text_that_is_packed_otherwise_is_refused_and_not_left_out(tmp_path: Pat
     assert documents(tmp_path) == []
 
 
-def test_the_order_does_not_depend_on_who_names_what_first(tmp_path: Path) -> None:
-    for folder, text in (("x", "one"), ("y", "another")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "same.txt").write_text(text)
-        (tmp_path / folder / f"{folder}.txt").write_text(folder)
-    assert documents(tmp_path / "x", tmp_path / "y") == documents(tmp_path / "y", tmp_path / "x")
-
-
 def test_a_data_set_is_the_same_in_every_format(tmp_path: Path) -> None:
     rows: list[object] = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
     jsonl = documents(write_jsonl(tmp_path / "a.jsonl", rows))

@@ -111,15 +111,17 @@ def test_a_flaw_found_on_the_way_is_the_reason_of_the_refusal(make_replica: Make
 
 def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeReplica) -> None:
     alice = trained(make_replica, ALICE)
+    slow = alice.round_end.slow_weights()
     alice.round_end.weights.flat[-1] = math.inf
     progress: list[int] = []
 
-    with pytest.raises(DivergedError):
+    with pytest.raises(DivergedError, match="diverged in round 0"):
         alice.round_end.contribute(bytearray(alice.round_end.contribution_bytes), progress=progress.append)
 
     assert progress
     assert progress[-1] < alice.round_end.contribution_bytes
     assert not alice.round_end.awaits_outer_step
+    assert torch.equal(alice.round_end.slow_weights(), slow)
 
 
 MOST = 2_048

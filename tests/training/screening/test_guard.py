@@ -97,6 +97,11 @@ def sloping(slope: float) -> Callable[[float], float]:
     return lambda share: LOSS + slope * share
 
 
+def costing(loss: float) -> Callable[[float], float]:
+    """A mean with half of the contribution costs so much."""
+    return sloping(2 * loss)
+
+
 def bent(mean: float, partner: float = LOSS) -> Callable[[float], float]:
     """A parabola through one's own loss, that of the mean and the partner's."""
     curve = 2 * (LOSS + partner - 2 * mean)
@@ -113,9 +118,44 @@ def clip(verdict: Verdict) -> float:
     return verdict.clip
 
 
-def test_before_anything_is_known_ones_own_movement_is_the_yardstick() -> None:
-    assert clip(Node().meets(away(1.9))) == 1.0
-    assert clip(Node().meets(away(4.0))) == pytest.approx(0.5, rel=1e-3)
+# One contribution at a distance -> how far it counts, for a node that remembers nothing.
+REFUSED, NOTHING, HALF, ALL = -1.0, 0.0, 0.5, 1.0
+FAR = CHECKED_RADIUS * GuardConfig().first_radius * MOVEMENT
+GAIN = 0.2
+BEGAN = LOSS + GAIN
+BEHIND = {0.0: LOSS, 0.5: LOSS + 0.02}
+CASES: dict[str, tuple[float, dict[str, Any], float]] = {
+    "one's own movement is the yardstick": (1.9, {}, ALL),
+    "further away it is clipped": (4.0, {}, HALF),
+    "as near as honest ones with a good loss": (FAR, {"loss": bent(1.9)}, ALL),
+    "a faster partner may be further away if it helps": (2 * FAR, {"loss": bent(1.9)}, HALF),
+    "there is no time to measure": (1.0, {"has_loss": True}, HALF),
+    "there is no time to measure the mean": (1.0, {"loss": lambda share: None if share else LOSS}, HALF),
+    "in a stage no loss is ever known": (1.0, {"has_loss": False}, ALL),
+    "the mean costs what noise explains": (1.0, {"loss": costing(0.9 * NOISE)}, ALL),
+    "the mean costs more than that": (1.0, {"loss": costing(1.1 * NOISE)}, NOTHING),
+    "half as far away as inner steps lead": (1.0, {"loss": costing(0.5 * NOISE)}, ALL),
+    "what is nearer than inner steps lead may cost as much less": (0.2, {"loss": costing(0.5 * NOISE)}, NOTHING),
+    "a share of what inner steps have gained": (1.0, {"loss": costing(0.9 * GAIN_SHARE * GAIN), "began": BEGAN}, ALL),
+    "more than that share": (1.0, {"loss": costing(1.1 * GAIN_SHARE * GAIN), "began": BEGAN}, NOTHING),
+    "of a peer that is not suspected": (1.0, {"loss": costing(0.02), "began": BEGAN}, ALL),
+    "of one that is suspected": (1.0, {"loss": costing(0.02), "began": BEGAN, "is_suspected": True}, NOTHING),
+    "of a suspected peer that helps, as liars suspect anyone": (1.0, {"loss": bent(1.99), "is_suspected": True}, ALL),
+    "its own fault": (1.0, {"loss": costing(0.015)}, NOTHING),
+    "what the codec costs is nobody's fault": (1.0, {"loss": costing(0.015), "as_sent": LOSS + 0.02}, ALL),
+    "a partner that is behind is worth something": (1.0, {"loss": {**BEHIND, 0.25: LOSS - 0.001}.get}, HALF),
+    "up to a point": (1.0, {"loss": {**BEHIND, 0.25: LOSS + 0.001}.get}, NOTHING),
+    "it is infinitely far away": (math.inf, {}, REFUSED),
+    "it is no number": (math.nan, {}, REFUSED),
+    "it overflows": (1e30, {}, REFUSED),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_a_first_contribution_as_much_counts_as_movement_and_loss_say(case: str) -> None:
+    distance, options, expected = CASES[case]
+    verdict = Node().meets(away(distance), **options)
+    assert (verdict.clip if isinstance(verdict, Accept) else REFUSED) == pytest.approx(expected, rel=1e-3)
 
 
 def test_later_it_is_what_was_accepted() -> None:
@@ -171,40 +211,11 @@ def test_a_clipped_contribution_counts_as_far_as_it_was_taken() -> None:
     assert node.everybody["distance 0"][0] == pytest.approx(2.0, rel=1e-3)
 
 
-def test_where_there_is_no_time_to_measure_half_of_a_contribution_counts() -> None:
-    """In a stage no loss is ever known, and all of it counts."""
-    late, stage = Node(), Node()
-    assert clip(late.meets(away(1.0), has_loss=True)) == 0.5
-    assert late.remark
-    assert clip(stage.meets(away(1.0), has_loss=False)) == 1.0
-    assert clip(Node().meets(away(1.0), loss=lambda share: None if share else LOSS)) == 0.5
-
-
 def test_every_contribution_is_judged_and_usually_by_two_losses() -> None:
     node = Node()
     for _ in range(2 * WINDOW):
         assert clip(node.meets(away(1.0), loss=bent(1.99))) == 1.0
         assert node.asked == [0.0, 0.5]
-
-
-@pytest.mark.parametrize("cost", [0.9, 1.1])
-def test_a_mean_may_cost_what_noise_explains(cost: float) -> None:
-    node = Node()
-    assert clip(node.meets(away(1.0), loss=sloping(2 * cost * NOISE))) == (1.0 if cost < 1.0 else 0.0)
-    assert bool(node.remark) == (cost > 1.0)
-
-
-def test_what_is_nearer_than_inner_steps_lead_may_cost_as_much_less() -> None:
-    node = Node()
-    for distance, is_taken in ((1.0, True), (0.2, False)):
-        assert counts(node.meets(away(distance), loss=sloping(NOISE))) == is_taken
-
-
-@pytest.mark.parametrize("cost", [0.9, 1.1])
-def test_a_mean_may_cost_a_share_of_what_inner_steps_have_gained(cost: float) -> None:
-    gain = 0.2
-    verdict = Node().meets(away(1.0), loss=sloping(2 * cost * GAIN_SHARE * gain), began=LOSS + gain)
-    assert counts(verdict) == (cost < 1.0)
 
 
 def test_where_every_mean_costs_something_that_is_usual_if_the_partner_is_as_good() -> None:
@@ -244,20 +255,6 @@ def test_no_mean_may_cost_more_than_the_run_file_says() -> None:
         assert not counts(node.meets(away(1.0), loss=sloping(0.1), began=LOSS + 10.0))
 
 
-def test_what_the_codec_costs_counts_for_nobodys_fault() -> None:
-    for as_sent, is_taken in ((None, False), (LOSS + 0.02, True)):
-        verdict = Node().meets(away(1.0), loss=sloping(0.03), as_sent=as_sent)
-        assert counts(verdict) == is_taken
-
-
-def test_of_a_mean_that_costs_too_much_half_is_taken_if_that_costs_nothing() -> None:
-    """A partner that is behind is worth something, up to a point."""
-    losses = {0.0: LOSS, 0.5: LOSS + 0.02, 0.25: LOSS - 0.001}
-    assert clip(Node().meets(away(1.0), loss=losses.get)) == 0.5
-    losses[0.25] = LOSS + 0.001
-    assert clip(Node().meets(away(1.0), loss=losses.get)) == 0.0
-
-
 def test_a_contribution_that_counts_for_nothing_is_suspected_and_never_refused_for_its_loss() -> None:
     """This node's own helps its sender, if that is honest."""
     node = Node()
@@ -275,24 +272,11 @@ def test_a_loss_that_is_no_number_counts_for_nothing_and_moves_no_yardstick(loss
     assert all(math.isfinite(number) for series in node.everybody.series.values() for number in series)
 
 
-def test_of_a_suspected_peer_a_mean_may_cost_no_more_than_noise() -> None:
-    options: dict[str, Any] = {"loss": sloping(0.04), "began": LOSS + 0.2}
-    assert counts(Node().meets(away(1.0), **options))
-    assert not counts(Node().meets(away(1.0), **options, is_suspected=True))
-    assert counts(Node().meets(away(1.0), loss=bent(1.99), is_suspected=True)), "liars suspect anyone"
-
-
 def test_what_was_not_averaged_moves_no_distance() -> None:
     node = Node()
     for _ in range(WINDOW):
         node.meets(away(1.9), loss=sloping(1.0))
     assert not node.everybody["distance 0"]
-
-
-def test_a_faster_partner_may_be_further_away_if_the_loss_says_that_it_helps() -> None:
-    usual = GuardConfig().first_radius * MOVEMENT
-    for distance, expected in ((CHECKED_RADIUS * usual, 1.0), (2 * CHECKED_RADIUS * usual, 0.5)):
-        assert clip(Node().meets(away(distance), loss=bent(1.9))) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_node_that_has_drifted_apart_from_others_takes_over_better_weights() -> None:
@@ -334,11 +318,6 @@ def test_a_liar_that_claims_no_tokens_moves_nothing_and_is_remembered_for_nothin
     for distance in (1.0, 1e6):
         assert node.meets(away(distance), tokens=(100, 0), loss=sloping(1.0)) == Accept(0.0)
     assert not node.everybody.series
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
-def test_what_is_infinitely_far_away_is_refused(value: float) -> None:
-    assert isinstance(Node().meets(torch.full_like(OWN, value)), Refuse)
 
 
 def test_what_is_far_beyond_all_that_was_accepted_is_refused_without_asking_for_a_loss() -> None:
