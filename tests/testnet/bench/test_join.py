@@ -9,7 +9,6 @@ import pytest
 
 from farandole.testnet.bench.join import claims_of, measure
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.natlab.namespace import NamespaceError, require
 
 
 def test_a_newcomer_joins_from_two_and_from_one(tmp_path: Path) -> None:
@@ -23,11 +22,8 @@ def test_a_newcomer_joins_from_two_and_from_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("networks")
 def test_on_a_slow_line_a_newcomer_uses_it_and_the_others_rounds_hardly_notice(tmp_path: Path) -> None:
-    try:
-        require()
-    except NamespaceError as error:
-        pytest.skip(str(error))
     with open_bench("join", tmp_path) as bench:
         figures = measure(bench, size_mb=40, repeats=1)
     assert figures["link_over_ideal"] <= 1.5

@@ -11,7 +11,6 @@ from farandole.testnet.bench.nat import ALL_PAIRS, Pair, PairResult, measure_pai
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.natlab.kinds import KindError
-from farandole.testnet.natlab.namespace import NamespaceError, require
 
 # Both must send at once; only by relay; two NATs in a row, one that admits all; a home with hardly any way out.
 CHARACTERISTIC = (
@@ -53,10 +52,6 @@ def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
 
 
 def check(pairs: tuple[Pair, ...], folder: Path) -> None:
-    try:
-        require("nft", "miniupnpd")
-    except NamespaceError as error:
-        pytest.skip(str(error))
     for pair in pairs:
         row = measure_pair(pair, folder)
         assert row.failure == "", row.name
@@ -64,10 +59,12 @@ def check(pairs: tuple[Pair, ...], folder: Path) -> None:
         assert (row.way == "relayed stream") == (row.theory == "relayed"), row.name
 
 
+@pytest.mark.usefixtures("full_networks")
 def test_homes_that_no_plain_socket_connects_exchange_by_relay(tmp_path: Path) -> None:
     check(CHARACTERISTIC[1:2], tmp_path / "play")
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("full_networks")
 def test_all_pairs_connect_and_exchange(tmp_path: Path) -> None:
     check(ALL_PAIRS, tmp_path / "play")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from farandole.testnet.bench.join import make_checkpoint
 from farandole.testnet.bench.process import open_worker, worker_command
-from farandole.testnet.natlab.groups import open_leash
-from farandole.testnet.natlab.namespace import Location, NamespaceError
-from farandole.testnet.play.places import open_links
+from farandole.testnet.natlab.namespace import Location
 from farandole.testnet.play.scenario import LinkSettings
 
 LINK = LinkSettings(up_mbit=100, down_mbit=100, delay_ms=5)
@@ -21,16 +18,6 @@ MBIT = 12.0
 SIZE_MB = 48  # half a minute at 12 Mbit/s
 _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
 PATIENCE = 60.0  # seconds until the transfer is under way, on a busy machine
-
-
-@pytest.fixture
-def places() -> Iterator[list[Location]]:
-    with open_leash() as leash:
-        try:
-            with open_links(LINK, 2, leash) as places:
-                yield places
-        except NamespaceError as error:
-            pytest.skip(str(error))
 
 
 def count(place: Location, column: int) -> int:

@@ -13,7 +13,7 @@ import trio
 
 from farandole.node.base.control import NoNodeError, call
 from farandole.protocol.run.invite import decode_invite
-from farandole.testnet.play import launch, process
+from farandole.testnet.play import launch
 from farandole.testnet.play.launch import TestnetError, prepare_folder
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.scenario import Scenario, parse_scenario
@@ -22,12 +22,7 @@ from ...patience import PATIENCE
 from .playing import testnet
 
 PLAY = Path(__file__).with_name("playing.py")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "POLL_INTERVAL", 0.02)
-    monkeypatch.setattr(launch, "WATCH_INTERVAL", 0.02)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def scenario(**settings: Any) -> Scenario:

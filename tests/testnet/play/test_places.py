@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.namespace import Location, NamespaceError
-from farandole.testnet.play import launch, process
-from farandole.testnet.play.places import open_links, open_lodgings
+from farandole.testnet.play.places import open_lodgings
 from farandole.testnet.play.report import PlayReport
 from farandole.testnet.play.scenario import LinkSettings, parse_scenario
 
@@ -22,10 +20,7 @@ RUN = {"name": "homes", "model": "tiny"}
 HOMES = [{"kind": "open"}, {"kind": "symmetric", "up_mbit": 20, "down_mbit": 50, "delay_ms": 5, "loss": 0.01}]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "POLL_INTERVAL", 0.02)
-    monkeypatch.setattr(launch, "WATCH_INTERVAL", 0.02)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 async def play(out: Path, **settings: Any) -> PlayReport:
@@ -73,16 +68,6 @@ async def test_nodes_live_in_homes_and_faults_befall_these(tmp_path: Path) -> No
 # Links between namespaces, with plain sockets in separate processes. A link is never faster than configured.
 
 LINK = LinkSettings(up_mbit=16, down_mbit=40, delay_ms=30)
-
-
-@pytest.fixture
-def places() -> Iterator[list[Location]]:
-    with open_leash() as leash:
-        try:
-            with open_links(LINK, 2, leash) as places:
-                yield places
-        except NamespaceError as error:
-            pytest.skip(str(error))
 
 
 def test_packets_take_their_time(places: list[Location]) -> None:

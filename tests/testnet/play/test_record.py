@@ -46,24 +46,10 @@ def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
     )
     record.observe(msgspec.structs.replace(first, exchanges_ok=1), 0.5)
     record.observe(msgspec.structs.replace(first, losses=[(0, 5.0), (1, 4.5)]), 1.0)
-    record.observe(
-        status(
-            pid=2, exchanges_ok=1, bytes_sent=3, partners={"bob": 1, "carol": 1}, round=3, tokens=300, loss_first=4.0
-        ),
-        2.0,
-    )
-    record.observe(
-        status(
-            pid=2,
-            exchanges_ok=4,
-            bytes_sent=9,
-            partners={"carol": 4},
-            paths={"bulk": 3, "stream": 1},
-            round=4,
-            losses=[(3, 4.0)],
-        ),
-        3.0,
-    )
+    second = status(pid=2, exchanges_ok=1, bytes_sent=3, partners={"bob": 1, "carol": 1}, round=3, loss_first=4.0)
+    record.observe(second, 2.0)
+    fields: dict[str, Any] = {"partners": {"carol": 4}, "paths": {"bulk": 3, "stream": 1}, "losses": [(3, 4.0)]}
+    record.observe(status(pid=2, exchanges_ok=4, bytes_sent=9, round=4, **fields), 3.0)
     report = record.reported(is_alive=True)
     assert (report.exchanges_ok, report.bytes_sent) == (6, 14)
     assert report.partners == {"bob": 2, "carol": 4}
@@ -113,20 +99,9 @@ def test_what_the_screening_did_to_exchanges_is_counted_once() -> None:
 
 def test_only_the_time_in_which_it_was_alive_counts() -> None:
     ledger = Ledger()
-    for at, condition in (
-        (0, "starting"),
-        (10, "working"),
-        (110, "starved"),
-        (150, "working"),
-        (200, "frozen"),
-        (230, "returning"),
-        (231, "working"),
-        (300, "absent"),
-        (320, "returning"),
-        (328, "working"),
-        (400, "finished"),
-    ):
-        ledger.enter(condition, float(at))  # type: ignore[arg-type]  # the literals of the list above
+    told = "0 starting, 10 working, 110 starved, 150 working, 200 frozen, 230 returning, 231 working, 300 absent"
+    for at, condition in (each.split() for each in f"{told}, 320 returning, 328 working, 400 finished".split(", ")):
+        ledger.enter(condition, float(at))  # type: ignore[arg-type]  # the words above
     ledger.settle(500.0)
     assert ledger.seconds == {
         "starting": 10,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,11 @@ GOOD = NodeReport(
     index=0,
     peer_id="alice",
     rounds=ROUNDS,
-    exchanges_ok=4,
-    exchanges_alone=0,
-    exchanges_failed=0,
     partners={"bob": 2, "carol": 2},
-    bytes_sent=10,
-    bytes_received=10,
     inner_steps=80,
     tokens=1_000,
     loss_first=5.0,
-    loss_last=2.0,
     losses=[(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)],
-    died=False,
-    wedged=False,
-    restarts=0,
     exchanges_since_restart=4,
     is_alive=True,
     state_root="root",
@@ -65,8 +57,10 @@ def scenario(**settings: Any) -> Scenario:
     )
 
 
-def judge(nodes: list[NodeReport], merged: Merged | None = MERGED, **settings: Any) -> PlayReport:
-    return make_report(scenario(**settings), bytes(32), nodes, merged, seconds=10.0, events=[])
+def judge(
+    nodes: list[NodeReport], merged: Merged | None = MERGED, *, faults: Sequence[FaultReport] = (), **settings: Any
+) -> PlayReport:
+    return make_report(scenario(**settings), bytes(32), nodes, merged, seconds=10.0, events=[], faults=faults)
 
 
 def node(index: int, **changes: Any) -> NodeReport:
@@ -189,15 +183,7 @@ def test_who_grows_does_not_pass(memory: float, tasks: float, is_flat: bool) -> 
 @pytest.mark.parametrize(("seconds", "is_fine"), [(14.0, True), (16.0, False), (None, False)])
 def test_a_partition_heals_in_time_or_not(seconds: float | None, is_fine: bool) -> None:
     partition = FaultReport("partition", [0], 3.0, 1.0, {0: 1.0}, seconds)
-    report = make_report(
-        scenario(max_heal_seconds=15),
-        bytes(32),
-        [node(0), node(1), node(2)],
-        MERGED,
-        seconds=10.0,
-        events=[],
-        faults=[partition],
-    )
+    report = judge([node(0), node(1), node(2)], faults=[partition], max_heal_seconds=15)
     assert (report.reasons == []) == is_fine
     assert report.faults[0].healed_in == seconds
 

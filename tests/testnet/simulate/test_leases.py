@@ -18,15 +18,30 @@ MAX_MEAN = 1.1
 
 
 def epochs_of(
-    seed: int, num_nodes: int, seconds: float, *, base_period: float = 2.0, num_slices: int | None = None
+    seed: int,
+    num_nodes: int,
+    seconds: float = 0.0,
+    *,
+    base_period: float = 2.0,
+    loss: float = 0.03,
+    num_slices: int | None = None,
+    paces: tuple[float, float] = (0.5, 5.0),
 ) -> Epochs:
     """Return epochs with about ``seconds`` of work for these nodes, which all begin at once."""
-    world = World(seed, num_nodes, loss=0.03, base_period=base_period)
+    world = World(seed, num_nodes, loss=loss, base_period=base_period)
     world.settle()
-    epochs = Epochs(world, num_slices or int(num_nodes * 2.75 * seconds))
+    epochs = Epochs(world, num_slices or int(num_nodes * 2.75 * seconds), paces=paces)
     for node in list(world.nodes):
         epochs.begin(node)
     return epochs
+
+
+def check(epochs: Epochs, most: float = MAX_MEAN) -> None:
+    """All slices were trained on, each about once."""
+    assert epochs.is_over
+    for epoch in range(epochs.num_epochs):
+        assert epochs.missed(epoch) == 0
+        assert epochs.mean(epoch) <= most
 
 
 def replace_a_third(epochs: Epochs, seconds: float) -> None:
@@ -42,9 +57,7 @@ def test_a_third_of_the_nodes_is_replaced_in_an_epoch(seed: int) -> None:
     epochs = epochs_of(seed, 9, seconds=100.0)
     replace_a_third(epochs, 100.0)
     seconds = epochs.play(600.0)
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= MAX_MEAN
+    check(epochs)
     assert seconds <= 200.0
 
 
@@ -60,9 +73,7 @@ def test_a_third_of_many_nodes_is_replaced_in_an_epoch(num_nodes: int, seconds: 
             f"\n{num_nodes} nodes, {num_nodes // 3} replaced, {epochs.num_slices:,} slices, seed {seed}: over after "
             f"{took:.0f} s, {epochs.missed()} missed, each trained on {epochs.mean():.4f} times"
         )
-        assert epochs.is_over
-        assert epochs.missed() == 0
-        assert epochs.mean() <= MAX_MEAN
+        check(epochs)
 
 
 def test_a_network_cut_in_two_does_no_more_twice_than_both_did_meanwhile() -> None:
@@ -72,9 +83,7 @@ def test_a_network_cut_in_two_does_no_more_twice_than_both_did_meanwhile() -> No
     simulation.call_at(40.0, lambda: network.partition([half]))
     simulation.call_at(60.0, network.heal)
     epochs.play(600.0)
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= MAX_MEAN + 20.0 / 120.0
+    check(epochs, MAX_MEAN + 20.0 / 120.0)
 
 
 def test_one_after_the_other_two_epochs_and_nobody_mixes_them_up() -> None:
@@ -84,24 +93,16 @@ def test_one_after_the_other_two_epochs_and_nobody_mixes_them_up() -> None:
     epochs.counts.append(type(epochs.counts[0])())
     replace_a_third(epochs, 120.0)
     epochs.play(600.0)
-    assert epochs.is_over
-    assert [epochs.missed(epoch) for epoch in (0, 1)] == [0, 0]
-    assert max(epochs.mean(epoch) for epoch in (0, 1)) <= MAX_MEAN
+    check(epochs)
 
 
 def test_a_million_slices_of_which_one_node_never_does_its_own() -> None:
     """The nodes are fast; one leases, lives and never trains."""
-    world = World(3, 4, base_period=2.0)
-    world.settle()
-    epochs = Epochs(world, 1_000_000, paces=(4_000.0, 8_000.0))
-    for node in list(world.nodes):
-        epochs.begin(node)
+    epochs = epochs_of(3, 4, loss=0.0, num_slices=1_000_000, paces=(4_000.0, 8_000.0))
     epochs.nodes[0].is_training = False
     ideal = epochs.num_slices / sum(leasing.pace for leasing in epochs.nodes[1:])
     seconds = epochs.play(600.0)
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= MAX_MEAN
+    check(epochs)
     assert seconds <= ideal + 3 * epochs.nodes[1].leases.patience
 
 
@@ -143,9 +144,7 @@ def test_two_liars_among_eight_cost_the_others_little(seed: int) -> None:
         node.start(epochs.world.contacts())
         Liar(epochs, node)
     seconds = epochs.play(600.0)
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= MAX_MEAN
+    check(epochs)
     assert seconds <= 60.0 + 3 * epochs.nodes[0].leases.patience
 
 
@@ -180,24 +179,16 @@ def test_who_was_never_met_ends_no_epoch(num_honest: int, num_liars: int, second
         f"\n{num_honest} honest, {num_liars} liars: over after {took:.0f} s, {epochs.missed()} missed, "
         f"each trained on {epochs.mean():.4f} times"
     )
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= MAX_MEAN
+    check(epochs)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_nodes_that_end_a_short_epoch_at_once_share_what_is_left(seed: int) -> None:
     """All is doubted, so both search for the last slices together; they once found the same ones, a sixth of all."""
-    world = World(seed, 2, loss=0.03, base_period=2.0)
-    world.settle()
-    epochs = Epochs(world, 167, paces=(2.0, 2.5))
-    for node in list(world.nodes):
-        epochs.begin(node)
+    epochs = epochs_of(seed, 2, num_slices=167, paces=(2.0, 2.5))
     end_epochs(epochs, 1)
     epochs.play(600.0)
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= 1.02
+    check(epochs, 1.02)
 
 
 def test_who_was_met_and_lies_claims_no_more_than_the_fastest_node_could_have_done() -> None:
@@ -219,7 +210,5 @@ def test_a_node_a_hundred_times_as_fast_is_not_held_up_and_its_work_is_not_done_
     epochs.begin(world.nodes[0], 400.0)
     took = epochs.play(600.0)
     print(f"\nover after {took:.0f} s, each trained on {epochs.mean():.4f} times")
-    assert epochs.is_over
-    assert epochs.missed() == 0
-    assert epochs.mean() <= MAX_MEAN
+    check(epochs)
     assert took <= 2 * 30_000 / 416, "109 s where all are believed at once, and the slow ones train their samples last"

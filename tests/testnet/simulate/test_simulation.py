@@ -7,28 +7,6 @@ from farandole.testnet.simulate.simulation import Network, Simulation
 ALICE, BOB, CAROL = b"alice", b"bob", b"carol"
 
 
-def echoing_trio(seed: int, loss: float = 0.2) -> Simulation:
-    """Return three nodes that forward messages to a random other node for ten seconds."""
-    simulation = Simulation(seed)
-    network = Network(simulation, loss=loss, duplicates=0.1)
-    names = [ALICE, BOB, CAROL]
-
-    def attach(name: bytes) -> None:
-        network.attach(name, lambda sender, payload: network.send(name, simulation.rng.choice(names), payload + sender))
-
-    for name in names:
-        attach(name)
-    for start in range(20):
-        simulation.call_at(start / 10, lambda: network.send(ALICE, BOB, b"ping"))
-    simulation.run_until(10.0)
-    return simulation
-
-
-def test_one_seed_makes_one_trace() -> None:
-    assert echoing_trio(1).trace == echoing_trio(1).trace
-    assert echoing_trio(1).trace != echoing_trio(2).trace
-
-
 def test_calls_happen_in_order_of_time_then_of_asking() -> None:
     simulation = Simulation(0)
     seen: list[str] = []

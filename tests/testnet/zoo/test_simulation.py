@@ -48,7 +48,7 @@ def test_without_a_guard_one_liar_ruins_the_run(clean: HostileOutcome) -> None:
 
 @pytest.mark.parametrize("attack", ["scale-3.9", "reversed-10", "initial", "nan"])
 def test_with_the_guard_a_liar_does_little(attack: str, clean: HostileOutcome) -> None:
-    attacked = outcome_of(attack, STRICT)
+    attacked = outcome_of(attack, GuardConfig())
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.1 * clean.loss
 
@@ -71,11 +71,6 @@ def test_two_of_eight_that_study_the_guard_cost_little(attack: str) -> None:
         assert (attacked.honest_refused, attacked.honest_clipped) == (0, 0)
         above.append(attacked.loss / play(alone).loss - 1)
     assert sum(above) / len(above) < 0.015
-
-
-@pytest.mark.parametrize("attack", ["scale-3.9", "initial"])
-def test_the_default_stops_what_ruins_a_run(attack: str, clean: HostileOutcome) -> None:
-    assert outcome_of(attack, GuardConfig()).loss < 1.1 * clean.loss
 
 
 def test_newcomers_with_older_weights_are_neither_clipped_nor_do_they_clip_others() -> None:

@@ -15,7 +15,7 @@ from torch import distributed, nn
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, ScreeningRules
-from farandole.training.base.errors import DataError, DivergedError, TrainingError
+from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.cluster.external import (
     ExternalEngine,
     Loop,
@@ -330,19 +330,6 @@ def test_a_module_in_distributed_data_parallel_has_its_own_names(tmp_path: Path)
             assert parameters_of(each) == parameters_of(module)
     finally:
         distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("shapes", "problem"),
-    [
-        ({"embedding.weight": (5, 4)}, "also trains body.weight"),
-        ({"embedding.weight": (5, 4), "body.weight": (4, 4), "more": (1,)}, "lacks more"),
-        ({"embedding.weight": (5, 4), "body.weight": (16,)}, r"body.weight is \(4, 4\) here and \(16,\) in the run"),
-    ],
-)
-def test_a_run_of_another_model_is_refused(shapes: dict[str, tuple[int, ...]], problem: str) -> None:
-    with pytest.raises(TrainingError, match=problem):
-        matching_parameters(Tied(), shapes)
 
 
 def test_the_runs_order_counts_and_frozen_parameters_are_shared_where_it_names_them() -> None:

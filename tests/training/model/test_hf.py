@@ -9,17 +9,15 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.run.families import hf_config_from_dict
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig, TokenizerConfig
 from farandole.protocol.run.models import names_of_stage, num_parameters, parts_of, preset, shapes_of, stage_parameters
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
-from farandole.training.data.dataset import Text
 from farandole.training.model.model import cross_entropy
 from farandole.training.model.stages import as_stage, build_module, build_stage
 
-from ..conftest import RUN_ID, MakeReplica
-from ..engine.test_stage_worker import by_name, learn, workers_of
+from ..conftest import RUN_ID
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -169,29 +167,6 @@ def test_a_stage_takes_memory_for_its_own_parameters_alone(name: str, stage: int
     assert own <= allocated < own + 2_048  # tables of angles, and scalars on their way to them
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
     assert torch.equal(torch.get_rng_state(), state)  # and nothing was drawn for what is thrown away
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama-3", "gpt2"])
-def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
-    make_replica: MakeReplica, name: str, inner: InnerConfig, text: Text, recompute: bool
-) -> None:
-    model, no_clip = hf_model(name), replace(inner, clip=0.0)  # stages clip each for itself
-    workers = workers_of(model, no_clip, text, 3, recompute=recompute)
-    learner = make_replica(module=build_module(model, 7), inner_settings=no_clip)
-
-    losses = []
-    for _ in range(20):
-        losses.append(learn(workers))
-        assert losses[-1] == float(learner.learn())
-
-    expected = learner.checkpoint.layout.views(learner.round_end.fast_weights())
-    learnt = by_name(workers)
-    assert learnt.keys() == expected.keys()
-    assert all(torch.equal(weights, expected[part]) for part, weights in learnt.items())
-    assert losses[0] == pytest.approx(math.log(64), rel=0.05)
-    assert losses[-1] < losses[0] - 0.5
-    assert max(worker.checkpoint.layout.num_elements for worker in workers) < num_parameters(model) / 2
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

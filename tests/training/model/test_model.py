@@ -7,7 +7,6 @@ import torch
 
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import PRESETS, num_parameters, preset
-from farandole.protocol.wire.errors import ManifestError
 from farandole.training.model.model import Transformer, build_model, language_loss, rotary_tables, rotate
 
 
@@ -60,8 +59,3 @@ def test_the_count_is_that_of_the_real_model(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "tiny"])
 def test_a_preset_is_as_large_as_its_name_says(name: str) -> None:
     assert num_parameters(preset(name)) == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.05)
-
-
-def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ManifestError, match="there are tiny, "):
-        preset("7B")
