@@ -1,10 +1,9 @@
 """What each rank of `test_ranks` runs: a model that is cut in one way or another, and some rounds of it.
 
-python ranks_program.py KIND SCREENING RANK RANKS FILE
+python ranks_program.py KIND JUDGES RANK RANKS FILE
 
 KIND is how the model is cut. With the name of one of `OTHERS` and "-" in front, the ranks do that instead of rounds.
-SCREENING is the run's rule, from `RULES`; with "losses" the loop computes
-some.
+JUDGES is "losses" if the loop computes some, by which contributions are judged.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import distributed, nn
 
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, ScreeningRules
+from farandole.protocol.run.rules import NoLoCoConfig
 from farandole.training.base.errors import DivergedError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.cluster.ranks import (
@@ -60,12 +59,10 @@ def cut(module: nn.Module, kind: str, ranks: int) -> None:
         fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
     elif kind == "hsdp":
         fully_shard(module, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")))
-    elif kind in ("tensor", "both"):
-        sizes = (1, ranks) if kind == "tensor" else (2, ranks // 2)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    elif kind == "both":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
         parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        if kind == "both":
-            fully_shard(module, mesh=mesh["data"])
+        fully_shard(module, mesh=mesh["data"])
     else:
         assert kind in ("plain", "replicated")
 
@@ -111,15 +108,13 @@ def follow(ranks: Ranks, module: nn.Module, loss: Loss | None) -> None:
         follower.step_taken()
 
 
-def lead(
-    module: nn.Module, outer: NoLoCoConfig, screening: ScreeningRules, ranks: Ranks, loss: Loss | None
-) -> tuple[str, list[float]]:
+def lead(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, loss: Loss | None) -> tuple[str, list[float]]:
     """Play rounds in another thread, as a node does, and answer in this one, as a loop does."""
     turns = Turns()
 
     def play() -> tuple[str, list[float]]:
         try:
-            return play_rounds(module, outer, screening, ranks, loss, turns)
+            return play_rounds(module, outer, ranks, loss, turns)
         finally:
             turns.end()
 
@@ -129,27 +124,22 @@ def lead(
         return playing.result()
 
 
-def manifest_of(module: nn.Module, outer: NoLoCoConfig, screening: ScreeningRules | None = None) -> Manifest:
+def manifest_of(module: nn.Module, outer: NoLoCoConfig) -> Manifest:
     """Return the manifest of a run of the module."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
-    return Manifest(name="ranks", model=model, outer=outer, screening=screening or GuardConfig())
+    return Manifest(name="ranks", model=model, outer=outer)
 
 
 def play_rounds(
-    module: nn.Module,
-    outer: NoLoCoConfig,
-    screening: ScreeningRules,
-    ranks: Ranks,
-    loss: Loss | None,
-    turns: Turns,
+    module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, loss: Loss | None, turns: Turns
 ) -> tuple[str, list[float]]:
     """Rounds with another member, of which one is late and one refused; in between, continue from a checkpoint.
 
     Returns a hash of all that was sent and is, and numbers: how many losses were compared, the losses, and how far each
     contribution was used.
     """
-    manifest = manifest_of(module, outer, screening)
+    manifest = manifest_of(module, outer)
     engine = ExternalEngine(Loop(module, evaluate=loss, ranks=ranks), manifest, turns, run_id=RUN_ID)
     other = build()
     with torch.no_grad():
@@ -223,16 +213,20 @@ def begin_from_seed(kind: str, num_ranks: int) -> str:
     return hash_of([whole_of(parameter) for parameter in module.parameters()])
 
 
+def engine_after_a_step(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks) -> ExternalEngine:
+    engine = ExternalEngine(Loop(module, ranks=ranks), manifest_of(module, outer), Turns(), run_id=RUN_ID)
+    ranks.tell(Order.STEP)
+    engine.round_end.count_step(1)
+    return engine
+
+
 def lose_numbers(kind: str, num_ranks: int) -> str:
     """Have the last rank's weights diverge; returns what rank 0 says of it."""
     module = build()
     cut(module, kind, num_ranks)
     ranks, said = open_ranks(), ""
     if ranks.is_leader:
-        manifest = manifest_of(module, NoLoCoConfig(codec="int8"))
-        engine = ExternalEngine(Loop(module, ranks=ranks), manifest, Turns(), run_id=RUN_ID)
-        ranks.tell(Order.STEP)
-        engine.round_end.count_step(1)
+        engine = engine_after_a_step(module, NoLoCoConfig(codec="int8"), ranks)
         try:
             engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
         except DivergedError as error:
@@ -261,10 +255,7 @@ def lose_rank(kind: str, num_ranks: int) -> str:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
             follower.end()
         os._exit(0)
-    manifest = manifest_of(module, NoLoCoConfig())
-    engine = ExternalEngine(Loop(module, ranks=ranks), manifest, Turns(), run_id=RUN_ID)
-    ranks.tell(Order.STEP)
-    engine.round_end.count_step(1)
+    engine = engine_after_a_step(module, NoLoCoConfig(), ranks)
     try:
         engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
     except RuntimeError as error:
@@ -282,10 +273,7 @@ CASES = (
 )
 
 
-RULES: dict[str, ScreeningRules] = {"guard": GuardConfig(), "losses": GuardConfig()}
-
-
-def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> None:
+def main(kind: str, judges: str, rank: int, num_ranks: int, file: str) -> None:
     """Print a hash for each case, and one of the parameters as this rank has them in the end.
 
     In the next line, print the numbers of `play_rounds`.
@@ -301,10 +289,10 @@ def main(kind: str, screening: str, rank: int, num_ranks: int, file: str) -> Non
         if kind != "plain":
             cut(module, kind, num_ranks)
             forward(module, dtype)  # after it FSDP2 keeps the root's parameters whole
-        ranks, loss = open_ranks(), Loss(module) if screening == "losses" else None
+        ranks, loss = open_ranks(), Loss(module) if judges == "losses" else None
         if ranks.is_leader:
             for outer in CASES:
-                made, used = lead(module, outer, RULES[screening], ranks, loss)
+                made, used = lead(module, outer, ranks, loss)
                 hashes.append(made)
                 clips += used
             ranks.tell(Order.OVER)

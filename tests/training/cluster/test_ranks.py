@@ -18,10 +18,10 @@ from ...patience import PATIENCE
 from ..ranks_program import MODEL, SEED, hash_of
 
 
-def play(kind: str, num_ranks: int, folder: Path, screening: str = "guard") -> list[list[list[str]]]:
+def play(kind: str, num_ranks: int, folder: Path, judges: str = "") -> list[list[list[str]]]:
     """The words of the lines that each rank prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.training.ranks_program", kind, screening]
+    command = [sys.executable, "-m", "tests.training.ranks_program", kind, judges]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(num_ranks), str(folder / "meeting")],
@@ -43,28 +43,28 @@ def play(kind: str, num_ranks: int, folder: Path, screening: str = "guard") -> l
 
 
 @cache
-def of_one_process(screening: str) -> list[list[str]]:
-    [printed] = play("plain", 1, Path(), screening)
+def of_one_process(judges: str) -> list[list[str]]:
+    [printed] = play("plain", 1, Path(), judges)
     return printed
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_ranks", "screening"),
+    ("kind", "num_ranks", "judges"),
     [
-        *[("fsdp", 1, "guard"), ("fsdp", 2, "losses"), ("fsdp", 4, "guard"), ("replicated", 2, "guard")],
-        *[("hsdp", 4, "guard"), ("both", 4, "losses")],
+        *[("fsdp", 1, ""), ("fsdp", 2, "losses"), ("fsdp", 4, ""), ("replicated", 2, "")],
+        *[("hsdp", 4, ""), ("both", 4, "losses")],
     ],
 )
 def test_however_a_model_is_cut_its_member_sends_judges_and_learns_the_same_bits(
-    kind: str, num_ranks: int, screening: str, tmp_path: Path
+    kind: str, num_ranks: int, judges: str, tmp_path: Path
 ) -> None:
     """fp32, int8, fragments of int4, topk; for weights in fp32 and in bf16."""
-    [[leader, judged], *others] = play(kind, num_ranks, tmp_path, screening)
-    [expected, expected_judged] = of_one_process(screening)
+    [[leader, judged], *others] = play(kind, num_ranks, tmp_path, judges)
+    [expected, expected_judged] = of_one_process(judges)
     assert leader == expected
     assert judged == expected_judged
-    assert (int(judged[0]) > 0) == (screening == "losses")
-    assert screening == "losses" or any(0.0 < float(clip) < 1.0 for clip in judged)
+    assert (int(judged[0]) > 0) == (judges == "losses")
+    assert judges or any(0.0 < float(clip) < 1.0 for clip in judged)
     num_cases = len(expected) // 2
     parameters = [expected[num_cases - 1], expected[-1]]
     assert [hashes for hashes, *_ in others] == [parameters] * (num_ranks - 1)
