@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import trio
 import trio.testing
 from blake3 import blake3
@@ -17,8 +18,10 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.channel import ChannelError
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
+from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.addresses import OwnAddresses
+from farandole.node.mesh.host import Host
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import CHUNK_BYTES, Transfer
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
@@ -249,16 +252,21 @@ class MemoryChannels:
 class Party:
     """A node with its own contribution."""
 
-    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: Any = None) -> None:
+    def __init__(self, host: Any, seed: int, size: int = SIZE, channels: Any = None) -> None:
+        """``host``: a `MemoryHost`, or a real one."""
         self.host = host
         self.service = ExchangeService(host, channels)
-        self.contribution = random.Random(seed).randbytes(size)
-        self.incoming = bytearray(size)
-        self.outgoing = Outgoing(memoryview(self.contribution), blake3(self.contribution).digest())
         self.refuses: str | None = None
+        self.hold(random.Random(seed).randbytes(size), round=seed, tokens=100 * seed)
+
+    def hold(self, contribution: bytes, **offered: Any) -> None:
+        """Take this contribution, offered with these fields, for the next exchange."""
+        self.contribution = contribution
+        self.incoming = bytearray(len(contribution))
+        self.outgoing = Outgoing(memoryview(contribution), blake3(contribution).digest())
         self.taken_in: list[int] = []
         self.results: list[ExchangeEnded] = []
-        self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
+        self.offer = offer_of(contribution, **offered)
 
     async def refusal(self, size: int, tokens: int, judge_by: float) -> str | None:
         await trio.lowlevel.checkpoint()
@@ -282,7 +290,8 @@ class Party:
 
     async def exchange(self, partner: bytes, deadline: float = PATIENCE, offer_within: float = math.inf) -> None:
         is_initiator, now = self.host.author < partner, trio.current_time()
-        start = StartExchange(SESSION, partner, self.offer.round, is_initiator, now + deadline, now + offer_within)
+        session, deadline = self.offer.session, now + deadline
+        start = StartExchange(session, partner, self.offer.round, is_initiator, deadline, now + offer_within)
         result = await self.service.run(
             start, self.offer, self.outgoing, memoryview(self.incoming), self.refusal, self.taken_in.append
         )
@@ -294,17 +303,25 @@ class Party:
         return result
 
 
-def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
-    return Offer(
+def offer_of(contribution: bytes, **fields: Any) -> Offer:
+    offer = Offer(
         run_id=RUN_ID,
         session=SESSION,
         stage=0,
         layout=b"l" * 32,
         codec="fp32",
         size=len(contribution),
-        round=round,
-        tokens=tokens,
+        round=1,
+        tokens=1,
     )
+    return msgspec.structs.replace(offer, **fields)
+
+
+@contextlib.asynccontextmanager
+async def real_parties(alice: Host, bob: Host) -> AsyncIterator[tuple[Party, Party]]:
+    """Yield two nodes that exchange over real hosts, which are connected, and over channels between them."""
+    async with open_bulk(alice, RUN_ID) as ones, open_bulk(bob, RUN_ID) as others:
+        yield Party(alice, 1, channels=ones), Party(bob, 2, channels=others)
 
 
 async def meet(alice: Party, bob: Party, deadline: float = PATIENCE) -> None:

@@ -6,12 +6,10 @@ import random
 
 import pytest
 import torch
-import trio
+from blake3 import blake3
 from torch import nn
 
 from farandole.node.bulk import negotiation
-from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.negotiation import open_bulk
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.run.rules import Codec
 from farandole.training.base.parameters import flatten_, layout_of
@@ -19,23 +17,43 @@ from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean
 from farandole.training.screening.rule import share_by_tokens
 
-from ..real_nodes import TOKENS, Node, open_nodes, swap
+from ..hosts import connected_pair
+from ..parties import Party, assert_committed, meet, real_parties
 from ..relayed import relayed_pair
+
+# Tokens behind the two contributions: the shares are 0.25 and 0.75.
+TOKENS = (300, 900)
+
+
+async def swap(nodes: tuple[Party, Party], contributions: list[bytearray], codec: Codec, path: str) -> None:
+    """Exchange the contributions over this path."""
+    session = blake3(b"".join(contributions) + path.encode()).digest()[:16]
+    channels = [node.service.channels for node in nodes]
+    for node, contribution, tokens in zip(nodes, contributions, TOKENS, strict=True):
+        node.hold(bytes(contribution), codec=codec, session=session, tokens=tokens)
+        if path == "stream":
+            node.service.channels = None
+    await meet(*nodes)
+    assert_committed(*nodes)
+    for node, tokens, channel in zip(nodes, TOKENS[::-1], channels, strict=True):
+        node.service.channels = channel
+        assert (node.result.reason, node.result.partner_tokens) == ("", tokens)
+        assert node.result.path == (path if len(node.incoming) >= BULK_FROM else "stream")
 
 
 @pytest.mark.parametrize("codec", CODECS)
 async def test_both_nodes_have_the_same_mean_over_every_path(codec: Codec) -> None:
     """A codec's own error is bounded in its tests; an exchange adds none."""
-    async with open_nodes() as nodes:
+    async with connected_pair() as hosts, real_parties(*hosts) as nodes:
         for num_elements in (1, 63, 257, 7_919, BULK_FROM // 4, 2 * BULK_FROM):
             generator = torch.Generator().manual_seed(num_elements)
-            for node, scale in zip(nodes, (1.0, 1e-3), strict=True):
-                node.outgoing = bytearray(encoded_size(codec, num_elements))
-                encode(codec, torch.randn(num_elements, generator=generator) * scale, node.outgoing)
-            sent = [decode(codec, node.outgoing, num_elements) for node in nodes]
+            contributions = [bytearray(encoded_size(codec, num_elements)) for _ in nodes]
+            for contribution, scale in zip(contributions, (1.0, 1e-3), strict=True):
+                encode(codec, torch.randn(num_elements, generator=generator) * scale, contribution)
+            sent = [decode(codec, contribution, num_elements) for contribution in contributions]
             exact = sum(share / sum(TOKENS) * each.double() for share, each in zip(TOKENS, sent, strict=True))
             for path in ("bulk", "stream"):
-                await swap(nodes, codec, path)
+                await swap(nodes, contributions, codec, path)
                 received = [decode(codec, node.incoming, num_elements) for node in nodes]
                 shares = share_by_tokens(*TOKENS[::-1]), share_by_tokens(*TOKENS)
                 means = [weighted_mean(each, shares) for each in ([sent[0], received[0]], [received[1], sent[1]])]
@@ -63,18 +81,9 @@ def test_parameters_of_odd_shapes_and_types_come_back_in_their_places(dtype: tor
 
 async def test_an_exchange_is_committed_over_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(negotiation, "OPEN_TIMEOUT", 0.5)  # there is no channel to wait for
-    async with (
-        relayed_pair() as (_, alice, bob),
-        open_bulk(alice, bytes(32)) as ones,
-        open_bulk(bob, bytes(32)) as twos,
-    ):
-        nodes = Node(alice, ones, ExchangeService(alice, ones)), Node(bob, twos, ExchangeService(bob, twos))
+    async with relayed_pair() as (_, alice, bob), real_parties(alice, bob) as nodes:
         for seed, node in enumerate(nodes):
-            node.outgoing = bytearray(random.Random(seed).randbytes(BULK_FROM + 1))
-        async with trio.open_nursery() as nursery:
-            for node, partner in zip(nodes, nodes[::-1], strict=True):
-                nursery.start_soon(node.exchange, partner.host.author, bytes(16))
-        for node, partner in zip(nodes, nodes[::-1], strict=True):
-            (result,) = node.results
-            assert (result.committed, result.path) == (True, "stream")
-            assert node.incoming == partner.outgoing
+            node.hold(random.Random(seed).randbytes(BULK_FROM + 1))
+        await meet(*nodes)
+        assert_committed(*nodes)
+        assert nodes[0].result.path == "stream"

@@ -119,12 +119,13 @@ def test_a_file_is_made_checked_and_not_replaced_by_accident(run: Run, home: Pat
 
 
 def test_no_command_begins_with_a_wrong_file(run: Run, file: Path) -> None:
-    file.write_text("sloww = 2\nthreads = 0")
+    file.write_text('sloww = 2\nthreads = 0\nquiet_hours = ["Sat-Sun"]')
     for command in (["join"], ["relay"], ["doctor"], ["config", "show"]):
         code, _, err = run(*command)
         assert code == Exit.BAD_INPUT
         assert "did you mean slow?" in err
         assert "threads: expected a whole number of threads, at least 1, got 0" in err
+        assert "quiet_hours: expected hours as 22:00-07:30" in err
 
 
 def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
