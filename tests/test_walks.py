@@ -13,22 +13,11 @@ from .node.small_runs import TINY, small_manifest, write_run, write_text
 
 ROOT = Path(__file__).parent.parent
 BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["farandole"]["budget"]
+EXCHANGE = "contribute encode _encode take_in _take_in screen _screen take_outer_step"
 # The functions that carry a thing, each in the task or thread that calls it.
 WHOLE = {
     "contribution": [
-        *(
-            ("node/trainer_process/exchange.py", f"EngineExchange.{name}")
-            for name in (
-                "contribute",
-                "encode",
-                "_encode",
-                "take_in",
-                "_take_in",
-                "screen",
-                "_screen",
-                "take_outer_step",
-            )
-        ),
+        *(("node/trainer_process/exchange.py", f"EngineExchange.{name}") for name in EXCHANGE.split()),
         ("node/loop/training.py", "TrainerSession.contribute"),
         ("node/loop/training.py", "Training._exchange"),
         ("node/bulk/exchange_service.py", "ExchangeSession._run"),

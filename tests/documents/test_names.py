@@ -21,16 +21,6 @@ SOURCES = [
     path for folder in ("node", "protocol", "testnet", "tests", "training") for path in (ROOT / folder).rglob("*.py")
 ]
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
-NO_GUIDES = (
-    "bulk-channel.md",
-    "decisions.md",
-    "errors.md",
-    "faq.md",
-    "learning.md",
-    "python.md",
-    "reference.md",
-    "threat-model.md",
-)
 # Folders of the repository; text before them is not part of a path.
 _PATH = re.compile(r"(?:\.ci|docs|examples|grafana|node|protocol|src|testnet|tests|training)/[\w./-]*")
 _JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
@@ -131,13 +121,6 @@ def test_every_page_of_blocks_says_what_they_are(page: Path) -> None:
     assert languages <= {"console", "sh", "toml", "python", "diff", "json", "text", "yaml", "ini"}
     known = {"on", "stays", "when", "types", "until", "exit", "not-played", "long", "file"}
     assert not {key for block in blocks(page.read_text()) for key in block.play} - known
-
-
-def test_a_guide_begins_with_what_its_reader_will_have() -> None:
-    for page in ROOT.glob("docs/*.md"):
-        if page.name not in NO_GUIDES:
-            paragraph = page.read_text().split("\n\n")[1]
-            assert paragraph.startswith("At the end of this page "), page
 
 
 def test_the_checks_of_pages_find_faults() -> None:

@@ -16,43 +16,15 @@ from farandole.testnet.bench.commands import command_of
 
 from .pages import ROOT
 
-# Programs other than farandole and `make` that pages may use -> why tests do not play them, or None if they do.
-PROGRAMS = {
-    "apt": "changes the system",
-    "cat": None,
-    "cd": None,
-    "chmod": None,
-    "chown": "needs root",
-    "cp": None,
-    "curl": None,
-    "docker": "needs a daemon, and downloads images",
-    "git": "needs the network, or changes the repository",
-    "grep": None,
-    "jq": None,
-    "kill": None,
-    "ls": None,
-    "mkdir": None,
-    "mypy": None,
-    "nvidia-smi": "needs a GPU",
-    "pip": "needs the network",
-    "pipx": "needs the network",
-    "pre-commit": "needs the network",
-    "pytest": None,
-    "python": None,
-    "python3": None,
-    "rm": "removes files",
-    "ruff": None,
-    "lint-imports": None,
-    "source": None,
-    "ssh": "needs another machine",
-    "systemctl": "changes the system",
-    "lm_eval": "is not installed with farandole",
-    "loginctl": "changes the system",
-    "journalctl": "needs systemd",
-    "timedatectl": "changes the system",
-    "uv": "needs the network",
-    "make": "sets up an environment; what its targets run is tested by itself",
-    "torchrun": "starts two processes with torch, as tests/node/test_own_loop.py does",
+# Programs other than farandole that pages may use: those that tests play, and the others by the reason.
+PLAYED = "cat cd chmod cp curl grep jq kill ls mkdir mypy pytest python python3 ruff lint-imports source"
+NOT_PLAYED = {
+    "changes the system": "apt chown loginctl rm systemctl timedatectl",
+    "needs the network or another machine": "docker git pip pipx pre-commit ssh uv",
+    "needs a GPU, or systemd": "nvidia-smi journalctl",
+    "is not installed with farandole": "lm_eval",
+    "sets up an environment; what its targets run is tested by itself": "make",
+    "starts two processes with torch, as tests/node/test_own_loop.py does": "torchrun",
 }
 
 
@@ -72,7 +44,8 @@ def check(words: Sequence[str]) -> None:
         unknown = [word for word in words[1:] if "=" not in word and word not in targets]
         assert not unknown, f"no target of the Makefile: {unknown}"
     else:
-        assert program in PROGRAMS, f"{program}: list it in {__name__}.PROGRAMS, and say whether tests may play it"
+        known = " ".join((PLAYED, *NOT_PLAYED.values()))
+        assert program in known.split(), f"{program}: list it in {__name__}, and say whether tests may play it"
 
 
 def check_farandole(arguments: Sequence[str]) -> None:
@@ -113,4 +86,4 @@ def check_name(words: Sequence[str]) -> None:
 def is_played(words: Sequence[str]) -> bool:
     """Return whether tests may run the command on their own machine."""
     program = Path(words[0]).name
-    return program == "farandole" or (PROGRAMS[program] is None and shutil.which(program) is not None)
+    return program == "farandole" or (program in PLAYED.split() and shutil.which(program) is not None)

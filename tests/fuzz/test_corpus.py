@@ -62,7 +62,6 @@ def readers() -> Iterator[tuple[str, object]]:
 OTHERS = {
     "farandole.protocol.mesh.dialling.DialBudget.take",
     "farandole.protocol.stages.microbatches.MicrobatchJobs.take",
-    # Messages between two processes of one node.
 }
 
 

@@ -1,17 +1,23 @@
-"""Hosts on loopback, and a service to request from them."""
+"""Hosts on loopback, alone or behind relays, and a service to request from them."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.reach.relay_server import RelayServer
 from farandole.node.mesh.yamux import Libp2pStream
+from farandole.protocol.mesh.relay import Limits
 
 from ..patience import PATIENCE
 
@@ -80,3 +86,56 @@ async def assert_answers(host: Host) -> None:
         with trio.fail_after(PATIENCE):
             newcomer.dialler.add_addresses(host.author, host.addresses)
             await assert_echo(newcomer, host)
+
+
+@dataclass
+class Relay:
+    """A host that relays."""
+
+    host: Host
+    server: RelayServer
+
+
+@asynccontextmanager
+async def open_relay(
+    limits: Limits | None = None, shaping: Shaping | None = None, ping: float = 10.0
+) -> AsyncIterator[Relay]:
+    key = Ed25519PrivateKey.generate()
+    async with (
+        open_host(key, LOOPBACK, shaping=shaping, ping_interval=ping, ping_timeout=ping) as host,
+        open_service_nursery() as nursery,
+    ):
+        server = RelayServer(host, key, shaping, limits)
+        nursery.start_soon(server.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield Relay(host, server)
+
+
+def open_home(ping: float = 10.0) -> AbstractAsyncContextManager[Host]:
+    """Open a node without a listener."""
+    return open_host(Ed25519PrivateKey.generate(), [], ping_interval=ping, ping_timeout=ping)
+
+
+async def reserve(home: Host, relay: Host) -> str:
+    """Reserve at the relay; return the address through it, with the peer's id."""
+    await home.connect(relay.author, relay.addresses)
+    held = await home.relays.reserve(relay.author)
+    return f"{held.address}/p2p/{home.peer_id}"
+
+
+@asynccontextmanager
+async def relayed_pair(
+    limits: Limits | None = None, shaping: Shaping | None = None
+) -> AsyncIterator[tuple[Relay, Host, Host]]:
+    """Open a relay and two homes, of which the first is connected through it to the second, which echoes."""
+    with trio.fail_after(PATIENCE):
+        async with open_relay(limits, shaping) as relay, open_home() as alice, open_home() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            yield relay, alice, bob
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll until a condition without an event is true."""
+    while not condition():  # noqa: ASYNC110 - there is none
+        await trio.sleep(0.01)

@@ -30,7 +30,7 @@ from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.run.manifest import Manifest, SignedManifest
 from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, Member, Payload, deltas_of
 from farandole.protocol.state.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
-from farandole.protocol.state.state import RunState
+from farandole.protocol.state.state import MAX_AUTHORS, RunState
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.identity import public_key_of
 from farandole.protocol.wire.messagepack import encode
@@ -164,11 +164,13 @@ async def open_liar(
 
 
 @asynccontextmanager
-async def light_member(folder: Path, run: SignedManifest, contact: Daemon) -> AsyncIterator[GossipService]:
+async def light_member(
+    folder: Path, run: SignedManifest, contact: Daemon, max_authors: int = MAX_AUTHORS
+) -> AsyncIterator[GossipService]:
     """Run a member without a trainer that has synced with the contact and announced itself; the test sends the rest."""
     folder.mkdir()
     key, peer = Ed25519PrivateKey.generate(), public_key_of((await contact.status()).peer_id)
-    state = RunState(run.run_id, run.creator)
+    state = RunState(run.run_id, run.creator, max_authors=max_authors)
     async with (
         open_store(folder / "store.sqlite") as store,
         open_host(key, LOOPBACK) as host,

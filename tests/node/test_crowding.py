@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.mesh.host import open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state.gossip import GossipService
-from farandole.node.state.messenger import open_messenger
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
-from farandole.protocol.state.state import MAX_AUTHORS, RunState
-from farandole.protocol.state.writer import Writer
+from farandole.protocol.state.state import MAX_AUTHORS
 from farandole.protocol.wire.identity import public_bytes, public_key_of
 
 from ..patience import PATIENCE
 from .daemons import two_that_average
-from .hosts import LOOPBACK
+from .outsiders import light_member
 from .state.test_floods import fork, push, signed
-from .state.test_gossip import MemoryStore
 
 NUM_KEYS = 5_389
 """Keys that precede a real member's in the order of a hash, and more than there are places: once, they expelled it."""
@@ -82,26 +76,19 @@ def goes_on(status: NodeStatus, num_before: int) -> bool:
 
 
 async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
-    key = Ed25519PrivateKey.generate()
     async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
         victims = [public_key_of((await daemon.status()).peer_id) for daemon in (alice, bob)]
         authors = ground_keys(run.run_id, victims)
         invented = [signed(author, Kind.MEMBER, Member(), run_id=run.run_id) for author in authors]
         proofs = [fork(run.run_id) for _ in range(300)]
         async with (
-            open_host(key, LOOPBACK) as host,
-            open_messenger(host) as messenger,
+            light_member(tmp_path / "mallory", run, alice, max_authors=2 * NUM_KEYS) as gossip,
             trio.open_nursery() as nursery,
         ):
-            state = RunState(run.run_id, run.creator, max_authors=2 * NUM_KEYS)
-            writer = Writer(key, run.run_id)
-            store: Any = MemoryStore()
-            liar = Liar(GossipService(state, writer, host, messenger, store, random.Random(1)))
-            state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
-            await nursery.start(liar.gossip.run)
+            gossip.state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
+            liar, host = Liar(gossip), gossip._host
             host.set_handler(SYNC_PROTOCOL, liar.serve)
-            for victim, daemon in zip(victims, (alice, bob), strict=True):
-                await host.connect(victim, daemon.addresses)
+            await host.connect(victims[1], bob.addresses)
             nursery.start_soon(liar.live)
             batches = [push(*invented[first : first + BATCH]) for first in range(0, 3_000, BATCH)]
             batches += [push(proofs=tuple(proofs[first : first + 20])) for first in range(0, 300, 20)]

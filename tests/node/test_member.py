@@ -32,7 +32,7 @@ from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.identity import public_bytes
 
-from .relayed import until
+from .hosts import until
 from .transfers.files import signed_index_of
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)

@@ -134,8 +134,7 @@ async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_ba
     tmp_path: Path,
 ) -> None:
     run, bobs = tmp_path / "run", tmp_path / "bob"
-    create = ("--create", str(run), *ENDLESS)
-    async with loop(tmp_path / "alice", *create) as alice:
+    async with loop(tmp_path / "alice", "--create", str(run), *ENDLESS) as alice:
         await alice.says("step 0, round 0")
         async with node_of_a_loop(run) as alices_node:
             invite = await alices_node.own_invite()

@@ -23,7 +23,7 @@ async def test_who_has_an_invite_trains_and_comes_back_and_nobody_else_connects(
         async with joined(tmp_path / "bob", *data) as bob:
             await bob.says("connected to 1 peer")
         right = decode_invite(invite)
-        others = [Invite(right.run_id, right.addresses, network_key=key) for key in (b"", bytes(32))]
-        for guest, code in ((right, Exit.OK), *((other, Exit.BAD_INPUT) for other in others)):
+        wrong = Invite(right.run_id, right.addresses, network_key=bytes(32))
+        for guest, code in ((right, Exit.OK), (wrong, Exit.BAD_INPUT)):
             visit = await farandole(tmp_path / "guest", "checkpoint", "list", encode_invite(guest))
             assert visit.code == code

@@ -25,8 +25,7 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ..patience import PATIENCE
 from .daemons import Daemon, started
-from .hosts import host_at_loopback
-from .relayed import open_home, open_public
+from .hosts import host_at_loopback, open_home
 
 RUN, OTHER_RUN = b"r" * 32, b"o" * 32
 TO_NOBODY = encode_invite(Invite(RUN, (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(32))}",)))
@@ -54,7 +53,7 @@ def figures_of(relay: Daemon) -> str:
 
 async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: Path) -> None:
     with trio.fail_after(PATIENCE):
-        async with open_public() as alice, open_public() as bob:
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
             for witness in (alice, bob):
                 Dialback(witness)
             invites = invite_to(RUN, alice), invite_to(OTHER_RUN, bob)
@@ -68,7 +67,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
                     for run in (RUN, OTHER_RUN):
                         await providers(newcomer, relay_key(run), author_of(relay))
                     held = await newcomer.relays.reserve(author_of(relay))
-                    async with open_public() as caller:
+                    async with host_at_loopback() as caller:
                         await caller.connect(newcomer.author, [f"{held.address}/p2p/{newcomer.peer_id}"])
                         assert caller.connections.path(newcomer.author) == "relayed"
                     status = await relay.ask("status")
@@ -83,7 +82,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
 
 async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Path) -> None:
     with trio.fail_after(PATIENCE):
-        async with open_public() as member:
+        async with host_at_loopback() as member:
             await member.dht.provide(run_key(RUN))
             async with host_at_loopback() as bootstrap:
                 await member.connect(bootstrap.author, bootstrap.addresses)
@@ -98,7 +97,7 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
 
 
 async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
-    async with open_public() as member:
+    async with host_at_loopback() as member:
         async with open_store(tmp_path / "relay" / "store.sqlite") as store:
             today = datetime.now()
             await store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(Used(today.year, today.month, 10**9)))
@@ -110,7 +109,7 @@ async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
 
 
 async def test_a_peer_is_dialled_at_an_address_that_a_person_gives_and_remembered(tmp_path: Path) -> None:
-    async with open_public() as alice:
+    async with host_at_loopback() as alice:
         async with started(tmp_path / "relay", "relay", TO_NOBODY, "--no-mdns") as relay:
             told = await relay.says("farandole dial /ip4/")
             assert told.split()[-1] in relay.addresses

@@ -35,8 +35,7 @@ from farandole.protocol.run.manifest import RoundConfig
 from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
 from ..bulk.channels.parties import move
-from ..hosts import LOOPBACK
-from ..relayed import until
+from ..hosts import LOOPBACK, until
 from ..sockets import channel_pair
 from ..transfers.files import RUN, checkpoint_bytes, hold
 

@@ -17,9 +17,8 @@ from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
 from farandole.training.outer.rule import weighted_mean
 from farandole.training.screening.rule import share_by_tokens
 
-from ..hosts import connected_pair
+from ..hosts import connected_pair, relayed_pair
 from ..parties import Party, assert_committed, meet, real_parties
-from ..relayed import relayed_pair
 
 # Tokens behind the two contributions: the shares are 0.25 and 0.75.
 TOKENS = (300, 900)

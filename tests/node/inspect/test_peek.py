@@ -21,8 +21,7 @@ from farandole.protocol.wire.identity import peer_id_of
 
 from ...patience import PATIENCE
 from ...protocol.authors import author_of, signed, state_of, tick_at
-from ..hosts import LOOPBACK
-from ..relayed import open_public
+from ..hosts import LOOPBACK, host_at_loopback
 
 RUN = b"r" * 32
 # Nothing listens on these ports, and no peer has these keys.
@@ -58,7 +57,7 @@ async def test_it_ends_when_those_who_answer_are_in_no_such_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(visiting, "MANIFEST_TIMEOUT", 0.5)
-    async with open_public() as stranger:
+    async with host_at_loopback() as stranger:
         words = await words_of_failure(tmp_path, (GONE[0], *stranger.addresses), [])
     assert f"none is in run {RUN.hex()[:16]}" in words
 

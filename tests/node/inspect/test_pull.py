@@ -36,6 +36,18 @@ def offered(round_index: int) -> tuple[SignedIndex, Index]:
     return sign_index(AUTHOR, index), index
 
 
+def answer(monkeypatch: pytest.MonkeyPatch, give: Callable[[bytes, bytes | None], tuple[SignedIndex, Index]]) -> None:
+    """Have donors give the index that they are asked for: the newest, or that of a checkpoint."""
+
+    async def ask(
+        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        return give(donor, checkpoint_id)
+
+    monkeypatch.setattr(pulling, "ask_for_index", ask)
+
+
 def pull_to(
     folder: Path,
     manifest: Manifest,
@@ -64,12 +76,6 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
     rounds = iter(range(20, 100, 20))
     fetched: list[int] = []
 
-    async def ask(
-        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
-    ) -> tuple[SignedIndex, Index]:
-        await trio.lowlevel.checkpoint()
-        return offered(next(rounds)) if checkpoint_id is None else offered(20)
-
     async def fetch(
         conditions: object,
         signed: SignedIndex,
@@ -86,7 +92,7 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
             raise PeerUnreachableError("the line broke")
         return Fetched({BOB: 1}, 1)
 
-    monkeypatch.setattr(pulling, "ask_for_index", ask)
+    answer(monkeypatch, lambda donor, checkpoint_id: offered(next(rounds) if checkpoint_id is None else 20))
     monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)
     signed, index = offered(20)
     pull = pull_to(tmp_path / "model", decoded(SIGNED), [(BOB, CheckpointNotice(20, 0, signed.id, index.size, 1, 1))])
@@ -115,14 +121,7 @@ async def test_who_says_the_highest_number_is_not_taken_for_the_run(
     indices = [index_of(checkpoint_bytes(8), number, key) for number, key in zip(rounds, keys, strict=True)]
     signed = [sign_index(key, index) for key, index in zip(keys, indices, strict=True)]
     given = dict(zip(members, zip(signed, indices, strict=True), strict=True))
-
-    async def ask(
-        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
-    ) -> tuple[SignedIndex, Index]:
-        await trio.lowlevel.checkpoint()
-        return given[donor]
-
-    monkeypatch.setattr(pulling, "ask_for_index", ask)
+    answer(monkeypatch, lambda donor, checkpoint_id: given[donor])
     pull = pull_to(tmp_path / "model", decoded(SIGNED), members=members, rounds=trained)
     found, _ = await pull.find(0)
     assert [each.index.round for each in found] == [taken]

@@ -25,8 +25,7 @@ from farandole.protocol.wire.errors import UnknownManifestError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ...patience import PATIENCE
-from ..hosts import LOOPBACK
-from ..relayed import open_public, until
+from ..hosts import LOOPBACK, host_at_loopback, until
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 MANIFEST = Manifest("tiny", MODEL)
@@ -58,7 +57,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def newcomer() -> AsyncIterator[Host]:
     with trio.fail_after(PATIENCE):
-        async with open_public() as host:
+        async with host_at_loopback() as host:
             yield host
 
 
@@ -127,7 +126,7 @@ async def test_a_newcomer_tries_until_somebody_is_there_and_says_so(
 
 
 async def test_a_newcomer_among_strangers_waits_for_a_member(newcomer: Host, journal: Journal) -> None:
-    async with open_public() as stranger, trio.open_nursery() as nursery:
+    async with host_at_loopback() as stranger, trio.open_nursery() as nursery:
         await newcomer.connect(stranger.author, stranger.addresses)
         found: list[bytes] = []
 
@@ -165,7 +164,7 @@ async def test_who_has_an_invite_without_an_admission_is_told_so_by_whom_it_name
 
 async def test_a_node_that_is_too_old_for_the_run_is_told_so(newcomer: Host, journal: Journal) -> None:
     newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
-    async with open_public() as member:
+    async with host_at_loopback() as member:
         serve_manifest(member, newer.run_id, newer.encode())
         await newcomer.connect(member.author, member.addresses)
         with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*upgrade this node"):

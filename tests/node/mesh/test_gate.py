@@ -33,8 +33,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.messagepack import encode
 
-from ..hosts import ECHO, echo, host_at_loopback
-from ..relayed import until
+from ..hosts import ECHO, echo, host_at_loopback, until
 
 RUN_ID = b"r" * 32
 

@@ -17,8 +17,7 @@ from farandole.node.mesh.host import Acceptor, open_host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
-from ..hosts import ECHO, assert_echo, connected_pair, echo, echoed, has_ipv6, host_at_loopback, port_of
-from ..relayed import until
+from ..hosts import ECHO, assert_echo, connected_pair, echo, echoed, has_ipv6, host_at_loopback, port_of, until
 
 
 def new_key() -> Ed25519PrivateKey:

@@ -23,7 +23,7 @@ from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.namespace import Namespace, NamespaceError, open_namespace
 
 from ..daemons import Daemon
-from ..relayed import open_public
+from ..hosts import host_at_loopback
 from ..small_runs import small_manifest, write_run, write_text
 
 RUN = b"r" * 32
@@ -52,7 +52,7 @@ def test_an_answer_names_another_peer_and_a_port() -> None:
 
 
 async def test_a_flood_of_answers_is_dropped() -> None:
-    async with open_public() as host:
+    async with host_at_loopback() as host:
         mdns = Mdns(host, [RUN])
         for number in range(10 * MAX_NAMES):
             mdns.note(f"{local_name(RUN)}-{number}")

@@ -27,7 +27,7 @@ from farandole.training.cluster.external import Loop
 from farandole.training.model.model import build_model
 
 from ...patience import PATIENCE
-from ..relayed import until
+from ..hosts import until
 from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 

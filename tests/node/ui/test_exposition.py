@@ -28,16 +28,18 @@ def samples(status: NodeStatus) -> dict[tuple[str, str], float]:
 
 
 def test_prometheus_reads_what_the_status_says() -> None:
-    read = samples(FULL)
-    assert read["farandole_round", ""] == FULL.round
-    assert read["farandole_tokens_total", ""] == FULL.tokens
-    assert read["farandole_rounds_total", "committed"] == FULL.exchanges_ok
-    assert read["farandole_run_members", "live"] == FULL.run.members_live
-    assert read["farandole_validation_loss", ""] == 2.5
-    assert read["farandole_validation_bits_per_byte", ""] == 1.234
-    assert read["farandole_microbatches_total", "rerouted"] == 5
-    assert read["farandole_phase", FULL.phase] == 1
-    assert read["farandole_node_info", ""] == 1
+    expected = {
+        ("farandole_round", ""): FULL.round,
+        ("farandole_tokens_total", ""): FULL.tokens,
+        ("farandole_rounds_total", "committed"): FULL.exchanges_ok,
+        ("farandole_run_members", "live"): FULL.run.members_live,
+        ("farandole_validation_loss", ""): 2.5,
+        ("farandole_validation_bits_per_byte", ""): 1.234,
+        ("farandole_microbatches_total", "rerouted"): 5,
+        ("farandole_phase", FULL.phase): 1,
+        ("farandole_node_info", ""): 1,
+    }
+    assert samples(FULL).items() >= expected.items()
 
 
 def test_what_is_not_known_is_left_out() -> None:

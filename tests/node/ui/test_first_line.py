@@ -18,7 +18,6 @@ from farandole.node.status.status import NodeStatus
 from farandole.node.ui.headline import Headline, headline
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.testnet.play.wrong_clock import NoFaketimeError, environment, set_clock
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
@@ -106,27 +105,3 @@ async def test_a_node_without_a_bootstrap_peer_says_so(
     assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address of 1 peer")
     assert "`farandole doctor INVITE` finds out why" in later.remedy
     assert f". {later.remedy[0].upper()}{later.remedy[1:]}\n" in said
-
-
-async def test_a_node_and_its_only_partner_say_that_their_clocks_differ(
-    tmp_path: Path, run: SignedManifest, texts: Path
-) -> None:
-    try:
-        wrong = environment(tmp_path / "bob")
-    except NoFaketimeError as error:
-        pytest.skip(str(error))
-    set_clock(tmp_path / "bob", -3_660.0)
-    data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, env=wrong) as bob:
-            line = await bob.says("this machine's clock is 61 min behind compared with the one member")
-            assert "timedatectl set-ntp true" in line
-            found = await first_line(bob)
-            assert (found.level, found.text.partition(" compared")[0]) == (
-                "trouble",
-                "this machine's clock is 61 min behind",
-            )
-            await alice.says("this machine's clock is 61 min ahead compared with the one member")
-            set_clock(tmp_path / "bob", 0.0)
-            await bob.until(lambda status: status.clock is None)

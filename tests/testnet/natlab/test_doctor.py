@@ -16,7 +16,7 @@ from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
-from ...node.relayed import until
+from ...node.hosts import until
 from ...patience import PATIENCE
 from .mesh_node import PORT
 from .test_mesh import Node, open_nodes

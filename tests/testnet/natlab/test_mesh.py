@@ -19,7 +19,7 @@ from farandole.testnet.natlab.groups import Leash
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
-from ...node.relayed import until
+from ...node.hosts import until
 from ...patience import PATIENCE
 
 NODE = Path(__file__).with_name("mesh_node.py")

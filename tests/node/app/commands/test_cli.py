@@ -167,6 +167,7 @@ async def test_who_signs_in_a_directory_of_another_run_is_warned(run: Run, run_f
         (["join", "--upload-mbit", "nan"], Exit.USAGE, "upload-mbit"),
         (["join", "--download-mbit", "inf"], Exit.USAGE, "finite"),
         (["join", "--upload-mbit", "0.1"], Exit.USAGE, "at least 0.5"),
+        (["join", "--announce", "/ip4/192.168.1.10/tcp/4001"], Exit.USAGE, "public addresses"),
         (["dance"], Exit.USAGE, "dance"),
         (["status", "--colour"], Exit.USAGE, "--colour"),
     ],

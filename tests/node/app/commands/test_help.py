@@ -33,11 +33,6 @@ def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
     assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
 
 
-@pytest.mark.parametrize("command", [["run", "create"], ["run", "invite"], ["id"], ["status"], ["leave"]])
-def test_a_command_has_an_example(run: Run, command: list[str]) -> None:
-    assert "Example" in run(*command, "--help")[1]
-
-
 @pytest.mark.parametrize("command", ["join", "relay", "doctor"])
 def test_one_sentence_says_how_variables_are_called(run: Run, command: str) -> None:
     out = run(command, "--help")[1]

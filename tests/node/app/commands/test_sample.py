@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import trio
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.system.terminal import without_controls
@@ -23,7 +21,7 @@ from farandole.protocol.run.manifest import sign_manifest
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
-from ....patience import PATIENCE
+from ...daemons import farandole
 from ...store.consolidated.runs import KEY, MODELS, decoded, manifest_for, save_stages, trained
 from .conftest import Run
 from .models import folder_of, node_of
@@ -47,14 +45,14 @@ def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
 
 
 def test_a_folder_of_pull_continues_the_prompt(run: Run, model: Path) -> None:
-    code, text, says = run("sample", model, "--prompt", PROMPT, "--tokens", 30)
+    command = ("sample", model, "--prompt", PROMPT, "--tokens", 30)
+    code, text, says = run(*command)
     assert code == Exit.OK
     assert text.startswith(PROMPT)
     assert 'of run "a", round 1, 2 inner steps' in says
     assert "this node's" not in says
-    assert run("sample", model, "--prompt", PROMPT, "--tokens", 30)[1] == text
-    assert run("sample", model, "--prompt", PROMPT, "--tokens", 30, "--seed", 1)[1] != text
-    told = json.loads(run("sample", model, "--prompt", PROMPT, "--tokens", 30, "--json")[1])
+    assert run(*command, "--seed", 1)[1] != text == run(*command)[1]
+    told = json.loads(run(*command, "--json")[1])
     assert PROMPT + told["text"] + "\n" == text
     assert told["run_id"] == read_folder(model).index.run_id.hex()
     assert without_controls(bytes(told["tokens"]).decode(errors="replace")) == told["text"]
@@ -79,19 +77,13 @@ async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Pa
     damaged.write_bytes(b"half")
     before = {path.name: path.stat().st_mtime_ns for path in (home / "checkpoints").iterdir()}
     async with open_store(home / "store.sqlite"):
-        arguments = ("--prompt", PROMPT, "--tokens", "20", "--temperature", "0", "--json")
-        with trio.fail_after(PATIENCE):
-            ended = await trio.run_process(command(home, *arguments), capture_stdout=True)
-            said = await trio.run_process(command(home, "--tokens", "1"), capture_stdout=True, capture_stderr=True)
-    assert b'this node\'s weights of run "a", round 2, 2 inner steps, from ' in said.stderr
-    told = json.loads(ended.stdout)
+        ended = await farandole(home, "sample", "--prompt", PROMPT, "--tokens", "20", "--temperature", "0", "--json")
+        said = await farandole(home, "sample", "--tokens", "1")
+    assert 'this node\'s weights of run "a", round 2, 2 inner steps, from ' in said.err
+    told = json.loads(ended.out)
     assert told["text"] == argmax_text(learner, PROMPT, 20)
     assert (told["round"], told["inner_steps"]) == (2, 2)
     assert {path.name: path.stat().st_mtime_ns for path in (home / "checkpoints").iterdir()} == before
-
-
-def command(home: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "farandole.node", "sample", "--home", str(home), *arguments]
 
 
 def test_ctrl_c_ends_the_text(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ from farandole.protocol.run.own_model import OwnModel
 from farandole.protocol.wire.identity import peer_id_of
 
 from ....patience import PATIENCE
-from ...relayed import open_home, open_relay, reserve
+from ...hosts import open_home, open_relay, reserve
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
@@ -156,13 +156,6 @@ async def test_an_invite_that_leads_to_its_peers_only_from_their_own_network(tmp
     assert "invite-private" not in [each.cause for each in judge_doors(doors[:1])]
 
 
-async def test_another_node_at_the_address_of_the_invite(tmp_path: Path) -> None:
-    async with open_peer() as gone, open_peer() as other:
-        address = other.addresses[0].replace(other.peer_id, gone.peer_id)
-        diagnosis = await look(tmp_path, invite_to(address))
-    assert "bootstrap-stranger" in causes(diagnosis)
-
-
 async def test_something_else_at_the_address_of_the_invite(tmp_path: Path) -> None:
     async def serve(stream: trio.SocketStream) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
@@ -197,12 +190,6 @@ async def test_a_name_that_does_not_resolve_or_leads_into_this_network(tmp_path:
     assert causes(await look(tmp_path, invite_to(names[1]))) == ["bootstrap-login-page"]
 
 
-async def test_an_invite_to_a_run_that_nobody_knows(tmp_path: Path) -> None:
-    async with open_peer() as peer:
-        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
-    assert causes(diagnosis) == ["run-unknown"]
-
-
 async def test_a_run_of_invited_members_tells_a_visit_nothing(tmp_path: Path) -> None:
     invited = sign_manifest(
         Manifest("tiny", MODEL, data=DataConfig(source="text"), admission="invited"), Ed25519PrivateKey.generate()
@@ -217,15 +204,22 @@ async def test_a_run_of_invited_members_tells_a_visit_nothing(tmp_path: Path) ->
         assert causes(await look(tmp_path, invite)) == ["run-needs-text"]
 
 
-async def test_an_invite_to_a_run_that_needs_a_newer_farandole(tmp_path: Path) -> None:
+async def test_an_invite_that_leads_to_another_node_or_to_a_run_that_is_not_this_ones(tmp_path: Path) -> None:
     class NewerManifest(Manifest, frozen=True):
         colour: str = "blue"
 
     newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
-    async with open_peer(newer) as peer:
-        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=newer.run_id))
-    assert causes(diagnosis) == ["run-newer"]
-    assert "colour" in of(diagnosis, "run").found
+    async with open_peer() as peer, open_peer(newer) as other:
+        stranger = peer.addresses[0].replace(peer.peer_id, other.peer_id)
+        assert "bootstrap-stranger" in causes(await look(tmp_path, invite_to(stranger)))
+        unknown = invite_to(*peer.addresses, run_id=bytes(32))
+        assert causes(await look(tmp_path, unknown)) == ["run-unknown"]
+        diagnosis = await look(tmp_path, invite_to(*other.addresses, run_id=newer.run_id))
+        assert causes(diagnosis) == ["run-newer"]
+        assert "colour" in of(diagnosis, "run").found
+        async with open_store(tmp_path / "store.sqlite") as store:
+            await store.put_fact(MANIFEST_FACT, SIGNED.encode())
+        assert "invite-other-run" in causes(await look(tmp_path, unknown))
 
 
 async def test_an_invite_that_cannot_be_read(tmp_path: Path) -> None:
@@ -248,14 +242,6 @@ async def test_a_manifest_in_place_of_an_invite(tmp_path: Path) -> None:
     path.write_bytes(b"name = 'demo'")
     damaged = of(await look(tmp_path, str(path)), "invite")
     assert (damaged.cause, str(path) in damaged.found) == ("invite-manifest-damaged", True)
-
-
-async def test_an_invite_to_another_run_than_the_folders(tmp_path: Path) -> None:
-    async with open_store(tmp_path / "store.sqlite") as store:
-        await store.put_fact(MANIFEST_FACT, SIGNED.encode())
-    async with open_peer() as peer:
-        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
-    assert "invite-other-run" in causes(diagnosis)
 
 
 async def test_without_an_invite_the_folder_knows_its_run_and_peers(tmp_path: Path) -> None:

@@ -32,8 +32,7 @@ from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import LOOPBACK, connected_pair
-from ...relayed import open_home, open_public, open_relay, until
+from ...hosts import LOOPBACK, connected_pair, host_at_loopback, open_home, open_relay, until
 
 RUN = bytes(32)
 HIDDEN = Verdict(ReachabilityKind.RELAY_ONLY)
@@ -80,7 +79,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
         open_node(verdict=PUBLIC) as (two, _),
         open_node(verdict=PUBLIC) as (three, _),
         open_node([]) as (home, connectivity),
-        open_public() as caller,
+        host_at_loopback() as caller,
     ):
         for relay in (one, two, three):
             await home.connect(relay.author, relay.addresses)
@@ -104,7 +103,7 @@ async def test_relays_are_kept_while_witnesses_still_try() -> None:
 
 
 async def test_nothing_makes_holes_while_a_witness_dials() -> None:
-    async with open_public() as alice, open_public() as bob, trio.open_nursery() as nursery:
+    async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
         begun, done = trio.Event(), trio.Event()
 
         async def hesitate(stream: Libp2pStream) -> None:
@@ -173,7 +172,11 @@ async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
 
 
 async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> None:
-    async with open_public() as bootstrap, open_node(verdict=PUBLIC) as (relay, _), open_node([], HIDDEN) as (home, _):
+    async with (
+        host_at_loopback() as bootstrap,
+        open_node(verdict=PUBLIC) as (relay, _),
+        open_node([], HIDDEN) as (home, _),
+    ):
         await relay.connect(bootstrap.author, bootstrap.addresses)
         while not await bootstrap.dht.find_providers(relay_key(RUN), PATIENCE):
             pass
@@ -229,7 +232,12 @@ async def test_who_asks_too_often_is_not_dialled() -> None:
 
 async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialback_module, "MAX_DIALLING_PER_ADDRESS", 1)
-    async with open_public() as alice, open_public() as bob, open_public() as witness, trio.open_nursery() as tasks:
+    async with (
+        host_at_loopback() as alice,
+        host_at_loopback() as bob,
+        host_at_loopback() as witness,
+        trio.open_nursery() as tasks,
+    ):
         Dialback(witness)
         is_dialling, go_on = trio.Event(), trio.Event()
 
@@ -249,7 +257,7 @@ async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", frame(b"nonsense", 256), b""])
 async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
-    async with open_public() as alice, open_public() as mallory:
+    async with host_at_loopback() as alice, host_at_loopback() as mallory:
         asker = Dialback(alice)
         await alice.connect(mallory.author, mallory.addresses)
         stream = await mallory.open_stream(alice.author, DIALBACK_PROTOCOL)

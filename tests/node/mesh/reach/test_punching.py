@@ -21,8 +21,7 @@ from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 
-from ...hosts import LOOPBACK
-from ...relayed import open_relay, reserve, until
+from ...hosts import LOOPBACK, open_relay, reserve, until
 
 ECHO = "/echo/1"
 SYNC, CONNECT = (encode_delimited(HolePunch(type=kind)) for kind in (HolePunch.SYNC, HolePunch.CONNECT))

@@ -28,8 +28,7 @@ from farandole.protocol.mesh.relay import (
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import ECHO, echo, echoed
-from ...relayed import open_home, open_public, open_relay, relayed_pair, reserve, until
+from ...hosts import ECHO, echo, echoed, host_at_loopback, open_home, open_relay, relayed_pair, reserve, until
 
 RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
 AGREED = encode_delimited(HopMessage(type=HopMessage.STATUS, status=Status.OK))
@@ -69,7 +68,7 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
 
 
 async def test_direct_addresses_go_first() -> None:
-    async with open_relay() as relay, open_home() as alice, open_public() as bob:
+    async with open_relay() as relay, open_home() as alice, host_at_loopback() as bob:
         address = await reserve(bob, relay.host)
         await alice.connect(bob.author, [address, *bob.addresses])
         assert alice.connections.path(bob.author) == "direct"
@@ -216,7 +215,7 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
         AGREED,
     ):
         with trio.fail_after(PATIENCE):
-            async with open_public() as mallory, open_home() as bob:
+            async with host_at_loopback() as mallory, open_home() as bob:
 
                 async def answer(stream: Libp2pStream, raw: bytes = raw) -> None:
                     await stream.receive_some()
@@ -233,7 +232,7 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
 
 
 async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
-    async with open_public() as mallory, open_home() as bob:
+    async with host_at_loopback() as mallory, open_home() as bob:
         await bob.connect(mallory.author, mallory.addresses)
         with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
             stream = await mallory.open_stream(bob.author, STOP_PROTOCOL)
@@ -244,7 +243,7 @@ async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
 
 async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
     """The relay accepts the call and speaks for the peer itself; the handshake reveals it."""
-    async with open_public() as mallory, open_home() as alice, open_home() as bob:
+    async with host_at_loopback() as mallory, open_home() as alice, open_home() as bob:
 
         async def speak_for_bob(stream: Libp2pStream) -> None:
             await hear(stream)

@@ -24,8 +24,7 @@ from farandole.node.mesh.reach.upnp import (
 )
 from farandole.protocol.mesh.dialling import Address
 
-from ...hosts import LOOPBACK
-from ...relayed import until
+from ...hosts import LOOPBACK, until
 
 LEASE_SECONDS = 2
 OUTER_IP = "5.1.1.1"

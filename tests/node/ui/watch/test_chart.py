@@ -21,13 +21,7 @@ def test_many_points_are_averaged_into_the_room_there_is() -> None:
     assert "0.5" in lines[0] + lines[-1]
 
 
-def test_a_flat_curve_is_drawn() -> None:
-    lines = plot([(0, 2.5), (9, 2.5)], LABEL_WIDTH + 5, 2)
-    assert set(lines[1][LABEL_WIDTH:]) == {"⣀"}
-
-
 def test_nothing_is_drawn_of_nothing_or_into_nothing() -> None:
-    assert plot([], 40, 5) == []
-    assert plot([(0, 1.0)], 40, 5) == []
-    assert plot([(0, 1.0), (1, 2.0)], LABEL_WIDTH, 5) == []
+    for points, width, height in (([], 40, 5), ([(0, 1.0)], 40, 5), ([(0, 1.0), (1, 2.0)], LABEL_WIDTH, 5)):
+        assert plot(points, width, height) == []
     assert plot([(0, 1.0), (1, 2.0)], 40, 0) == []
