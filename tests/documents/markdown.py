@@ -14,7 +14,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+# Some pages are generated from the code's own texts, or written by commands; their links and commands are checked too.
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+
+_HEAD = re.compile(r"--- (?P<old>\S+)\n\+\+\+ (?P<new>\S+)\n(?P<hunks>.*)", re.DOTALL)
 _FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
 _PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -127,3 +133,27 @@ def anchors(page: str) -> set[str]:
     """Return the anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def apply(change: str, folder: Path) -> None:
+    """Apply a ``diff`` block, which has no line numbers, to a file below the folder; /dev/null makes a new one.
+
+    The lines of a hunk (after ``@@``) that are in the file now must occur there exactly once: an outdated page fails.
+    """
+    head = _HEAD.fullmatch(change)
+    assert head, f"begins with --- and +++, a file's name behind each:\n{change}"
+    path = folder / head["new"]
+    text = "" if head["old"] == "/dev/null" else path.read_text()
+    for hunk in head["hunks"].split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        assert all(line[0] in " +-\n" for line in lines), hunk
+        old = "".join(line[1:] or line for line in lines if line[0] != "+")
+        new = "".join(line[1:] or line for line in lines if line[0] != "-")
+        if head["old"] != "/dev/null":
+            assert text.count(old) == 1, f"{path} has {text.count(old)} times:\n{old}"
+        text = text.replace(old, new) if old else new
+    path.write_text(text)

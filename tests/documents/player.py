@@ -50,9 +50,7 @@ import trio
 
 from farandole.node.base.exits import Exit
 
-from .changes import apply
-from .markdown import Block, Command, blocks
-from .pages import ROOT
+from .markdown import ROOT, Block, Command, apply, blocks
 from .usage import is_played
 
 PATIENCE = 600  # a hang, not a duration

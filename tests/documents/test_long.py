@@ -21,8 +21,7 @@ from farandole.testnet.play.scenario import scenario_names
 from farandole.testnet.play.wrong_clock import library
 
 from ..testnet.play.test_soak import PLAYED_HERE
-from .markdown import Command, blocks, indented_commands
-from .pages import PAGES, ROOT
+from .markdown import PAGES, ROOT, Command, blocks, indented_commands
 from .player import Machine, open_player, with_the_code
 from .usage import check
 

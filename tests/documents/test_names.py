@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
 
-from .markdown import Block, anchors, blocks, code_spans, links
-from .pages import PAGES, ROOT, name_of
+from .markdown import PAGES, ROOT, Block, anchors, blocks, code_spans, links, name_of
 from .player import first_missing, pattern_of
 from .usage import check, check_farandole, check_name, whole_command
 

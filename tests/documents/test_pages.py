@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .changes import apply
-from .markdown import blocks
-from .pages import PAGES, ROOT, name_of
+from .markdown import PAGES, ROOT, apply, blocks, name_of
 from .player import open_player, with_the_code
 
 # A reader of a volunteer's page has an invite.

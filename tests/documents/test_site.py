@@ -7,7 +7,7 @@ from pathlib import Path
 
 import farandole
 
-from .pages import PAGES, ROOT
+from .markdown import PAGES, ROOT
 
 
 def test_the_site_has_every_page_and_what_pages_link_to(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import typer
 from farandole.node.cli import whole_app
 from farandole.testnet.bench.commands import command_of
 
-from .pages import ROOT
+from .markdown import ROOT
 
 # Programs other than farandole that pages may use: those that tests play, and the others by the reason.
 PLAYED = "cat cd chmod cp curl grep jq kill ls mkdir mypy pytest python python3 ruff lint-imports source"

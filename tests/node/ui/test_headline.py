@@ -3,13 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.node.status.status import (
-    NO_START,
-    REFUSED_HERE,
-    REFUSED_THERE,
-    ExchangeStatus,
-    NodeStatus,
-)
+from farandole.node.status.status import NO_START, REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
 from farandole.protocol.run.releases import ReleaseConflict
 from farandole.protocol.state.believing import ClockSkew
@@ -64,33 +58,28 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
 
 
 @pytest.mark.parametrize(
-    ("status", "text", "remedy"),
+    ("status", "told"),
     [
         (
             changed(phase="joining", phase_detail="dialling 1 peer (12D3)", is_member=False),
-            "not in the run yet, for 3 min 05 s: dialling 1 peer (12D3)",
-            "farandole doctor",
+            "not in the run yet, for 3 min 05 s: dialling 1 peer (12D3) -> farandole doctor",
         ),
         (
             changed(phase="fetching weights", phase_detail=NO_START, phase_since=NOW - USUAL_SECONDS),
-            "in the run, not training yet: no node that is there has the weights",
-            "farandole join MANIFEST --start FOLDER",
+            "in the run, not training yet: no node that is there has the weights -> --start FOLDER",
         ),
-        (alone_in_the_run(), "training alone: there is no other live member in this run", "farandole run invite"),
+        (alone_in_the_run(), "training alone: there is no other live member in this run -> farandole run invite"),
         (
             alone_in_the_run(members_gone=1, members_left=5),
-            "training alone: 1 of 6 others is gone, 5 have left",
-            "farandole dial ADDRESS",
+            "training alone: 1 of 6 others is gone, 5 have left -> farandole dial ADDRESS",
         ),
         (
             alone_in_the_run(members_gone=2, isolation="no member answered", connected_peers=1),
-            "training alone: both others are gone",
-            "farandole dial ADDRESS",
+            "training alone: both others are gone -> farandole dial ADDRESS",
         ),
         (
             changed(disk="the checkpoint of round 8 is not written: No space left; free 61.0 MB in /home/ann"),
-            "the checkpoint of round 8 is not written: No space left",
-            "free 61.0 MB in /home/ann",
+            "the checkpoint of round 8 is not written: No space left -> free 61.0 MB in /home/ann",
         ),
         (
             changed(
@@ -98,50 +87,42 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
                 is_member=False,
                 disk="the disk has no room for the run's weights; free 67.1 MB in /home/ann",
             ),
-            "the disk has no room for the run's weights",
-            "free 67.1 MB in /home/ann",
+            "the disk has no room for the run's weights -> free 67.1 MB in /home/ann",
         ),
         (
             alone_in_the_run(is_member=False, phase_detail="contribution of round 85 is ready"),
-            "training alone: this node is no longer a member of this run",
-            "ask the run's creator",
+            "training alone: this node is no longer a member of this run -> ask the run's creator",
         ),
         (
             changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s", connected_peers=0),
-            "cut off from all other members: dialled all known peers 3 times",
-            "farandole doctor",
+            "cut off from all other members: dialled all known peers 3 times -> farandole doctor",
         ),
         (
             changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered", connected_peers=0),
-            "this machine's clock is 61 min behind, as the clocks of 3 members show",
-            "set it, for example with `timedatectl set-ntp true`",
+            "this machine's clock is 61 min behind, as the clocks of 3 members show -> `timedatectl set-ntp true`",
         ),
         (
             changed(clock=ClockSkew(3_660.0, 1, is_agreed=False), isolation="no member answered", connected_peers=0),
-            "this machine's clock is 61 min ahead compared with the one member that it reached: one of the clocks is",
-            "check the time on both",
+            "this machine's clock is 61 min ahead compared with the one member that it reached -> the time on both",
         ),
         (
             changed(recent_exchanges=exchanges(*["failed: the partner aborted: refused: the norm is off"] * 4)),
-            "others refuse this node's contributions, the last 4 in a row: the norm is off",
-            "move away the folder",
+            "others refuse this node's contributions, the last 4 in a row: the norm is off -> move away the folder",
         ),
         (
             changed(recent_exchanges=exchanges(*["failed: refused: the norm is off"] * 3)),
-            "this node refuses what its partners send, the last 3 in a row: the norm is off",
-            "farandole peers",
+            "this node refuses what its partners send, the last 3 in a row: the norm is off -> farandole peers",
         ),
         (
             changed(recent_exchanges=exchanges(*[f"failed: {REFUSED_HERE} far", f"failed: {REFUSED_THERE} far"] * 2)),
-            "others refuse this node's contributions, the last 4 in a row: far",
-            "move away the folder",
+            "others refuse this node's contributions, the last 4 in a row: far -> move away the folder",
         ),
         (
             changed(
                 run=msgspec.structs.replace(STATUS.run, members_live=1),
                 release_conflict=ReleaseConflict(newer=("9.8", "9.8")),
             ),
-            "training alone: 2 connected peers run farandole 9.8; this node runs 0.1.0, and the two cannot average",
+            "training alone: 2 connected peers run farandole 9.8; this node runs 0.1.0, and the two cannot average -> "
             "upgrade this node (docs/volunteer.md#upgrade)",
         ),
         (
@@ -151,36 +132,31 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
                 run=msgspec.structs.replace(STATUS.run, members_live=0),
                 release_conflict=ReleaseConflict(older=("0.0.1", "")),
             ),
-            "not in the run yet: 2 connected peers run farandole 0.0.1 and a farandole that does not say its release",
-            "ask their owners to upgrade",
+            "not in the run yet: 2 connected peers run farandole 0.0.1 and a farandole that does not say its release"
+            " -> ask their owners to upgrade",
         ),
         (
             changed(recent_exchanges=exchanges("committed", *["failed: the contributions took too long"] * 5)),
-            "no exchange succeeds, the last 5 in a row failed: the contributions took too long",
-            "farandole doctor",
+            "no exchange succeeds, the last 5 in a row failed: the contributions took too long -> farandole doctor",
         ),
         (
             changed(recent_exchanges=[late(each) for each in exchanges(*["committed"] * 3)]),
-            "this machine is busy: judging takes 8.0 s, so only half of each contribution counts",
-            "measure less",
+            "this machine is busy: judging takes 8.0 s, so only half of each contribution counts -> measure less",
         ),
         (
             changed(
                 phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["the trainer died: CUDA error"]
             ),
-            "the trainer died (2 times so far) and is started again",
-            "CUDA error",
+            "the trainer died (2 times so far) and is started again -> CUDA error",
         ),
         (
             changed(phase="failed", phase_detail="the trainer died 5 times in 10 minutes"),
-            "not training: the trainer died 5 times in 10 minutes",
-            "farandole doctor",
+            "not training: the trainer died 5 times in 10 minutes -> farandole doctor",
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_what_to_do(status: NodeStatus, text: str, remedy: str) -> None:
-    found = headline(status, NOW)
-
+def test_what_is_wrong_is_told_with_what_to_do(status: NodeStatus, told: str) -> None:
+    found, (text, remedy) = headline(status, NOW), told.split(" -> ")
     assert found.level == "trouble"
     assert found.text.startswith(text)
     assert remedy in found.remedy

@@ -56,19 +56,8 @@ def test_a_relay_has_no_rows_of_training() -> None:
 
 TRAFFIC = TrafficStatus(limit=100 * 10**9, used=25 * 10**9, is_saved=False, resumes_at=0.0)
 SAVED = msgspec.structs.replace(TRAFFIC, is_saved=True, resumes_at=datetime(2026, 11, 24, 14).timestamp())
-PIPELINE = PipelineStatus(
-    stage=1,
-    in_flight=3,
-    begun=1_300,
-    kept=1_234,
-    dropped=6,
-    rerouted=2,
-    taken_out=1,
-    refused=0,
-    reasons={"out of time": 4, "the round is over": 2},
-    bytes_sent=5_000_000,
-    bytes_received=4_000_000,
-)
+REASONS = {"out of time": 4, "the round is over": 2}
+PIPELINE = PipelineStatus(1, 3, 1_300, 1_234, 6, 2, 1, 0, REASONS, 5_000_000, 4_000_000)
 STAGES = msgspec.structs.replace(STATUS.run, providers=[2, 0, 1])
 RELEASES = msgspec.structs.replace(STATUS.run, versions={STATUS.version: 1, "0.0.9": 2})
 

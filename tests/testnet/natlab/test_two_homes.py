@@ -13,8 +13,7 @@ from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 from farandole.testnet.natlab.namespace import NamespaceError, held, require
 
-from ...documents.markdown import blocks
-from ...documents.pages import ROOT
+from ...documents.markdown import ROOT, blocks
 from ...documents.player import Machine, MakeMachine, a_machine, on_this_computer, open_player
 
 NAME_SERVER = Path(__file__).with_name("name_server.py")

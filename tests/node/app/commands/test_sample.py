@@ -14,20 +14,41 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.inspect.sample import Sample
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.node.store.consolidated.folder import read_folder
+from farandole.node.store.consolidated.folder import consolidate, read_folder
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.run.manifest import sign_manifest
+from farandole.protocol.run.manifest import SignedManifest, sign_manifest
+from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
 from ...daemons import farandole
-from ...store.consolidated.runs import KEY, MODELS, decoded, manifest_for, save_stages, trained
+from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained
 from .conftest import Run
-from .models import folder_of, node_of
 
 PROMPT = "def f(self, x):"  # 15 bytes, and the context is 16
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model"
+
+
+def folder_of(learner: Learner, signed: SignedManifest, to: Path) -> Path:
+    """Write a learner's weights as `checkpoint pull` does."""
+    stages = save_stages(learner, signed, to.with_name("run"), "replica")
+    consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], required_vectors(NoLoCoConfig()))
+    return to
+
+
+async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
+    """Make a node's data directory with the checkpoints of this many rounds; return what trained them."""
+    folder = CheckpointFolder(home / "checkpoints", 0)
+    folder.path.mkdir(parents=True)
+    async with open_store(home / "store.sqlite") as store:
+        await store.put_fact(MANIFEST_FACT, signed.encode())
+    learner = learner_of(signed)
+    for round_index in range(1, rounds + 1):
+        learner.learn()
+        learner.round_end.apply(None)
+        learner.checkpoint.save(folder.file(round_index))
+    return learner
 
 
 @pytest.fixture
