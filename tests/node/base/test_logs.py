@@ -12,7 +12,7 @@ import pytest
 from farandole.node.base.identity import IdentityError
 from farandole.node.base.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, logging_to_file
 from farandole.node.base.settings import NodeSettings
-from farandole.node.base.system.terminal import show_all_characters
+from farandole.node.base.system.terminal import show_all_characters, without_controls
 from farandole.node.ui import console
 
 FULL_DISK = Path("/dev/full")
@@ -24,6 +24,13 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
     show_all_characters()
     console.say("Zoë → 名")
     assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
+
+
+def test_what_a_terminal_obeys_is_replaced_and_all_else_is_kept() -> None:
+    obeyed = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\u202e", "\u2066", "\udc80"]
+    assert without_controls("".join(obeyed)) == "".join(letter if letter in "\n\t" else "\ufffd" for letter in obeyed)
+    shown = "def f():\n\treturn 'na\u00efve \u20ac \u05d0 \U0001f468\u200d\U0001f469'"
+    assert without_controls(shown) == shown
 
 
 def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -34,15 +34,6 @@ async def test_both_have_the_others_exact_bytes(alice: Party, bob: Party, clock:
     assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
 
 
-async def test_contributions_wait_for_the_caps(alice: Party, bob: Party, clock: MockClock) -> None:
-    up, down = (Shaper(SIZE / seconds, trio.current_time) for seconds in (5, 10))
-    alice.service._shaping = Shaping(up, down)
-    began = trio.current_time()
-    await meet(alice, bob)
-    assert_committed(alice, bob)
-    assert trio.current_time() - began >= (SIZE - down.burst) / down.rate
-
-
 async def test_a_contribution_that_does_not_fit_into_its_time_says_so_with_figures(
     alice: Party, bob: Party, clock: MockClock
 ) -> None:

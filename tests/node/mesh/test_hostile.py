@@ -59,6 +59,7 @@ async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(
         while num_tasks() > before or bob.connected:
             await wait_all_tasks_blocked(0.05)
         assert not bob.acceptor.handshakes
+        assert not bob.connections.by_peer
         assert bob.connections.budget.num_unread == 0
         assert not bob.connections.budget.conns
     assert not caplog.records, "strangers fill no log"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.mesh.addresses import OwnAddresses
@@ -22,7 +20,7 @@ from farandole.protocol.wire.identity import peer_id_of
 from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.namespace import Namespace, NamespaceError, open_namespace
 
-from ..daemons import Daemon
+from ..daemons import Daemon, running
 from ..hosts import host_at_loopback
 from ..small_runs import small_manifest, write_run, write_text
 
@@ -95,24 +93,9 @@ def laptops() -> Iterator[tuple[Namespace, Namespace]]:
         yield one, two
 
 
-@contextlib.asynccontextmanager
-async def joined_at(place: Namespace, home: Path, *arguments: str) -> AsyncIterator[Daemon]:
-    process = await trio.lowlevel.open_process(
-        [
-            *(*place.enter, sys.executable, "-m", "farandole.node", "join", *arguments, "--home", str(home)),
-            *("--heartbeat-seconds", "1", "--validate-every", "0"),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        yield Daemon(process, home)
-    finally:
-        if process.returncode is None:
-            process.terminate()  # nsenter has become the daemon
-        with trio.CancelScope(shield=True):
-            await process.wait()
+def joined_at(place: Namespace, home: Path, *arguments: str) -> contextlib.AbstractAsyncContextManager[Daemon]:
+    command = [*place.enter, sys.executable, "-m", "farandole.node", "join", *arguments, "--home", str(home)]
+    return running(home, [*command, "--heartbeat-seconds", "1", "--validate-every", "0"], {})
 
 
 async def test_two_laptops_without_internet_find_each_other_and_train(

@@ -2,9 +2,6 @@
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -39,7 +36,7 @@ from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, Nego
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.identity import public_bytes, public_key_of
+from farandole.protocol.wire.identity import public_bytes
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, assert_answers, assert_echo, connected_pair, echo, host_at_loopback, port_of
@@ -127,26 +124,40 @@ async def test_a_peer_must_be_who_was_dialled() -> None:
         await alice.connect(bob.author, [bare])
 
 
-async def test_a_byte_that_is_changed_on_the_way_ends_the_connection() -> None:
-    is_meddled_with = False
+class Line:
+    """A line to a host, on which somebody flips bits, or on which nothing moves any more."""
 
-    async def copy(source: trio.SocketStream, target: trio.SocketStream) -> None:
-        with suppress(trio.BrokenResourceError):
+    def __init__(self, nursery: trio.Nursery, port: int) -> None:
+        self.is_meddled_with = self.is_frozen = False
+        self.ends: list[trio.SocketStream] = []
+        self._nursery, self._port = nursery, port
+
+    async def open(self) -> str:
+        """Return the address from which the line leads to the host."""
+        (listener,) = await self._nursery.start(partial(trio.serve_tcp, self._pass_on, 0, host="127.0.0.1"))
+        return f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
+
+    async def _pass_on(self, near: trio.SocketStream) -> None:
+        async with await trio.open_tcp_stream("127.0.0.1", self._port) as far, trio.open_nursery() as both:
+            self.ends += [near, far]
+            both.start_soon(self._copy, near, far)
+            both.start_soon(self._copy, far, near)
+
+    async def _copy(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async for data in source:
-                await target.send_all(bytes([*data[:-1], data[-1] ^ is_meddled_with]))
+                if self.is_frozen:
+                    await trio.sleep_forever()
+                await target.send_all(bytes([*data[:-1], data[-1] ^ self.is_meddled_with]))
             await target.send_eof()
 
-    async def pass_on(near: trio.SocketStream) -> None:
-        async with await trio.open_tcp_stream("127.0.0.1", port_of(bob)) as far, trio.open_nursery() as both:
-            both.start_soon(copy, near, far)
-            both.start_soon(copy, far, near)
 
+async def test_a_byte_that_is_changed_on_the_way_ends_the_connection() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
-        (listener,) = await nursery.start(partial(trio.serve_tcp, pass_on, 0, host="127.0.0.1"))
-        port = listener.socket.getsockname()[1]
-        await alice.connect(bob.author, [f"/ip4/127.0.0.1/tcp/{port}"])
+        line = Line(nursery, port_of(bob))
+        await alice.connect(bob.author, [await line.open()])
         (connection,) = alice.connections.of(bob.author)
-        is_meddled_with = True
+        line.is_meddled_with = True
         with suppress(PeerUnreachableError):
             await alice.open_stream(bob.author, PING_PROTOCOL)
         await connection.finished.wait()
@@ -194,49 +205,32 @@ async def test_garbage_to_what_the_library_serves_costs_streams_only(protocol: s
 
 # Frozen peers
 
-HOLD = """
-import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from farandole.node.mesh.host import open_host
-async def main():
-    async with open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as host:
-        async def hold(stream):
-            await trio.sleep_forever()
-        host.set_handler("/hold/1", hold)
-        print(host.addresses[0], flush=True)
+
+@pytest.mark.parametrize("end", ["freezes", "is cut"])
+async def test_a_peer_whose_line_freezes_or_is_cut_is_given_up_even_with_a_full_pipe(end: str) -> None:
+    async def hold(stream: Libp2pStream) -> None:
         await trio.sleep_forever()
-trio.run(main)
-"""
 
-
-@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
-async def test_a_frozen_or_killed_peer_is_given_up_even_with_a_full_pipe(end: signal.Signals) -> None:
-    process = await trio.lowlevel.open_process([sys.executable, "-c", HOLD], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        with trio.fail_after(PATIENCE):
-            address = await first_line(process.stdout)
-            peer = public_key_of(address.rpartition("/")[2])
-            async with host_at_loopback(ping_interval=0.1, ping_timeout=2.0) as alice:
-                await alice.connect(peer, [address])
-                streams = [await alice.open_stream(peer, "/hold/1") for _ in range(40)]
-                events = alice.connections.events()
-                assert await anext(events) == (peer, True)
-                process.send_signal(end)
-                async with trio.open_nursery() as nursery:
-                    for stream in streams:
-                        nursery.start_soon(_send_until_broken, stream)
-                    assert await anext(events) == (peer, False)
-    finally:
-        process.kill()
-        await process.wait()
-
-
-async def first_line(stdout: trio.abc.ReceiveStream) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        line += await stdout.receive_some()
-    return line.decode().strip()
+    async with (
+        host_at_loopback(ping_interval=0.1, ping_timeout=2.0) as alice,
+        host_at_loopback() as bob,
+        trio.open_nursery() as nursery,
+    ):
+        bob.set_handler("/hold/1", hold)
+        line = Line(nursery, port_of(bob))
+        await alice.connect(bob.author, [await line.open()])
+        streams = [await alice.open_stream(bob.author, "/hold/1") for _ in range(40)]
+        events = alice.connections.events()
+        assert await anext(events) == (bob.author, True)
+        line.is_frozen = True
+        if end == "is cut":
+            for each in line.ends:
+                await each.aclose()
+        async with trio.open_nursery() as sending:
+            for stream in streams:
+                sending.start_soon(_send_until_broken, stream)
+            assert await anext(events) == (bob.author, False)
+        nursery.cancel_scope.cancel()
 
 
 async def _send_until_broken(stream: Libp2pStream) -> None:

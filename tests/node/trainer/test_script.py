@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory
+from farandole.node.base.system.memory import MAX_EPOCHS, SharedCounter, counted_size, map_shared_memory
 from farandole.node.base.system.sockets import connect
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer.script import ANOTHER, ScriptDoor, open_script_door
@@ -72,6 +72,13 @@ async def test_a_loop_shares_memory_with_the_node_and_reports(path: Path) -> Non
     assert not list(path.parent.rglob("*.shared"))
     with pytest.raises((FileNotFoundError, ConnectionError)):
         connect(path, 1.0)
+
+
+def test_a_count_of_another_epoch_is_none() -> None:
+    counter = SharedCounter(bytearray(counted_size(10)))
+    counter.store(MAX_EPOCHS + 5, 7)
+    assert counter.count_of(5) == counter.count_of(MAX_EPOCHS + 5) == 7
+    assert counter.count_of(4) == counter.count_of(6) == 0
 
 
 async def test_one_loop_at_a_time(door: ScriptDoor, path: Path) -> None:

@@ -59,16 +59,22 @@ class LateCopier(DeviceCopier):
 BOB = b"b" * 32
 
 
-def test_inner_steps_go_on_while_a_contribution_is_encoded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy is possible before the next round's first inner step; the sent contribution is from before that step."""
-    may_copy, step = threading.Event(), Replica.inner_step
+def after_three_steps(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that is set once a replica has taken three inner steps."""
+    event, step = threading.Event(), Replica.inner_step
 
     def inner_step(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
         step(replica, num_tokens, divisor)
         if replica.round_end.totals.steps == 3:
-            may_copy.set()
+            event.set()
 
     monkeypatch.setattr(Replica, "inner_step", inner_step)
+    return event
+
+
+def test_inner_steps_go_on_while_a_contribution_is_encoded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy is possible before the next round's first inner step; the sent contribution is from before that step."""
+    may_copy = after_three_steps(monkeypatch)
     monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier(may_copy))
     trainer = start(MANIFEST)
     trainer.handle(Train(0, 2))
@@ -80,21 +86,6 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(start: Start, monkeyp
     assert trainer.report(messages.OuterStepTaken) == messages.OuterStepTaken(0, late_steps=1)
     assert trainer.report(messages.Contributed).round == 1
     assert trainer.report(messages.Encoded).digest == blake3(trainer.outgoing[: trainer.size]).digest()
-
-
-def test_an_inner_step_takes_as_long_as_its_pace_says(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pace is the time from the start of one step to the start of the next, however fast the machine is."""
-    pace, begun, learn = 0.05, list[float](), Learner.learn
-
-    def noted(learner: Learner) -> Tensor:
-        begun.append(time.monotonic())
-        return learn(learner)
-
-    monkeypatch.setattr(Learner, "learn", noted)
-    trainer, started_at = start(MANIFEST, step_seconds=pace), time.monotonic()
-    trainer.handle(Train(0, 4))
-    assert len(begun) == 4
-    assert all(at - started_at >= number * pace for number, at in enumerate(begun))
 
 
 def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(start: Start) -> None:
@@ -114,13 +105,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
 ) -> None:
     """The checkpoint can be written only after two more inner steps; its content is from before them."""
     monkeypatch.delenv(KEEP_PRIORITY_VARIABLE, raising=False)
-    may_copy, step = threading.Event(), Replica.inner_step
-    priorities: list[int] = []
-
-    def inner_step(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
-        step(replica, num_tokens, divisor)
-        if replica.round_end.totals.steps == 3:
-            may_copy.set()
+    may_copy, priorities = after_three_steps(monkeypatch), list[int]()
 
     class Late(LateCopier):
         def keep(self, source: Tensor, host: Tensor) -> Wait:
@@ -132,7 +117,6 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
 
             return noted
 
-    monkeypatch.setattr(Replica, "inner_step", inner_step)
     monkeypatch.setattr(snapshot, "copier_for", lambda device: Late(may_copy))
     trainer = start(MANIFEST)
     trainer.send(Save())
