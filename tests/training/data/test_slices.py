@@ -19,6 +19,7 @@ from farandole.training.data.tokenizer import ByteTokenizer
 from ...token_arrays import array_of
 
 CONTEXT, BATCH = 8, 3
+TEXT = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
 SHARED = DataConfig(source="text", held_out=0.2, epochs=2)
 
 
@@ -50,11 +51,13 @@ def test_orders_are_the_same_on_every_machine_and_other_keys_give_others() -> No
 ORDER = [92594, 442687, 80184, 703767, 205826, 784941]
 
 
+def sampler(run_id: bytes = b"run", author: bytes = b"alice", order: bytes = b"") -> Sampler:
+    return Sampler(TEXT, run_id=run_id, author=author, batch_size=BATCH, context=CONTEXT, order=order)
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_an_epoch_shows_every_window_once(epoch: int) -> None:
-    text = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
-    sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=BATCH, context=CONTEXT)
-    batches = [sampler.slice_batch(epoch, index) for index in range(sampler.slices().num_slices)]
+    batches = [sampler().slice_batch(epoch, index) for index in range(sampler().slices().num_slices)]
     starts = Counter(int(window[0]) for batch in batches for window in batch)
     num_windows = 250 // CONTEXT
     assert set(starts) == {CONTEXT * window for window in range(num_windows)}
@@ -62,21 +65,12 @@ def test_an_epoch_shows_every_window_once(epoch: int) -> None:
     assert all(np.array_equal(np.diff(batch), np.ones((BATCH, CONTEXT))) for batch in batches)
 
 
-def test_epochs_have_orders_of_their_own_which_do_not_depend_on_the_author() -> None:
-    text = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
-    alice, bob = (Sampler(text, run_id=b"run", author=name, batch_size=BATCH, context=CONTEXT) for name in (b"a", b"b"))
-    assert np.array_equal(alice.slice_batch(0, 2), bob.slice_batch(0, 2))
-    assert not np.array_equal(alice.slice_batch(0, 2), alice.slice_batch(1, 2))
-
-
-def test_a_run_can_have_the_order_of_another() -> None:
-    text = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
-    first, other, same = (
-        Sampler(text, run_id=run_id, author=b"alice", batch_size=BATCH, context=CONTEXT, order=order)
-        for run_id, order in ((b"r", b""), (b"s", b""), (b"s", b"r"))
-    )
-    assert np.array_equal(same.slice_batch(1, 2), first.slice_batch(1, 2))
-    assert not np.array_equal(other.slice_batch(1, 2), first.slice_batch(1, 2))
+def test_an_order_is_of_its_run_and_epoch_and_does_not_depend_on_the_author() -> None:
+    first = sampler().slice_batch(1, 2)
+    assert np.array_equal(sampler(author=b"bob").slice_batch(1, 2), first)
+    assert not np.array_equal(sampler().slice_batch(0, 2), first)
+    assert not np.array_equal(sampler(b"another").slice_batch(1, 2), first)
+    assert np.array_equal(sampler(b"another", order=b"run").slice_batch(1, 2), first), "a run can have another's order"
 
 
 def test_the_same_documents_make_the_same_corpus_wherever_they_lie(tmp_path: Path) -> None:
