@@ -28,6 +28,24 @@ from .sides import (
 )
 
 
+@pytest.fixture
+def alice() -> Side:
+    return Side(is_initiator=True)
+
+
+@pytest.fixture
+def bob() -> Side:
+    return Side(is_initiator=False)
+
+
+@pytest.fixture
+def large() -> tuple[Side, Side]:
+    """Return Alice and Bob with contributions large enough for a channel; both have offered."""
+    alice, bob = Side(True, pipe.BULK_FROM), Side(False, pipe.BULK_FROM)
+    share_offers(alice, bob)
+    return alice, bob
+
+
 @pytest.mark.parametrize("piece", [1, 7, pipe.CHUNK_FRAME_BYTES, 2**20])
 def test_a_session_from_offer_to_commit_however_the_stream_is_cut(piece: int) -> None:
     size = 300 if piece == 1 else SIZE

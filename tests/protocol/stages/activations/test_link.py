@@ -91,6 +91,14 @@ def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
     assert not bob.link.may_drop(1)
 
 
+def test_what_is_still_going_forward_may_be_given_up() -> None:
+    alice, bob = pair()
+    bring_to(alice, bob, wire.Transit.FORWARD)
+    given_up = wire.Settled(0, is_kept=False)
+    assert bob.hear(alice.say(given_up) + alice.rest()) == [given_up]
+    assert alice.link.open == bob.link.open == {}
+
+
 def test_data_that_never_come_leave_the_rest_of_the_link_as_it_is() -> None:
     mallory, bob = pair()
     forward(mallory, bob)
