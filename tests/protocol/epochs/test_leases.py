@@ -170,6 +170,19 @@ def test_who_was_asleep_lets_go() -> None:
     assert alice.leased != leased or alice.entries[0].leases
 
 
+def test_an_epoch_follows_the_median_not_the_one_who_is_far_ahead() -> None:
+    alice = Node(live=[BOB, CAROL], num_epochs=9)
+    alice.hear(BOB, (0, Lease(2**31 - 1, CORPUS)))
+    alice.hear(CAROL, (0, Lease(3, CORPUS)))
+    alice.tick()
+    assert alice.leases.epoch == 3
+    dave = b"d" * 32
+    alice.live |= {dave}
+    alice.hear(dave, (0, Lease(2, CORPUS)))
+    alice.tick()
+    assert alice.leases.epoch == 3
+
+
 def test_who_has_another_text_shares_nothing_and_is_noticed() -> None:
     alice = Node(live=[BOB])
     alice.hear(BOB, (0, Lease(1, OTHER_TEXT, (LeasedSlices(0, 20, 20),))))
