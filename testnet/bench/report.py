@@ -108,9 +108,9 @@ class Bench:
         """Return the file for the output of the benchmark's processes."""
         return self.out / f"{self.name}.log"
 
-    def say(self, text: str, *, is_miss: bool = False) -> None:
+    def say(self, text: str) -> None:
         """Print a line: what is being measured, or was."""
-        self.console.print(text, style="red" if is_miss else None, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False)
 
     def publish(
         self,

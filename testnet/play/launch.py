@@ -122,10 +122,8 @@ class Testnet:
     _fault_reports: list[FaultReport] = field(default_factory=list)
     _vacancies: Vacancies = field(default_factory=Vacancies)
     _false_deaths: set[tuple[int, int]] = field(default_factory=set)
-    _all_train: trio.Event = field(default_factory=trio.Event)
     _watched: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     """Where tasks wait for the next look at the nodes."""
-    _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
     """The scope that Ctrl-C cancels: the training, or the measuring after it."""
 
@@ -286,10 +284,10 @@ class Testnet:
             if fault.at_seconds is not None:
                 await trio.sleep_until(self._started_at + fault.at_seconds)
             elif fault.after_start is not None:
-                await self._all_train.wait()
+                await self._until(lambda: all(node.record.trained_at is not None for node in self._early_nodes))
                 await trio.sleep(fault.after_start)
-            elif fault.at_round is not None:
-                await self._rounds_waited_for.setdefault(fault.at_round, trio.Event()).wait()
+            elif (at_round := fault.at_round) is not None:
+                await self._until(lambda: self._farthest >= at_round)
             self._fault_reports.append(await run_fault(fault, context))
             self._exchanges_before = {node.report.index: node.report.exchanges_ok for node in self._nodes}
 
@@ -314,6 +312,15 @@ class Testnet:
     @property
     def _early_nodes(self) -> list[NodeProcess]:
         return [node for node in self._nodes if node.report.index not in self.scenario.late_joiners]
+
+    @property
+    def _farthest(self) -> int:
+        return max((node.report.rounds for node in self._nodes if node.is_running), default=0)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so at a look at the nodes."""
+        while not is_so():
+            await self._watched.park()
 
     def _is_training(self) -> bool:
         needed = self.scenario.exchanges_after_faults
@@ -342,12 +349,6 @@ class Testnet:
             self._say(news)
         self._false_deaths.update(false_deaths(node.record for node in self._nodes))
         self._watched.unpark_all()
-        if all(node.record.trained_at is not None for node in self._early_nodes):
-            self._all_train.set()
-        farthest = max((node.report.rounds for node in self._nodes if node.is_running), default=0)
-        for round_index, event in self._rounds_waited_for.items():
-            if farthest >= round_index:
-                event.set()
         if now - self._summed_up_at >= SUMMARY_INTERVAL:
             self._summed_up_at = now
             self.say(f"{duration(now - self._started_at)}: {summary(self._nodes, self.scenario)}")
@@ -374,8 +375,7 @@ class Testnet:
                     await start(node)
             for node in others:
                 await trio.sleep(self.scenario.start_interval)
-                while sum(node.is_starting for node in self._early_nodes) >= MAX_STARTING:
-                    await self._watched.park()
+                await self._until(lambda: sum(each.is_starting for each in self._early_nodes) < MAX_STARTING)
                 await begin(node)
         if self.scenario.start_together:
             daemons = [node for node, each in zip(self._intruding, self.intruders, strict=True) if each.is_daemon]
