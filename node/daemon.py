@@ -283,7 +283,12 @@ async def be_node(daemon: Daemon) -> None:
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
     if target.network_key != stored_network_key:
         await store.put_fact(NETWORK_KEY_FACT, target.network_key)
-    _heed(await _check_trainer(settings), journal)
+    if settings.trainer == "own":  # what any trainer needs, before a peer is dialled; a loop of the owner's brings it
+        torch = machine.check_torch_is_there()
+        if not torch and settings.device not in ("auto", "cpu"):
+            torch = [await machine.check_torch(settings.device)]
+        data = await trio.to_thread.run_sync(machine.check_data, settings.data, settings.stream)
+        _heed([*torch, *data], journal)
     if target.manifest is not None:
         _heed(await trio.to_thread.run_sync(_check_fit, settings, target.manifest, False), journal)
     member: RunMember | None = None
@@ -355,16 +360,6 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
             raise ControlError("cannot_invite", str(error)) from error
 
     return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
-
-
-async def _check_trainer(settings: NodeSettings) -> list[Finding]:
-    """Check what any trainer needs, before a peer is dialled. A loop of the owner's brings it."""
-    if settings.trainer != "own":
-        return []
-    torch = machine.check_torch_is_there()
-    if not torch and settings.device not in ("auto", "cpu"):
-        torch = [await machine.check_torch(settings.device)]
-    return [*torch, *await trio.to_thread.run_sync(machine.check_data, settings.data, settings.stream)]
 
 
 def _check_fit(settings: NodeSettings, raw_manifest: bytes, is_new: bool) -> list[Finding]:

@@ -10,7 +10,7 @@ costs a small machine little and cannot mislead a peer about a run. torch is nev
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final
@@ -65,7 +65,12 @@ async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
     runs = await _load_runs(daemon.store, [invite.run_id for invite in decoded])
     named = peers_at([*(address for invite in decoded for address in invite.addresses), *daemon.settings.bootstrap])
     named.pop(public_bytes(daemon.key), None)
-    network_key = await _load_network_key(daemon.store, {invite.network_key for invite in decoded})
+    network_keys = {invite.network_key for invite in decoded}
+    if len(network_keys) > 1:
+        raise ManifestError("a relay for a private run is for that run alone: give each its own --home, and a port")
+    for network_key in network_keys:
+        await daemon.store.put_fact(NETWORK_KEY_FACT, network_key)
+    network_key = await daemon.store.get_fact(NETWORK_KEY_FACT) or b""
     async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits(), network_key) as mesh:
 
         async def refuse(params: dict[str, Any]) -> object:
@@ -93,16 +98,6 @@ def address_for_others(host: Host, announced: Sequence[str]) -> str:
         return address.partition("/p2p/")[0] in announced, is_global(address.split("/")[2])
 
     return max(host.addresses, key=rank, default="ADDRESS")
-
-
-async def _load_network_key(store: Store, named: Set[bytes]) -> bytes:
-    if not named:
-        return await store.get_fact(NETWORK_KEY_FACT) or b""
-    if len(named) > 1:
-        raise ManifestError("a relay for a private run is for that run alone: give each its own --home, and a port")
-    (network_key,) = named
-    await store.put_fact(NETWORK_KEY_FACT, network_key)
-    return network_key
 
 
 async def _load_runs(store: Store, named: Sequence[bytes]) -> list[bytes]:

@@ -139,10 +139,6 @@ class Race:
         """Whoever takes it from here owns it."""
         self._choosing = trio.Lock()
 
-    def is_greeted_by(self, received: bytes) -> bool:
-        """Return whether the other end has sent these bytes."""
-        return is_greeting(received, self.session, self.proposal.token)
-
     async def settle(self, candidate: Candidate) -> None:
         """End the race with this connection, on which both have greeted, unless it is over.
 
@@ -381,7 +377,7 @@ class BulkService:
                 prefer_congestion_control(connection, "cubic")  # as `links.connect_from`
             await connection.connect(address)
             await candidate.send_all(greeting(race.session, race.their_token))
-            if race.is_greeted_by(await candidate.receive(GREETING_BYTES)):
+            if is_greeting(await candidate.receive(GREETING_BYTES), race.session, race.proposal.token):
                 await race.settle(candidate)
         except OSError as error:
             logger.debug("no bulk connection to %s: %s", address, error)
@@ -399,7 +395,7 @@ class BulkService:
                     with trio.move_on_after(GREETING_TIMEOUT):
                         received = await candidate.receive(GREETING_BYTES)
                         named = self._races.get(received[:SESSION_BYTES])
-                        if named is not None and named.is_greeted_by(received):
+                        if named is not None and is_greeting(received, named.session, named.proposal.token):
                             await named.is_on.wait()
                             await candidate.send_all(greeting(named.session, named.their_token))
                             race = named

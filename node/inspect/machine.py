@@ -232,7 +232,18 @@ def check_data(paths: Sequence[Path], streams: Sequence[str] = ()) -> list[Findi
     """Check whether files and folders of text can be read, and streams be opened, as far as this machine can know."""
     if paths and streams:
         return [found("data-two-kinds")]
-    return [*map(_check_data, paths), *map(_check_stream, streams)] or [found("data-none")]
+    findings = [_check_data(path) for path in paths]
+    for name in streams:
+        from farandole.training.data.streaming import is_data_set  # imports numpy, which the doctor does not need
+
+        if not is_data_set(name):
+            findings.append(found("data-no-stream", name=name))
+        elif find_spec(_STREAMS_NEED) is None:
+            package = found("data-no-package", name=name, package=_STREAMS_NEED, command=how_to_add("data"))
+            findings.append(package)
+        else:
+            findings.append(found("data-stream", name=name))
+    return findings or [found("data-none")]
 
 
 def _check_data(path: Path) -> Finding:
@@ -246,16 +257,6 @@ def _check_data(path: Path) -> Finding:
             return found("data-fine" if file.read(1) else "data-empty", path=path)
     except OSError as error:
         return found("data-unreadable", path=path, why=error.strerror)
-
-
-def _check_stream(name: str) -> Finding:
-    from farandole.training.data.streaming import is_data_set  # imports numpy, which the doctor does not need
-
-    if not is_data_set(name):
-        return found("data-no-stream", name=name)
-    if find_spec(_STREAMS_NEED) is None:
-        return found("data-no-package", name=name, package=_STREAMS_NEED, command=how_to_add("data"))
-    return found("data-stream", name=name)
 
 
 def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:

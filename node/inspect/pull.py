@@ -178,27 +178,24 @@ class Pull:
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
         begun = {each.signed.id for each in found if has_begun(self.parts, each.signed.id)}
-        sound = [each for each in found if each.signed.id in begun or self._is_likely(each)]
+        sound = []
+        for each in found:
+            rounds = self.visit.rounds_of(each.index.stage)
+            usual = statistics.median_low(rounds) if rounds else each.index.round
+            # Otherwise the peer that reports the highest number would stand for the whole run.
+            if each.signed.id in begun or each.index.round <= usual + MAX_ROUNDS_BEHIND:
+                sound.append(each)
+                continue
+            self.say(
+                f"{self._name(each.index.stage)}: not the checkpoint of {short_name(each.index.author)}, which would "
+                f"be of round {each.index.round}: the run is in round {usual}, say most"
+            )
         newest = max((each.index.round for each in sound), default=0)
         chosen: dict[bytes, _Found] = {}
         for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
             if each.signed.id in begun or each.index.round >= newest - MAX_ROUNDS_BEHIND:
                 chosen.setdefault(each.index.author, each)
         return list(chosen.values())[: self.merge]
-
-    def _is_likely(self, one: _Found) -> bool:
-        """Return whether its round is not far ahead of the rounds that most members report.
-
-        Otherwise the peer that reports the highest number would stand for the whole run.
-        """
-        rounds = self.visit.rounds_of(one.index.stage)
-        if not rounds or one.index.round <= (usual := statistics.median_low(rounds)) + MAX_ROUNDS_BEHIND:
-            return True
-        self.say(
-            f"{self._name(one.index.stage)}: not the checkpoint of {short_name(one.index.author)}, which would be of "
-            f"round {one.index.round}: the run is in round {usual}, say most"
-        )
-        return False
 
     async def _fetch(self, found: _Found) -> Path:
         index = found.index

@@ -103,23 +103,17 @@ def find_target(
     manifest = manifest or stored
     network_key = invite.network_key if invite and invite.network_key else network_key
     if manifest is not None:
-        network_key = _network_key_for(manifest, key, network_key)
+        run, signed = decode_manifest(manifest)
+        if not run.private:
+            network_key = b""
+        elif signed.creator == public_bytes(key):
+            network_key = network_key_of(key, signed.run_id)
+        elif not network_key:
+            raise JoinError(
+                "this run is private, and its key is not in the manifest: join with an invite, which members print by "
+                "`farandole run invite`"
+            )
     return Target(run_id, manifest, peers, None if invite is None else secret_of(invite), network_key)
-
-
-def _network_key_for(manifest: bytes, key: Ed25519PrivateKey, known: bytes) -> bytes:
-    """Return the network key of the manifest's run; empty unless the run is private. The creator derives it."""
-    run, signed = decode_manifest(manifest)
-    if not run.private:
-        return b""
-    if signed.creator == public_bytes(key):
-        return network_key_of(key, signed.run_id)
-    if not known:
-        raise JoinError(
-            "this run is private, and its key is not in the manifest: join with an invite, which members print by "
-            "`farandole run invite`"
-        )
-    return known
 
 
 def secret_of(invite: Invite) -> InviteSecret | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -163,20 +164,15 @@ class AuditService:
             live = self._downloads.membership.live
             self._carry_out(self._audits.compare_received(list(self._claims()), live, trio.current_time()))
             entries = [entry for entry in self._gossip.state.entries(Kind.ACCUSATION) if entry.author != self._author]
-            for entry in entries:
-                if entry.id not in heard and (claim := self._claim_of(entry.payload)) is not None:
-                    self._carry_out(self._audits.hear_accusation(entry.author, claim))
+            for accuser, accusation in [(entry.author, entry.payload) for entry in entries if entry.id not in heard]:
+                signed = Signed(accusation.author, accusation.body, accusation.signature)
+                with contextlib.suppress(RemoteProtocolError):  # it is not genuine
+                    entry: Entry = self._gossip.state.checker.check(signed)
+                    if entry.kind is Kind.COMMITMENT:
+                        claim = RoundClaim(entry.author, entry.payload, signed)
+                        self._carry_out(self._audits.hear_accusation(accuser, claim))
             heard = {entry.id for entry in entries}
             await self._gossip.changed()
-
-    def _claim_of(self, accusation: Accusation) -> RoundClaim | None:
-        """Return the commitment that an accusation contains, None if it is not genuine."""
-        signed = Signed(accusation.author, accusation.body, accusation.signature)
-        try:
-            entry: Entry = self._gossip.state.checker.check(signed)
-        except RemoteProtocolError:
-            return None
-        return RoundClaim(entry.author, entry.payload, signed) if entry.kind is Kind.COMMITMENT else None
 
     # Outputs
 

@@ -196,14 +196,10 @@ class NoticeBoard:
         self._renewed_at = trio.current_time()  # a renewal must not replace the notice that waits to be written
         await self._gossip.publish(Kind.NOTICE, MESSAGE_SLOT if action == "say" else STATE_SLOT, notice)
 
-    def begin(self) -> None:
-        """Take in the notices that hold already, before training starts. In a stopped run no trainer starts."""
-        self._look(is_training=False)
-
     async def run(self) -> None:
         """Follow the notices until cancelled."""
         while True:
-            self._look(is_training=True)
+            self.look(is_training=True)
             # A pause or a stop must not expire while the creator's node is there: renewed at each start, and daily.
             state, now = self._shown[0], trio.current_time()
             holds = state is not None and state.action in _ACTIONS
@@ -218,7 +214,8 @@ class NoticeBoard:
             with trio.move_on_after(NOTICE_INTERVAL):
                 await self._gossip.changed()
 
-    def _look(self, *, is_training: bool) -> None:
+    def look(self, *, is_training: bool) -> None:
+        """Take in the notices that hold now; at first before training starts, so in a stopped run no trainer starts."""
         payload = self._gossip.state.payload
         state = payload(self._creator, Notice, STATE_SLOT)
         message = payload(self._creator, Notice, MESSAGE_SLOT)

@@ -103,7 +103,27 @@ def make_member(
     notices = NoticeBoard(signed.creator, host.author, gossip, daemon.rest, journal, is_ignored=is_ignored)
     needed = [SYNC_PROTOCOL, PUSH_PROTOCOL, PAIRING_PROTOCOL, EXCHANGE_PROTOCOL, *([ACTIVATIONS_PROTOCOL] * is_cut)]
     releases = ReleaseWatch(host, journal, needed)
-    membership = _membership(daemon, mesh, manifest, gossip, releases)
+    announcer = Announcer(
+        host,
+        gossip,
+        journal,
+        incarnation=time.time_ns() // 1_000_000,
+        num_stages=manifest.model.num_stages,
+        is_bound=settings.stage is not None,
+        is_paused=lambda: daemon.rest.is_on,
+    )
+    membership = Membership(
+        host,
+        state,
+        gossip,
+        journal,
+        announcer,
+        daemon.partners,
+        num_stages=manifest.model.num_stages,
+        first_step=0 if manifest.start is None else manifest.start.inner_steps,
+    )
+    membership.apart = lambda: releases.apart
+    state.places.protect(daemon.partners.__contains__)
 
     files = WeightFiles(settings, manifest)
     conditions = Conditions(host, run_id, mesh.shaping, channels, Room(settings.home, files.disk))
@@ -170,31 +190,3 @@ def make_member(
         releases=releases,
         credentials=credentials,
     )
-
-
-def _membership(
-    daemon: Daemon, mesh: Mesh, manifest: Manifest, gossip: GossipService, releases: ReleaseWatch
-) -> Membership:
-    host = mesh.host
-    announcer = Announcer(
-        host,
-        gossip,
-        daemon.journal,
-        incarnation=time.time_ns() // 1_000_000,
-        num_stages=manifest.model.num_stages,
-        is_bound=daemon.settings.stage is not None,
-        is_paused=lambda: daemon.rest.is_on,
-    )
-    made = Membership(
-        host,
-        gossip.state,
-        gossip,
-        daemon.journal,
-        announcer,
-        daemon.partners,
-        num_stages=manifest.model.num_stages,
-        first_step=0 if manifest.start is None else manifest.start.inner_steps,
-    )
-    made.apart = lambda: releases.apart
-    gossip.state.places.protect(made.partners.__contains__)
-    return made

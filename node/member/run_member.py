@@ -118,7 +118,7 @@ class RunMember:
             await self.restore_counters(self.gossip.state.payload(host.author, Progress))
             await self._sync_state(may_begin=target.manifest is not None)
             membership.refresh()
-            self.notices.begin()
+            self.notices.look(is_training=False)
             if self.credentials is not None:
                 await self.credentials.publish()
                 nursery.start_soon(self.credentials.run)

@@ -161,7 +161,8 @@ class KnownAddresses:
         self._hearsay = Latest[bytes, Latest[str, None]](MAX_KNOWN_PEERS)
         self._own = own
         self._dialled_ips = dialled_ips
-        self._budget = DialBudget()
+        self.budget = DialBudget()
+        """Of cautious dials; its `succeed` notes that a peer has authenticated itself, the expected one or another."""
 
     def add(self, peer: bytes, addresses: Iterable[str], *, is_hearsay: bool) -> None:
         """Remember the valid ones of a peer's addresses; new ones replace the oldest."""
@@ -195,13 +196,13 @@ class KnownAddresses:
     def ipv4_target(self, peer: bytes) -> tuple[str, int] | None:
         """Return an IPv4 address of a peer that may be dialled now; None if none is known.
 
-        `succeed` follows if the peer is there.
+        `DialBudget.succeed` follows if the peer is there.
         """
         for address in self.of(peer):
             target = dial_target(address, peer) if address.startswith("/ip4/") else None
             if target and (
                 self.is_trusted(peer, address)
-                or (self.allows(*target) and self._budget.take(*target, trio.current_time()))
+                or (self.allows(*target) and self.budget.take(*target, trio.current_time()))
             ):
                 return target
         return None
@@ -215,8 +216,8 @@ class KnownAddresses:
     async def open(self, target: tuple[str, int]) -> tuple[trio.SocketStream, tuple[str, int]]:
         """Return a TCP connection, and the IP address and port that it leads to.
 
-        A name is resolved, and its IP address is checked. Call `succeed` when the peer has authenticated itself. Raises
-        `PeerUnreachableError` if caution forbids the dial now, `OSError` if the dial fails.
+        A name is resolved, and its IP address is checked. `DialBudget.succeed` follows when the peer has authenticated
+        itself. Raises `PeerUnreachableError` if caution forbids the dial now, `OSError` if the dial fails.
         """
         host, port = target
         try:
@@ -227,10 +228,6 @@ class KnownAddresses:
             host = next((ip for ip in ips if self.allows(ip, port)), ips[0])
         if not self.allows(host, port):
             raise PeerUnreachableError(f"{host} port {port} is not dialled on a peer's word")
-        if not self._budget.take(host, port, trio.current_time()):
+        if not self.budget.take(host, port, trio.current_time()):
             raise PeerUnreachableError(f"nobody has answered at {host} port {port}: it is too early to try again")
         return await trio.open_tcp_stream(host, port), (host, port)
-
-    def succeed(self, host: str, port: int) -> None:
-        """Note that a peer has authenticated itself there, the expected one or another."""
-        self._budget.succeed(host, port)

@@ -266,9 +266,9 @@ class Dialler:
         try:
             muxed = await self.upgrader.upgrade(Socket(stream), peer, is_initiator=True)
         except StrangerError:  # the address is a node's all the same, so no third party is bothered
-            self.known.succeed(*reached)
+            self.known.budget.succeed(*reached)
             raise
-        self.known.succeed(*reached)
+        self.known.budget.succeed(*reached)
         return muxed
 
     async def _open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool) -> Circuit:

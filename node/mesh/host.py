@@ -31,7 +31,6 @@ from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.project import VERSION
-from ..base.streams import DIAL_TIMEOUT
 from ..base.system.sockets import NO_IPV6, listen_alone, share_port
 from .addresses import OwnAddresses, multiaddr_of
 from .admission import Site, site_of
@@ -42,7 +41,7 @@ from .gate import Gate
 from .libp2p_parts import Identify, encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
 from .links import Socket
 from .relay_client import RelayClient
-from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, Handler, ProtocolHandlers, Upgrader
+from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers, Upgrader
 from .yamux import CLOSE_TIMEOUT, Libp2pStream
 
 logger = logging.getLogger(__name__)
@@ -281,6 +280,12 @@ class Host:
         self.dht = Dht(self.dialler, self.handlers)
         self.relays = RelayClient(self.dialler, self.handlers)
         self.identify = IdentifyService(self.dialler, self.handlers)
+        # What services ask of a host, so that they run on one in memory too (`farandole.node.base.streams.StreamHost`).
+        self.set_handler, self.open_stream, self.connect = (
+            self.handlers.set,
+            self.dialler.open_stream,
+            self.dialler.connect,
+        )
         nursery.start_soon(self.dht.run)
         nursery.start_soon(self._greet_newcomers)
 
@@ -292,8 +297,6 @@ class Host:
             else:
                 self.identify.software.pop(peer, None)
 
-    # What services ask of a host, so that they run on one in memory too (`farandole.node.base.streams.StreamHost`)
-
     @property
     def addresses(self) -> list[str]:
         """Multiaddrs where this node can be dialled, each ending in /p2p/<peer id>."""
@@ -303,18 +306,6 @@ class Host:
     def connected(self) -> frozenset[bytes]:
         """The peers with a live connection."""
         return self.connections.connected
-
-    def set_handler(self, protocol: str, handler: Handler) -> None:
-        """Serve a protocol, as `ProtocolHandlers.serve` does."""
-        self.handlers.set(protocol, handler)
-
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Libp2pStream:
-        """Open a stream, connecting if needed; raise `PeerUnreachableError` if that takes over `timeout` seconds."""
-        return await self.dialler.open_stream(peer, protocol, timeout)
-
-    async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:
-        """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds."""
-        await self.dialler.connect(peer, addresses, timeout)
 
     async def close(self) -> None:
         """Stop listening and end every connection."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farandole.protocol.planning.planning import choices, complete, given_by
 from farandole.protocol.run.exclusions import why_no_loop
@@ -100,7 +100,14 @@ def _write_run(
             "name a new folder"
         )
     key = load_or_create_key(home.key)
-    wholes = _wholes(parameters, ranks)
+    if ranks.are_many:  # which have parts of the parameters: they come to the host
+        ranks.begin(list(parameters))
+        ranks.tell(Order.READ)
+    with torch.no_grad():
+        wholes = {
+            name: whole_of(parameter).detach().to("cpu" if ranks.are_many else parameter.device)
+            for name, parameter in parameters.items()
+        }
 
     def weights(tensor: str) -> Floats:
         parameter = wholes[tensor.partition("/")[2]]
@@ -111,16 +118,6 @@ def _write_run(
         return sign_manifest(_starting_from(settings, checkpoint), key).encode()
 
     write_folder(start, key, NO_RUN, shapes, (SLOW,), weights, signed)
-
-
-@torch.no_grad()
-def _wholes(parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> dict[str, Tensor]:
-    """Return all parameters on their devices, or on the host if other ranks have parts of them."""
-    if not ranks.are_many:
-        return {name: whole_of(parameter).detach() for name, parameter in parameters.items()}
-    ranks.begin(list(parameters))
-    ranks.tell(Order.READ)
-    return {name: whole_of(parameter).detach().cpu() for name, parameter in parameters.items()}
 
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:

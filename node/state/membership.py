@@ -106,7 +106,12 @@ class Announcer:
                 if now - reported_at >= PROGRESS_INTERVAL:
                     reported_at = now
                     await self.report_progress()
-                if is_due or self._has_changed():
+                # What was announced may be wrong by now; this node's speed matters where there are stages.
+                member, told = self._member(), self._told
+                is_other = msgspec.structs.replace(member, speed=told.speed) != told
+                if self._num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed:
+                    is_other = True
+                if is_due or (is_other and not told.left):
                     announced_at = now
                     await self.announce()
 
@@ -160,13 +165,6 @@ class Announcer:
     def note_suspicion(self, peer: bytes, is_suspect: bool) -> None:
         """Note whether the screening suspects a peer now; a change is published with the next progress."""
         self._has_new_suspects |= self._suspects.note(peer, is_suspect=is_suspect)
-
-    def _has_changed(self) -> bool:
-        """Return whether what was announced of this node is wrong; its speed matters where there are stages."""
-        member, told = self._member(), self._told
-        if self._num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed:
-            return not told.left
-        return msgspec.structs.replace(member, speed=told.speed) != told and not told.left
 
 
 Nodes = tuple[frozenset[bytes], ...]
@@ -384,7 +382,15 @@ class Membership:
                     "two processes have signed with this node's key, and the run has barred it for good: find the copy "
                     "of this folder, remove the key in both, and join again under a new one"
                 )
-            self._check_clock()
+            skew = self._gossip.clock_skew
+            if skew is not None and not skew.is_agreed and self.reached:
+                skew = None  # a dispute is reported only if no member is live, which it may explain
+            self._journal.update(clock=skew)
+            if skew is None:
+                self._journal.over("clock")
+            elif (kind := (skew.is_agreed, skew.is_harmful)) not in self._clock_warnings:
+                self._clock_warnings.add(kind)
+                self._journal.warn(": ".join(clock_words(skew)), "clock")
             with trio.move_on_after(1.0):
                 await self._gossip.changed()
 
@@ -445,15 +451,3 @@ class Membership:
     def origins(self) -> frozenset[bytes]:
         """Return the live members that draw data, this node excluded."""
         return self.nodes_of_stages()[0] - {self._host.author}
-
-    def _check_clock(self) -> None:
-        """Report a wrong clock. A dispute is reported only if no member is live, which it may explain."""
-        skew = self._gossip.clock_skew
-        if skew is not None and not skew.is_agreed and self.reached:
-            skew = None
-        self._journal.update(clock=skew)
-        if skew is None:
-            self._journal.over("clock")
-        elif (kind := (skew.is_agreed, skew.is_harmful)) not in self._clock_warnings:
-            self._clock_warnings.add(kind)
-            self._journal.warn(": ".join(clock_words(skew)), "clock")

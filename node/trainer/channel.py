@@ -22,31 +22,23 @@ class TrainerSocket:
         self._connection = connection
         self._parser = FrameParser(MAX_MESSAGE_BYTES)
         self._sending = threading.Lock()  # on a GPU, a thread encodes and reports it
-        self._pending: deque[Command] = deque()
+        self.postponed: deque[Command] = deque()
+        """Commands that `receive` returns again before new ones."""
 
     def send(self, report: Report) -> None:
         """Send a report. Raises `BrokenPipeError` when the mesh process is gone."""
         with self._sending:
             self._connection.sendall(encode(report))
 
-    @property
-    def has_pending(self) -> bool:
-        """True if there are postponed commands."""
-        return bool(self._pending)
-
     def receive(self) -> Command:
         """Return the next command. Raises `EOFError` when the mesh process is gone."""
-        return self._pending.popleft() if self._pending else self._read()
+        return self.postponed.popleft() if self.postponed else self._read()
 
     def poll(self, wait_seconds: float | None) -> Command | None:
         """Return a new command that comes within ``wait_seconds`` (None: no limit); postponed ones are skipped."""
         if (payload := self._next_frame()) is not None:
             return decode_command(payload)
         return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
-
-    def put_off(self, command: Command) -> None:
-        """Postpone a command: `receive` returns it again, after earlier postponed ones."""
-        self._pending.append(command)
 
     def _read(self) -> Command:
         while (payload := self._next_frame()) is None:

@@ -186,28 +186,29 @@ class Recorder:
 
     def end(self, round_index: int, fragment: int, contribution: bytes) -> None:
         """Record a round's end, given its contribution; no inner step comes before `wait` or the next `begin`."""
-        self._work = self._thread.submit(self._tell, round_index, fragment, contribution)
 
-    def _tell(self, round_index: int, fragment: int, contribution: bytes) -> None:
-        learner, start = self._learner, self._start
-        if start is None or start.round != round_index or learner.totals.steps == start.inner_steps:
-            return
-        commitment = Commitment(
-            round=round_index,
-            start=bytes(HASH_BYTES),
-            first_step=start.inner_steps,
-            steps=learner.totals.steps - start.inner_steps,
-            begun_at=self._begun_at,
-            microbatch=learner.microbatch_size,
-            fragment=fragment,
-            end=learner.replica.optimizer.digest(),
-            contribution=contribution,
-            corpus=learner.sampler.corpus or bytes(CORPUS_BYTES),
-            build=self._build,
-            device=self._device,
-        )
-        with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
-            self._report(Recorded(commitment, start))
+        def tell() -> None:
+            learner, start = self._learner, self._start
+            if start is None or start.round != round_index or learner.totals.steps == start.inner_steps:
+                return
+            commitment = Commitment(
+                round=round_index,
+                start=bytes(HASH_BYTES),
+                first_step=start.inner_steps,
+                steps=learner.totals.steps - start.inner_steps,
+                begun_at=self._begun_at,
+                microbatch=learner.microbatch_size,
+                fragment=fragment,
+                end=learner.replica.optimizer.digest(),
+                contribution=contribution,
+                corpus=learner.sampler.corpus or bytes(CORPUS_BYTES),
+                build=self._build,
+                device=self._device,
+            )
+            with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
+                self._report(Recorded(commitment, start))
+
+        self._work = self._thread.submit(tell)
 
 
 def recorder_of(

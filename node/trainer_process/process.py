@@ -212,7 +212,7 @@ class TrainerProcess:
 
     def next_command(self) -> messages.Command:
         """Wait for the next command while decoding what arrives of the partner's contribution."""
-        return self._channel.receive() if self._channel.has_pending else self._await_command()
+        return self._channel.receive() if self._channel.postponed else self._await_command()
 
     def _await_command(self) -> messages.Command:
         """Wait for the next new command; postponed ones are skipped."""
@@ -388,7 +388,7 @@ class TrainerProcess:
             case messages.Stop() | messages.Dismiss():
                 raise StopAsked(command)
             case _:
-                self._channel.put_off(command)
+                self._channel.postponed.append(command)
         return False
 
     def _report_progress(self) -> None:

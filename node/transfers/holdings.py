@@ -31,7 +31,6 @@ from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
 from farandole.protocol.mesh.kademlia import checkpoint_key
-from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes, short_name
@@ -393,10 +392,18 @@ class Provider:
             if self.copy is not None:  # the text that was tokenised since needs its room
                 await self._take(None)
             return
-        found = self._choose(stage)
-        if found is None or (self.copy is not None and self.copy.id == found[1].id):
+        conditions, own, membership = self._downloads.conditions, self._downloads.host.author, self._membership
+        now, announced = trio.current_time(), membership.announced(stage)
+        self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
+        author = copied_author(conditions.run_id, stage, announced.keys() - self._passed_over.keys())
+        if author is None or author == own or not conditions.shaping.may_spend(self._files.required_bytes(stage)):
             return
-        author, notice = found
+        members = membership.nodes_of_stages()[stage]
+        if self._files.num_stages == 1 and not is_copier(conditions.run_id, stage, members, author, own):
+            return
+        notice = announced[author]
+        if self.copy is not None and self.copy.id == notice.id:
+            return
         try:
             signed, index = await self._downloads.ask(author, stage, notice.id)
         except DonorBusyError:
@@ -420,18 +427,3 @@ class Provider:
                 await self._take(path, await trio.to_thread.run_sync(keep))
             except OSError as error:
                 logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
-
-    def _choose(self, stage: int) -> tuple[bytes, CheckpointNotice] | None:
-        """Choose the author and the checkpoint of a stage that this node must copy; None if there is none."""
-        conditions, own, membership = self._downloads.conditions, self._downloads.host.author, self._membership
-        now, announced = trio.current_time(), membership.announced(stage)
-        self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
-        author = copied_author(conditions.run_id, stage, announced.keys() - self._passed_over.keys())
-        if author is None or author == own:
-            return None
-        if not conditions.shaping.may_spend(self._files.required_bytes(stage)):
-            return None
-        members = membership.nodes_of_stages()[stage]
-        if self._files.num_stages == 1 and not is_copier(conditions.run_id, stage, members, author, own):
-            return None
-        return author, announced[author]

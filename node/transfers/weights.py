@@ -100,7 +100,14 @@ class Weights:
         own_round, fetched_round = await self.rounds()
         were_unfit = self._note_verdict(own_round, fetched_round)
         newest = own_round if fetched_round is None else max(fetched_round, own_round or 0)
-        await self._await_contact(needs_anyone=were_unfit and newest is None)
+        # Members that were only heard of are not believed: one that trains must answer first. A run that is known to be
+        # under way has members: a few seconds without heartbeats, as among liars that pass none on, must not make this
+        # node begin from the run's seed.
+        needs_anyone = were_unfit and newest is None
+        with trio.move_on_after(CONTACT_TIMEOUT):
+            while membership.awaits_contact() or (needs_anyone and not membership.everyone):
+                journal.enter("fetching weights", "dialling members that train", "a member that answers")
+                await trio.sleep(CONTACT_INTERVAL)
         if not self._is_behind(newest):
             return
         await self._await_room(stage)
@@ -143,18 +150,6 @@ class Weights:
             self._journal.warn(f"the disk has no room for the run's weights; {words}", _NO_ROOM)
             await trio.sleep(ROOM_INTERVAL)
         self._journal.over(_NO_ROOM)
-
-    async def _await_contact(self, *, needs_anyone: bool) -> None:
-        """Wait for contact with a member that trains, because members that were only heard of are not believed.
-
-        ``needs_anyone``: also wait while no member is live. The run is known to be under way, and a few seconds without
-        heartbeats, such as among liars that pass none on, must not make this node begin from the run's seed.
-        """
-        membership = self._membership
-        with trio.move_on_after(CONTACT_TIMEOUT):
-            while membership.awaits_contact() or (needs_anyone and not membership.everyone):
-                self._journal.enter("fetching weights", "dialling members that train", "a member that answers")
-                await trio.sleep(CONTACT_INTERVAL)
 
     def _is_behind(self, newest: int | None) -> bool:
         """Return whether the weights that are here, of this round, are too old."""

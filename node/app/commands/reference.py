@@ -78,9 +78,15 @@ def reference(context: Any) -> str:
     excluded = (
         (f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS
     )
+    rows = []
+    for setting in SETTINGS:
+        if not setting.is_hidden:
+            default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
+            note = "" if setting.flag else " (Without a flag.)"
+            rows.append((f"`{setting.name}`", setting.expected, default, setting.help + note))
     settings = (
         _SETTINGS,
-        _settings(),
+        table("| key | value | default | meaning |", rows),
         "",
         run_settings(),
         _EXCLUSIONS,
@@ -131,16 +137,6 @@ def _option(parameter: Any, context: Any) -> str:
     names = parameter.metavar if parameter.param_type_name == "argument" else names.replace(" range>", ">")
     default = f" ({extra})" if extra else ""
     return f"- `{names}`: {_markdown(meaning)}{default}"
-
-
-def _settings() -> str:
-    rows = []
-    for setting in SETTINGS:
-        if not setting.is_hidden:
-            default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
-            note = "" if setting.flag else " (Without a flag.)"
-            rows.append((f"`{setting.name}`", setting.expected, default, setting.help + note))
-    return table("| key | value | default | meaning |", rows)
 
 
 def _markdown(text: str) -> str:

@@ -96,7 +96,19 @@ class Examination:
                 self._run_id = signed.run_id
                 self._findings.append(found("invite-manifest", run=signed.run_id.hex()[:16]))
         elif text is not None:
-            self._read_invite(text)
+            try:
+                invite = decode_invite(text)
+            except InviteError as error:
+                is_of_other_version = is_invite(text) and not "".join(text.split()).lower().startswith(PREFIX + VERSION)
+                cause = f"invite-{'other-version' if is_of_other_version else 'damaged'}"
+                self._findings.append(found(cause, why=error))
+            else:
+                self._run_id, self._network_key = invite.run_id, invite.network_key
+                self._has_admission = bool(invite.admission)
+                self._named = [(split_address(address)[1], address) for address in invite.addresses]
+                names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in self._named))
+                cause = "invite-fine" if invite.addresses else "invite-empty"
+                self._findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
         for address in settings.bootstrap:
             try:
                 self._named.append((split_address(address)[1], address))
@@ -116,20 +128,6 @@ class Examination:
             self._findings.append(found("invite-none" if stored is None else "invite-stored"))
         elif stored is not None and self._run_id not in (None, stored):
             self._findings.append(found("invite-other-run", home=settings.home, run=stored.hex()[:16]))
-
-    def _read_invite(self, text: str) -> None:
-        try:
-            invite = decode_invite(text)
-        except InviteError as error:
-            is_of_other_version = is_invite(text) and not "".join(text.split()).lower().startswith(PREFIX + VERSION)
-            self._findings.append(found(f"invite-{'other-version' if is_of_other_version else 'damaged'}", why=error))
-            return
-        self._run_id, self._network_key = invite.run_id, invite.network_key
-        self._has_admission = bool(invite.admission)
-        self._named = [(split_address(address)[1], address) for address in invite.addresses]
-        names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in self._named))
-        cause = "invite-fine" if invite.addresses else "invite-empty"
-        self._findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
 
     async def _read_store(self, path: Path) -> bytes | None:
         """Read what the folder knows, and return its run's manifest."""

@@ -177,7 +177,7 @@ class Dialback:
             if ":" in target[0] and (other := self._host.dialler.known.ipv4_target(peer)) is not None:
                 with contextlib.suppress(OSError, PeerUnreachableError):
                     conn = await self._dial_at(peer, other, port)
-                    self._host.dialler.known.succeed(*other)
+                    self._host.dialler.known.budget.succeed(*other)
                     self._host.dialler.add_addresses(peer, [multiaddr_of(*other)])
                     return conn
             return await self._dial_at(peer, target, port)
