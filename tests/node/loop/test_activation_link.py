@@ -193,27 +193,6 @@ async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chu
         assert is_dropped
 
 
-async def test_what_comes_with_the_welcome_is_heard() -> None:
-    """Bob opens a link to Alice, whose first credits arrive in one write with her welcome."""
-    near, far = trio.testing.memory_stream_pair()
-    alice, heard = Link(False, HELLO, 1), list[Event]()
-    bob = ActivationLink(0, Link(True, HELLO, 1), Line(far), Shaping())
-
-    def hear(link: ActivationLink, event: Event) -> None:
-        heard.append(event)
-        link.close()
-
-    with trio.fail_after(PATIENCE):
-        async with trio.open_nursery() as nursery:
-            bob.send(HELLO)
-            nursery.start_soon(bob.greet, lambda event: None)
-            alice.receive_data(await near.receive_some())
-            assert alice.next_event() == HELLO
-            await near.send_all(alice.send(Welcome(0)) + alice.send(Credits(3)))
-        await bob.run(hear)
-    assert heard == [Credits(3)]
-
-
 # Data that stop arriving
 
 
@@ -251,33 +230,51 @@ async def test_who_stops_in_the_middle_of_data_loses_the_link(
         assert not any(isinstance(event, DataReceived) for event in bob.heard)
 
 
-async def test_a_gradient_must_come_too(clock: MockClock) -> None:
-    """The upstream node is the one that waits."""
+@contextlib.asynccontextmanager
+async def upstream_of(size: int) -> AsyncIterator[tuple[ActivationLink, Link, trio.StapledStream]]:
+    """Open a link from this node to one downstream; yield it with the other's end, which has heard its greeting."""
     near, far = trio.testing.memory_stream_pair()
-    bob, heard = Link(False, HELLO, SIZE), list[Event]()
-    alice = ActivationLink(0, Link(True, HELLO, SIZE), Line(far), Shaping())
+    link, theirs = ActivationLink(0, Link(True, HELLO, size), Line(far), Shaping()), Link(False, HELLO, size)
+    async with trio.open_nursery() as nursery:
+        link.send(HELLO)
+        nursery.start_soon(link.greet, lambda event: None)
+        theirs.receive_data(await near.receive_some())
+        assert theirs.next_event() == HELLO
+        yield link, theirs, near
+
+
+async def test_what_comes_with_the_welcome_is_heard() -> None:
+    """The first credits arrive in one write with it."""
+    heard = list[Event]()
 
     def hear(link: ActivationLink, event: Event) -> None:
         heard.append(event)
+        link.close()
 
-    async def answer() -> None:
-        while DataReceived(0) not in heard_by_bob:
-            bob.receive_data(await near.receive_some())
-            while (event := bob.next_event()) is not None:
-                heard_by_bob.append(event)
-        await near.send_all(bob.send(Gradient(0)) + send_data(bob, CHUNK))
+    with trio.fail_after(PATIENCE):
+        async with upstream_of(1) as (link, theirs, stream):
+            await stream.send_all(theirs.send(Welcome(0)) + theirs.send(Credits(3)))
+        await link.run(hear)
+    assert heard == [Credits(3)]
 
-    heard_by_bob: list[Event] = []
-    async with trio.open_nursery() as nursery:
-        alice.send(HELLO)
-        nursery.start_soon(alice.greet, lambda event: None)
-        bob.receive_data(await near.receive_some())
-        assert bob.next_event() == HELLO
-        await near.send_all(bob.send(Welcome(1)))
+
+async def test_a_gradient_must_come_too(clock: MockClock) -> None:
+    """The upstream node is the one that waits."""
+    heard, heard_there = list[Event](), list[Event]()
+    async with upstream_of(SIZE) as (link, theirs, stream), trio.open_nursery() as nursery:
+
+        async def answer() -> None:
+            while DataReceived(0) not in heard_there:
+                theirs.receive_data(await stream.receive_some())
+                while (event := theirs.next_event()) is not None:
+                    heard_there.append(event)
+            await stream.send_all(theirs.send(Gradient(0)) + send_data(theirs, CHUNK))
+
+        await stream.send_all(theirs.send(Welcome(1)))
         await trio.testing.wait_all_tasks_blocked()
-        alice.send(FORWARD, memoryview(bytes(SIZE)))
+        link.send(FORWARD, memoryview(bytes(SIZE)))
         nursery.start_soon(answer)
-        await alice.run(hear)
+        await link.run(lambda link, event: heard.append(event))
     assert heard == [Gradient(0)]
 
 

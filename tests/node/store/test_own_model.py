@@ -20,6 +20,7 @@ from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.model.stages import build_module
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
+CUT = {"preset": "tiny", "num_stages": 2}
 BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_whole"
 
 
@@ -89,26 +90,28 @@ def test_a_hostile_manifest_is_refused(change: dict[str, Any], message: str) -> 
 
 
 def test_the_owner_has_the_last_word() -> None:
-    manifest = own_run(BUILD)
-    require_trainable_model(manifest, [WHOLE, BUILD], by_loop=False)
-    require_trainable_model(manifest_of({"name": "a", "model": "tiny"}, Path(), 0), [], by_loop=False)
-    for allowed in ([], [WHOLE], ["own_model"], [BUILD.upper()]):
-        with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
-            require_trainable_model(manifest, allowed, by_loop=False)
-
-
-def test_a_run_of_a_built_in_model_takes_loops_too() -> None:
     """A loop brings the module, and needs the function only for the weights of the seed."""
-    tiny = manifest_of({"name": "a", "model": "tiny"}, Path(), 0)
-    require_trainable_model(tiny, [], by_loop=True)
+    tiny, cut = (manifest_of({"name": "a", "model": model}, Path(), 0) for model in ("tiny", CUT))
     own = own_run(BUILD)
-    with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
-        require_trainable_model(own, [], by_loop=True)
-    require_trainable_model(own, [BUILD], by_loop=True)
     started = replace(own, start=StartConfig("a" * 64, "b" * 64))
-    require_trainable_model(started, [], by_loop=True)
-    with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
-        require_trainable_model(started, [], by_loop=False)
+    sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
+    loops = manifest_from_dict(
+        {"name": "a", "model": {"num_layers": 1, **sizes, "external": {"parameters": {"w": [2]}}}}
+    )
+    for run, allowed, by_loop in (
+        *((own, [WHOLE, BUILD], False), (own, [BUILD], True)),
+        *((tiny, [], False), (tiny, [], True), (started, [], True), (loops, [], True)),
+    ):
+        require_trainable_model(run, allowed, by_loop=by_loop)
+    for run, allowed, by_loop, message in (
+        *((own, allowed, False, f"--allow-model {BUILD}") for allowed in ([], [WHOLE], ["own_model"], [BUILD.upper()])),
+        (own, [], True, f"--allow-model {BUILD}"),
+        (started, [], False, f"--allow-model {BUILD}"),
+        (cut, [], True, r"model\.num_stages exclude.*farandole join without --trainer external"),
+        (loops, [], False, r"farandole\.NoLoCo.*--trainer external"),
+    ):
+        with pytest.raises(JoinError, match=message):
+            require_trainable_model(run, allowed, by_loop=by_loop)
 
 
 @pytest.mark.parametrize("function", [BUILD, WHOLE])
@@ -122,17 +125,3 @@ def test_a_loop_that_brings_the_module_begins_with_the_seeds_weights(function: s
         assert torch.equal(mine, expected)
     with pytest.raises(TrainingError, match=f"--allow-model {function}"):
         ExternalEngine(loop, run, Turns(), run_id=b"r" * 32).begin_anew()
-
-
-def test_a_run_that_takes_no_loops_says_why_and_what_to_do() -> None:
-    cut = manifest_of({"name": "a", "model": {"preset": "tiny", "num_stages": 2}}, Path(), 0)
-    with pytest.raises(JoinError, match=r"model\.num_stages exclude.*farandole join without --trainer external"):
-        require_trainable_model(cut, [], by_loop=True)
-
-
-def test_a_run_of_loops_says_how_to_take_part() -> None:
-    sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
-    run = manifest_from_dict({"name": "a", "model": {"num_layers": 1, **sizes, "external": {"parameters": {"w": [2]}}}})
-    with pytest.raises(JoinError, match=r"farandole\.NoLoCo.*--trainer external"):
-        require_trainable_model(run, [], by_loop=False)
-    require_trainable_model(run, [], by_loop=True)

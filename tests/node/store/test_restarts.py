@@ -101,7 +101,10 @@ async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[
     return said, killed_at
 
 
-async def play(num_kills: int, tmp_path: Path, texts: Path) -> None:
+@pytest.mark.parametrize("num_kills", [4, pytest.param(100, marks=pytest.mark.soak)])
+async def test_a_node_that_is_killed_comes_back_with_its_last_checkpoints_bits(
+    num_kills: int, tmp_path: Path, texts: Path
+) -> None:
     signed = write_run(tmp_path, MANIFEST)
     home, rng = tmp_path / "alice", random.Random(1)
     folder = CheckpointFolder(NodeSettings(home=home).checkpoints, 0)
@@ -127,12 +130,3 @@ async def play(num_kills: int, tmp_path: Path, texts: Path) -> None:
         lost = min((at for done, at in said.items() if newest is None or done >= int(newest.stem)), default=killed_at)
         assert killed_at - lost < CHECKPOINT_SECONDS + SAVE_SECONDS
     assert len(names) == 1
-
-
-async def test_four_kills(tmp_path: Path, texts: Path) -> None:
-    await play(4, tmp_path, texts)
-
-
-@pytest.mark.soak
-async def test_a_hundred_kills(tmp_path: Path, texts: Path) -> None:
-    await play(100, tmp_path, texts)

@@ -79,15 +79,12 @@ def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_li
 
 
 def test_gpt2_as_it_comes() -> None:
-    manifest = manifest_of({"name": "a", "model": {"hf": GPT2}}, Path(), 0)
-    assert manifest.model.hf == GPT2Config(
+    model = manifest_of({"name": "a", "model": {"hf": GPT2}}, Path(), 0).model
+    assert model.hf == GPT2Config(
         vocab_size=50_257, n_embd=768, n_inner=3_072, n_layer=12, n_head=12, n_positions=1_024
     )
-    assert manifest.model.context == 1_024
-    model = manifest.model
+    assert model.context == 1_024
     assert num_parameters(model) == 124_439_808  # called 117M in its paper
-    assert isinstance(model.hf, GPT2Config)
-    assert model.hf.n_inner == 3_072
 
 
 def test_what_is_left_out_is_derived_as_transformers_does() -> None:
@@ -147,12 +144,16 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: bytes, mes
         manifest_of({"name": "a", "model": {"hf": "config.json"}}, tmp_path, 0)
 
 
-@pytest.mark.parametrize("hf", ["nowhere.json", 3, True, []])
-def test_what_is_not_there_is_refused(tmp_path: Path, hf: object) -> None:
-    with pytest.raises(ManifestError, match=r"model\.hf"):
-        manifest_of({"name": "a", "model": {"hf": hf}}, tmp_path, 0)
-
-
-def test_sizes_are_not_said_twice() -> None:
-    with pytest.raises(ManifestError, match=r"model\.width is 64, but model\.hf makes it 2048"):
-        manifest_of({"name": "a", "model": {"hf": LLAMA, "width": 64}}, Path(), 0)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"hf": "nowhere.json"}, r"model\.hf"),
+        ({"hf": 3}, r"model\.hf"),
+        ({"hf": True}, r"model\.hf"),
+        ({"hf": []}, r"model\.hf"),
+        ({"hf": LLAMA, "width": 64}, r"model\.width is 64, but model\.hf makes it 2048"),
+    ],
+)
+def test_what_is_not_there_or_said_twice_is_refused(tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        manifest_of({"name": "a", "model": model}, tmp_path, 0)

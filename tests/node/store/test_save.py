@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def killed(tmp_path: Path) -> Callable[[str], tuple[list[CheckpointFolder], list[str]]]:
+def killed(folder: Path, case: str) -> tuple[list[CheckpointFolder], list[str]]:
     """Return the folders of children killed at each call in turn, and the calls of the last one, which completed."""
-
-    def kill(case: str) -> tuple[list[CheckpointFolder], list[str]]:
-        subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), case], check=True, timeout=120)
-        calls = (tmp_path / "whole" / "calls").read_text().splitlines()
-        return [CheckpointFolder(tmp_path / f"{call}" / "checkpoints", 0) for call in range(len(calls))], calls
-
-    return kill
+    subprocess.run([sys.executable, str(SCRIPT), str(folder), case], check=True, timeout=120)
+    calls = (folder / "whole" / "calls").read_text().splitlines()
+    return [CheckpointFolder(folder / f"{call}" / "checkpoints", 0) for call in range(len(calls))], calls
 
 
 def loads(path: Path) -> None:
@@ -50,9 +44,9 @@ def loads(path: Path) -> None:
 
 @pytest.mark.parametrize(("case", "old", "new"), [("new", 2, 3), ("again", 2, 2), ("fetched", 2, 7)])
 def test_kill_at_every_call_leaves_the_old_checkpoint_or_the_new_one(
-    tmp_path: Path, killed: Callable[[str], tuple[list[CheckpointFolder], list[str]]], case: str, old: int, new: int
+    tmp_path: Path, case: str, old: int, new: int
 ) -> None:
-    folders, calls = killed(case)
+    folders, calls = killed(tmp_path, case)
     before = files_of(tmp_path / "template" / "checkpoints")
     after = files_of(tmp_path / "whole" / "checkpoints")
     assert len(folders) == len(calls)

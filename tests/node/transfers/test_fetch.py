@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,20 @@ async def open_members(count: int) -> AsyncIterator[list[Member]]:
             yield members
 
 
-async def fetch(newcomer: Member, donors: list[Member], path: Path, **options: Any) -> Fetched:
+async def fetch(
+    newcomer: Member, donors: list[Member], path: Path, wanted: Callable[[str], bool] = is_required, **options: Any
+) -> Fetched:
+    """Fetch what is wanted from these members, of which there may be more later."""
     signed, index = signed_index_of(CONTENT)
-    names = [donor.host.author for donor in donors]
-    return await fetch_checkpoint(newcomer.conditions, signed, index, lambda: names, is_required, path, **options)
+    return await fetch_checkpoint(
+        newcomer.conditions, signed, index, lambda: [donor.host.author for donor in donors], wanted, path, **options
+    )
+
+
+def fetch_slowly(newcomer: Member) -> None:
+    """Have a newcomer fetch over streams, at a bounded rate, so that there is a middle."""
+    newcomer.conditions.shaping = Shaping.of_mbit(0, 100)
+    newcomer.conditions.channels = None
 
 
 def is_what_was_wanted(path: Path) -> bool:
@@ -126,13 +136,11 @@ async def test_to_hash_what_an_earlier_attempt_left_may_take_longer_than_donors_
 async def test_all_of_a_checkpoint_is_the_same_file_and_a_prefix_can_be_given(tmp_path: Path) -> None:
     async with open_members(3) as (newcomer, donor, third):
         donor.holding = hold(tmp_path / "theirs", CONTENT)
-        signed, index = signed_index_of(CONTENT)
-        args = (newcomer.conditions, signed, index)
-        await fetch_checkpoint(*args, lambda: [donor.host.author], lambda name: True, tmp_path / "whole")
+        await fetch(newcomer, [donor], tmp_path / "whole", lambda name: True)
         assert (tmp_path / "whole").read_bytes() == CONTENT
-        await fetch_checkpoint(*args, lambda: [donor.host.author], is_required, tmp_path / "prefix", is_prefix=True)
+        await fetch(newcomer, [donor], tmp_path / "prefix", is_prefix=True)
         assert (tmp_path / "prefix").read_bytes() == CONTENT[: NUM_WANTED * BLOCK_BYTES]
-        third.holding = Holding.open(tmp_path / "prefix", signed, index)
+        third.holding = Holding.open(tmp_path / "prefix", *signed_index_of(CONTENT))
         assert third.holding.num_held == NUM_WANTED
         await fetch(newcomer, [third], tmp_path / "ours")
         assert is_what_was_wanted(tmp_path / "ours")
@@ -142,9 +150,7 @@ async def test_a_donor_that_dies_costs_no_block_that_it_gave(tmp_path: Path) -> 
     async with open_members(3) as (newcomer, first, second):
         first.holding = hold(tmp_path / "theirs", CONTENT)
         second.holding = first.holding.hold()
-
-        newcomer.conditions.shaping = Shaping.of_mbit(0, 100)
-        newcomer.conditions.channels = None
+        fetch_slowly(newcomer)
         async with trio.open_nursery() as nursery:
 
             def kill_at_half(progress: FetchProgress) -> None:
@@ -167,8 +173,7 @@ async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> 
                 if progress.num_bytes > CONTENT_WANTED / 2:
                     life.cancel()
 
-            newcomer.conditions.shaping = Shaping.of_mbit(0, 100)
-            newcomer.conditions.channels = None
+            fetch_slowly(newcomer)
             await fetch(newcomer, [donor], tmp_path / "ours", on_progress=kill_at_half)
         assert life.cancelled_caught
         (partial,) = tmp_path.glob("ours.*")
@@ -189,14 +194,11 @@ async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(
 
         def accuse(peer: bytes, reason: str) -> None:
             accused.append(peer)
-            names.append(donor.host.author)
+            donors.append(donor)
             donor.holding = honest
 
-        signed, index = signed_index_of(CONTENT)
-        names = [liar.host.author]
-        fetched = await fetch_checkpoint(
-            newcomer.conditions, signed, index, lambda: names, is_required, tmp_path / "ours", accuse=accuse
-        )
+        donors = [liar]
+        fetched = await fetch(newcomer, donors, tmp_path / "ours", accuse=accuse)
         assert is_what_was_wanted(tmp_path / "ours")
         assert accused == [liar.host.author]
         assert fetched.num_by_donor.get(liar.host.author, 0) <= 3

@@ -141,16 +141,6 @@ async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_doubted(w
     assert ANN not in world.compared_with[:2], "who holds a checkpoint does not judge it"
 
 
-async def test_a_liar_that_is_asked_does_not_make_honest_weights_unfit(world: World, clock: MockClock) -> None:
-    hold_alike(world, [], [ANN, BOB, CYD])
-    world.weights_of[DAN] = file_of(noise())  # it has announced weights, and does not give them
-    world.hold(20, DAN)
-    world.silent = {DAN}
-    await world.weights.obtain()
-    assert any(world.is_fetched(peer, 1, 29) for peer in (ANN, BOB, CYD))
-    assert all(world.is_believed(peer) for peer in (ANN, BOB, CYD))
-
-
 async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
     world: World, clock: MockClock, nursery: trio.Nursery
 ) -> None:

@@ -28,15 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def exported(signed: SignedManifest, learner: Learner, folder: Path, **options: Any) -> Path:
+def exported(signed: SignedManifest, learner: Learner | None, folder: Path, **options: Any) -> Path:
     export_hf(pulled(signed, folder / "pulled", learner), folder / "hf", **options)
     return folder / "hf"
-
-
-def logits_of(learner: Learner) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = learner.replica.module(TOKENS)
-    return logits
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -48,7 +42,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     assert not any(loading.values()), loading
     with torch.no_grad():
         logits = model(TOKENS).logits
-    torch.testing.assert_close(logits, logits_of(learner), rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits, learner.replica.module(TOKENS), rtol=0, atol=1e-5)
     assert logits.std() > 0.01
     assert_same_logits(model, learner.replica.module, TOKENS)
     generated = model.generate(TOKENS[:1, :4], max_new_tokens=4, do_sample=False)
@@ -56,8 +50,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
 
 
 def test_bytes_are_tokens_for_transformers_as_well(tmp_path: Path) -> None:
-    signed = manifest_for(MODELS["own"])
-    folder = exported(signed, trained(signed, b"a" * 32, steps=1, rounds=1), tmp_path)
+    folder = exported(manifest_for(MODELS["own"]), None, tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "Voilà: naïve\n\ttabs, “quotes”, Ā and 🜲  spaces \x00 "
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -80,10 +73,8 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
     vocabulary = {"<|endoftext|>": 0, **{chr(byte): byte for byte in range(1, 256)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    other = tmp_path / "other.json"
-    other.write_text("{}")
+    (tmp_path / "other.json").write_text("{}")
     (tmp_path / "run").mkdir()
-
     digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     signed = manifest_for(MODELS["own"])
     learner = trained(signed, b"a" * 32, steps=1, rounds=1)
@@ -95,7 +86,7 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
     assert loaded.eos_token == "<|endoftext|>"
     model = read_folder(tmp_path / "run" / "pulled")
     with pytest.raises(ConsolidatedError, match="is not the run's tokenizer"):
-        export_hf(model, tmp_path / "no", other)
+        export_hf(model, tmp_path / "no", tmp_path / "other.json")
     export_hf(model, tmp_path / "without")
     assert not (tmp_path / "without" / "tokenizer.json").exists()
     assert digest in (tmp_path / "without" / "README.md").read_text()
