@@ -74,13 +74,6 @@ class TestnetError(FarandoleError):
     __test__ = False  # not a test, whatever pytest makes of the name
 
 
-def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
-    """Call `farandole.testnet.play.merge.measure_merged`; it is imported here because it needs torch."""
-    from .merge import measure_merged
-
-    return measure_merged(manifest, run_id, checkpoints, out)
-
-
 @dataclass(frozen=True)
 class Intruder:
     """A process that takes part and is not judged; it is started as a node is: ``command join INVITE OPTIONS``."""
@@ -102,7 +95,8 @@ class Testnet:
     say: Callable[[str], None]
     """Called with each event, and every ten seconds with a summary."""
     command: Sequence[str] = NODE_COMMAND
-    measure: Measure = measure_with_torch
+    measure: Measure | None = None
+    """None: `farandole.testnet.play.merge.measure_merged`."""
     watch: Callable[[Sequence[NodeProcess], float], None] = lambda nodes, seconds: None
     """Called with the nodes and the seconds since the start, about twice a second."""
     is_interrupted: bool = False
@@ -418,10 +412,12 @@ class Testnet:
         if not checkpoints:
             return None
         self._say(f"measuring the mean of {len(checkpoints)} replicas on held-out text")
+        from .merge import measure_merged  # which needs torch
+
         with trio.CancelScope() as self._stage:
             try:
                 return await trio.to_thread.run_sync(
-                    self.measure,
+                    self.measure or measure_merged,
                     manifest,
                     signed.run_id,
                     checkpoints,
