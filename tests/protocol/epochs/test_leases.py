@@ -220,6 +220,19 @@ def test_a_peer_has_two_leases_at_a_time() -> None:
     assert bob.mask.bit_count() == 40
 
 
+def test_bits_count_when_enough_authors_say_them() -> None:
+    others = [bytes([number]) * 32 for number in range(1, 6)]
+    alice = Node(live=others)
+    for author in others:
+        alice.hear(author, (0, Lease(0, CORPUS)))
+    for number, author in enumerate(others[:3]):
+        alice.tick()
+        assert not alice.leases.done.is_complete, f"only {number} say so"
+        alice.hear(author, *bits((1 << NUM_SLICES) - 1))
+    alice.tick()
+    assert alice.leases.done.is_complete
+
+
 def test_what_an_unmet_author_says_to_be_done_is_leased_last_and_trained_on() -> None:
     alice = Node(live=[BOB], num_epochs=1)
     alice.proven = frozenset()
