@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,47 +14,37 @@ from farandole.testnet.natlab.lab import open_lab
 from farandole.testnet.play.fault import DURATIONS
 from farandole.testnet.play.faults import heal, part
 from farandole.testnet.play.launch import Testnet
-from farandole.testnet.play.scenario import Scenario, parse_scenario
+from farandole.testnet.play.scenario import parse_scenario
 
 from .playing import silent
-
-HOUR, MONTH = 3_600.0, 30 * 86_400.0
-RUN: dict[str, Any] = {
-    "model": "tiny",
-    "inner": {"learning_rate": 3e-3, "warmup_steps": 10, "batch_size": 4},
-    "outer": {"codec": "bf16"},
-    "rounds": {"round_seconds": 3.0, "exchange_seconds": 5.0, "overlap": True},
-}
-
-
-def scenario(name: str, **settings: Any) -> Scenario:
-    return parse_scenario(
-        {
-            "run": {**RUN, "name": name},
-            # Longer than any machine needs: the plays end when the nodes have averaged again after the last fault.
-            "rounds": 256,
-            "exchanges_after_faults": 2,
-            "step_seconds": 0.25,  # leaves processor time to the other nodes
-            "timeout": 480.0,
-            "checkpoint_seconds": 15.0,  # a newcomer on a busy machine needs time to fetch one
-            "wedged_after": 240.0,  # on a busy machine six starts take long
-            "settle_timeout": 90.0,
-            "max_loss_merged": 4.5,
-            **settings,
-        }
-    )
 
 
 @pytest.mark.usefixtures("networks", "faketime")
 async def test_whatever_befalls_four_nodes_they_train_on_and_agree(tmp_path: Path) -> None:
     """A small version of the scenario chaos: no node dies or hangs, all train again, and all have the same state."""
-    chaos = scenario(
-        "chaos",
-        nodes=4,
-        min_partners=1,
-        chaos={"seconds": 40.0, "faults": len(DURATIONS)},
-        home=[{"kind": "open"}],
-    )
+    run = {
+        "name": "chaos",
+        "model": "tiny",
+        "inner": {"learning_rate": 3e-3, "warmup_steps": 10, "batch_size": 4},
+        "outer": {"codec": "bf16"},
+        "rounds": {"round_seconds": 3.0, "exchange_seconds": 5.0, "overlap": True},
+    }
+    settings = {
+        "nodes": 4,
+        "min_partners": 1,
+        "chaos": {"seconds": 40.0, "faults": len(DURATIONS)},
+        "home": [{"kind": "open"}],
+        # Longer than any machine needs: the play ends when the nodes have averaged again after the last fault.
+        "rounds": 256,
+        "exchanges_after_faults": 2,
+        "step_seconds": 0.25,  # leaves processor time to the other nodes
+        "timeout": 480.0,
+        "checkpoint_seconds": 15.0,  # a newcomer on a busy machine needs time to fetch one
+        "wedged_after": 240.0,  # on a busy machine so many starts take long
+        "settle_timeout": 90.0,
+        "max_loss_merged": 4.5,
+    }
+    chaos = parse_scenario({"run": run, **settings})
     report = await Testnet(chaos, tmp_path / "out", silent).play()
     assert report.reasons == [], "\n".join(report.events)
     assert sorted(fault.kind for fault in report.faults) == sorted(DURATIONS)
