@@ -33,7 +33,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.messagepack import encode
 
-from ..hosts import ECHO, echo, host_at_loopback, until
+from ..hosts import ECHO, assert_echo, echo, host_at_loopback, until
 
 RUN_ID = b"r" * 32
 
@@ -84,31 +84,25 @@ async def forget(changed: object) -> None:
     """Stand for a disk that takes all seats."""
 
 
-async def is_echoed(host: Host, peer: bytes) -> bool:
-    stream = await host.open_stream(peer, ECHO)
-    await stream.send_all(b"hello")
-    return bytes(await stream.receive_some()) == b"hello"
-
-
 async def test_who_is_invited_passes_both_ways(run: Run) -> None:
     async with member_and_visitor(run) as (member, visitor, served):
         visitor.gate.show(RUN_ID, b"", run.invite())
         visitor.gate.close(RUN_ID, run.roster())
         visitor.set_handler(ECHO, echo)
-        assert await is_echoed(visitor, member.author)
+        await assert_echo(visitor, member)
         assert served == [visitor.author]
         assert visitor.gate.roster is not None
         assert visitor.gate.roster.is_member(member.author)
-        assert await is_echoed(member, visitor.author)
+        await assert_echo(member, visitor)
 
 
 async def test_a_member_met_before_the_manifest_was_known_is_asked_for_its_admission_again(run: Run) -> None:
     """A newcomer has no roster until it has the manifest, and can check no admission without one."""
     async with member_and_visitor(run) as (member, visitor, _):
         visitor.gate.show(RUN_ID, b"", run.invite())
-        assert await is_echoed(visitor, member.author)
+        await assert_echo(visitor, member)
         visitor.gate.close(RUN_ID, run.roster())
-        assert await is_echoed(visitor, member.author)
+        await assert_echo(visitor, member)
 
 
 async def test_a_stranger_reaches_no_protocol_but_those_of_libp2p(run: Run) -> None:
@@ -215,7 +209,7 @@ async def test_a_witness_that_others_do_not_trust_is_replaced(run: Run) -> None:
                 visitor.gate.close(RUN_ID, roster)
             visitor.gate.introduce_again()
             member.gate.store = forget
-            assert await is_echoed(visitor, member.author)
+            await assert_echo(visitor, member)
             witness = decode_admission(visitor.gate.admission).witness
             assert witness is not None
             assert witness.key == (member.author if since else public_bytes(liar))
@@ -228,7 +222,7 @@ async def test_a_newcomer_speaks_to_members_whose_invites_have_expired_since(run
         member.gate.show(RUN_ID, encode(expired.admit(RUN_ID, member.author, seat)), None)
         visitor.gate.show(RUN_ID, b"", run.invite())
         visitor.gate.close(RUN_ID, run.roster())
-        assert await is_echoed(visitor, member.author)
+        await assert_echo(visitor, member)
 
 
 async def test_a_member_may_ask_a_relay_that_is_in_no_run(run: Run) -> None:
@@ -256,7 +250,7 @@ async def test_an_invite_for_several_finds_each_a_seat(run: Run) -> None:
         for host in (visitor, other):
             host.gate.show(RUN_ID, b"", invited)
             host.dialler.add_addresses(member.author, member.addresses)
-            assert await is_echoed(host, member.author)
+            await assert_echo(host, member)
         async with host_at_loopback() as third:
             third.gate.show(RUN_ID, b"", invited)
             third.dialler.add_addresses(member.author, member.addresses)
@@ -279,7 +273,7 @@ async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
         if is_at_once:  # between two looks for revoked peers
             nursery.start_soon(member.gate.run)
             await trio.testing.wait_all_tasks_blocked(0.05)
-        assert await is_echoed(visitor, member.author)
+        await assert_echo(visitor, member)
         if not is_at_once:
             nursery.start_soon(member.gate.run)
             await trio.testing.wait_all_tasks_blocked(0.05)
@@ -301,20 +295,20 @@ async def test_a_visitor_passes_with_its_members_word_and_takes_no_seat(run: Run
     async with member_and_visitor(run) as (member, visitor, served):
         invited = run.invite()
         show_pass(visitor, run.creator, invited)
-        assert await is_echoed(visitor, member.author)
+        await assert_echo(visitor, member)
         assert served == [visitor.author]
         assert member.gate.roster is not None
         assert not member.gate.roster.is_member(visitor.author)
         visitor.set_handler(ECHO, echo)
-        assert await is_echoed(member, visitor.author), "as bulk channels need it"
+        await assert_echo(member, visitor)  # as bulk channels need it
         async with host_at_loopback() as newcomer:
             newcomer.gate.show(RUN_ID, b"", invited)
             newcomer.dialler.add_addresses(member.author, member.addresses)
-            assert await is_echoed(newcomer, member.author)
+            await assert_echo(newcomer, member)
         async with host_at_loopback() as stranger:  # without a member's word it takes a seat
             show_pass(stranger, Ed25519PrivateKey.generate(), run.invite())
             stranger.dialler.add_addresses(member.author, member.addresses)
-            assert await is_echoed(stranger, member.author)
+            await assert_echo(stranger, member)
 
 
 async def test_a_visitor_speaks_to_anybody_where_the_run_is_open_or_the_peer_in_none() -> None:
@@ -324,8 +318,8 @@ async def test_a_visitor_speaks_to_anybody_where_the_run_is_open_or_the_peer_in_
         for host in (alice, relay):
             host.set_handler(ECHO, echo)
             visitor.dialler.add_addresses(host.author, host.addresses)
-            assert await is_echoed(visitor, host.author)
-            assert await is_echoed(visitor, host.author)
+            await assert_echo(visitor, host)
+            await assert_echo(visitor, host)
 
 
 async def test_what_a_later_release_appends_admits_nobody_and_keeps_nobody_out(run: Run) -> None:
