@@ -214,7 +214,7 @@ async def trickle_within_a_frame(alice: Alice) -> None:
 
 @pytest.mark.parametrize("what", [fall_silent, trickle_frames, trickle_within_a_frame])
 @pytest.mark.parametrize("num_chunks", [0, 2])
-async def test_who_stops_in_the_middle_of_data_loses_the_link(
+async def test_who_stops_amid_data_loses_the_link(
     num_chunks: int, what: Callable[[Alice], Awaitable[None]], clock: MockClock
 ) -> None:
     async with linked() as (alice, bob):

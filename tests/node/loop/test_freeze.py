@@ -44,7 +44,7 @@ async def freeze(node: Daemon, seconds: float, others: Sequence[Daemon]) -> None
 
 
 @pytest.mark.parametrize("lengths", [(10.0,), pytest.param((1.0, 100.0), marks=pytest.mark.soak)])
-async def test_a_node_that_stands_still_in_an_exchange_costs_nobody_more_than_its_deadline(
+async def test_a_node_that_stands_still_costs_nobody_more_than_a_deadline(
     lengths: tuple[float, ...], tmp_path: Path
 ) -> None:
     signed, options = make_run(tmp_path)

@@ -62,7 +62,7 @@ async def train(trainer: Trainer) -> messages.Report:
 
 
 @pytest.mark.started  # a node's template may fork before the limit is set, and the node's trainers are its forks
-async def test_a_node_without_memory_for_a_batch_takes_it_in_parts_and_remembers_that(
+async def test_a_node_without_memory_for_a_batch_takes_it_in_parts(
     prepare: messages.Prepare, manifest: Manifest, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainerError, match="out of memory") as caught:
@@ -105,7 +105,7 @@ def memory_group() -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.skipif(count_oom_kills() is None, reason="this kernel does not count what it kills")
-async def test_a_trainer_that_the_kernel_kills_for_want_of_memory_is_known_for_that(
+async def test_a_trainer_that_the_kernel_kills_for_want_of_memory(
     prepare: messages.Prepare, memory_group: tuple[Path, Path]
 ) -> None:
     group, limit = memory_group

@@ -290,7 +290,7 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
     assert 0 < done[job] - NUM_HONEST <= 50
 
 
-async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back(
+async def test_who_falls_silent_amid_activations_gives_the_slot_back(
     monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
 ) -> None:
     """The slot is free long before the microbatch's own deadline. Of two real hosts one is a neighbour that stops."""

@@ -343,6 +343,14 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     assert (len(story.trainers), story.state.round, story.state.phase) == (2, 9, "training")
 
 
+async def test_a_rest_waits_for_no_large_save(story: Story, clock: MockClock) -> None:
+    await story.set_rest("the owner plays")
+    await trio.sleep(REST_TIMEOUT + 1)
+    assert story.state.phase == "paused"
+    await story.set_rest("")
+    assert len(story.trainers) == 2
+
+
 async def test_a_rest_waits_for_no_exchange_and_loses_no_round_that_is_over(story: Story, clock: MockClock) -> None:
     story.exchange_seconds = 10 * REST_TIMEOUT
     await story.meet(BOB)

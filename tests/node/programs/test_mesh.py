@@ -41,6 +41,8 @@ T = TypeVar("T")
 RUN_ID = b"r" * 32
 
 
+Nodes = tuple[Host, Host]
+Work = tuple[Mesh, MeshListener]
 Notes = dict[bytes, dict[str, bytes]]
 """What the nodes of a test have published, by author: the run state that they share."""
 
@@ -115,26 +117,26 @@ async def meet(
 
 
 @pytest.fixture
-async def work(tmp_path: Path, nodes: tuple[Host, Host]) -> AsyncIterator[tuple[Mesh, MeshListener]]:
+async def work(tmp_path: Path, nodes: Nodes) -> AsyncIterator[tuple[Mesh, MeshListener]]:
     """Return a program at the node b that listens to "work"."""
     mesh = await mesh_at(tmp_path / "b")
     yield mesh, await program(lambda: mesh.listen("work"))
     mesh.close()
 
 
-async def open_work(nodes: tuple[Host, Host], said: bytes = b"") -> Libp2pStream:
+async def open_work(nodes: Nodes, said: bytes = b"") -> Libp2pStream:
     stream = await nodes[0].open_stream(nodes[1].author, PROGRAMS_PROTOCOL + "work")
     await stream.send_all(said)
     return stream
 
 
-async def assert_no_room(nodes: tuple[Host, Host]) -> None:
+async def assert_no_room(nodes: Nodes) -> None:
     """Assert that another stream is reset."""
     with trio.fail_after(PATIENCE), pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
         await (await open_work(nodes)).receive_some()
 
 
-async def test_streams_carry_messages_both_ways_until_each_side_ends(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+async def test_streams_carry_messages_both_ways_until_each_side_ends(tmp_path: Path, nodes: Nodes) -> None:
     large = os.urandom(3_000_000)
     heard: list[bytes] = []
 
@@ -159,7 +161,7 @@ async def test_streams_carry_messages_both_ways_until_each_side_ends(tmp_path: P
     assert heard == [b"", b"hello", large]
 
 
-async def test_a_sender_waits_while_the_other_program_does_not_read(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+async def test_a_sender_waits_while_the_other_program_does_not_read(tmp_path: Path, nodes: Nodes) -> None:
     """Backpressure: what waits is in bounded buffers, so the sender stops after some megabytes, not at 100."""
     stuck = threading.Event()
 
@@ -185,7 +187,7 @@ async def test_a_sender_waits_while_the_other_program_does_not_read(tmp_path: Pa
     await meet(tmp_path, lambda mesh: mesh.listen("slow"), serve, call)
 
 
-async def test_a_program_that_dies_breaks_its_streams_off(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+async def test_a_program_that_dies_breaks_its_streams_off(tmp_path: Path, nodes: Nodes) -> None:
     asked = threading.Event()
 
     def serve(listener: MeshListener) -> None:
@@ -209,7 +211,7 @@ async def test_a_program_that_dies_breaks_its_streams_off(tmp_path: Path, nodes:
         await program(lambda: Mesh(home=tmp_path / "a").open(nodes[1].peer_id, "echo"))
 
 
-async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nodes: Nodes) -> None:
     taken: list[tuple[str, bytes]] = []
 
     def serve(messages: Iterator[tuple[str, bytes]]) -> None:
@@ -233,7 +235,7 @@ async def test_messages_are_acknowledged_when_they_are_taken(tmp_path: Path, nod
     assert taken == [(nodes[0].peer_id, b"hello"), (nodes[0].peer_id, b"bye")]
 
 
-async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path, nodes: tuple[Host, Host]) -> None:
+async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path, nodes: Nodes) -> None:
     a, b = [await mesh_at(tmp_path / name) for name in "ab"]
 
     async def shows(expected: dict[str, bytes]) -> None:
@@ -264,9 +266,7 @@ async def test_notes_are_seen_by_others_while_their_program_runs(tmp_path: Path,
     await shows({})
 
 
-async def test_a_name_has_one_listener_and_a_peer_few_streams(
-    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener]
-) -> None:
+async def test_a_name_has_one_listener_and_a_peer_few_streams(nodes: Nodes, work: Work) -> None:
     """The attack: a member opens streams that nobody needs, to keep others from a program."""
     mesh, listener = work
     with pytest.raises(MeshError, match="another program"):
@@ -288,7 +288,7 @@ async def test_a_name_has_one_listener_and_a_peer_few_streams(
         await program(listener.accept)
 
 
-async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(work: tuple[Mesh, MeshListener]) -> None:
+async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(work: Work) -> None:
     mesh, listener = work
 
     def wait() -> None:
@@ -302,7 +302,7 @@ async def test_a_listener_that_is_closed_wakes_those_that_wait_for_streams(work:
 
 
 async def test_a_stream_that_no_program_takes_is_reset(
-    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener], monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "TAKE_SECONDS", 0.1)
     await assert_no_room(nodes)
@@ -311,7 +311,7 @@ async def test_a_stream_that_no_program_takes_is_reset(
 
 
 async def test_few_streams_wait_for_a_program_that_takes_none(
-    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener], monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: many members open streams to a program that is busy."""
     monkeypatch.setattr(service_module, "MAX_UNTAKEN", 1)
@@ -321,9 +321,7 @@ async def test_few_streams_wait_for_a_program_that_takes_none(
         assert await program(lambda: taken.receive(PATIENCE)) == b"hi"
 
 
-async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(
-    nodes: tuple[Host, Host], work: tuple[Mesh, MeshListener]
-) -> None:
+async def test_an_announced_length_costs_nothing_and_too_long_a_one_the_stream(nodes: Nodes, work: Work) -> None:
     for length, error in ((MAX_MESSAGE_BYTES + 1, "longer"), (MAX_MESSAGE_BYTES, "gone")):
         liar = await open_work(nodes, LENGTH.pack(length) + b"x")
         stream = await program(partial(work[1].accept, PATIENCE))

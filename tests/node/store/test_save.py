@@ -102,7 +102,7 @@ def story(tmp_path: Path) -> Story:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_after_a_failed_fsync_the_file_is_given_up_and_the_next_save_has_another(
+def test_after_a_failed_fsync_the_next_save_has_another_file(
     story: Story, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """The first fsync of a save is the file's, the second its folder's."""

@@ -73,11 +73,12 @@ class World:
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
-        monkeypatch.setattr(comparing, "ask_for_sketch", self.sketch)
-        monkeypatch.setattr(downloads, "ask_for_index", self.ask)
-        monkeypatch.setattr(downloads, "fetch_checkpoint", self.fetch)
-        monkeypatch.setattr(joining, "dial", self.dial)
-        monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+        self.patch = monkeypatch.setattr
+        self.patch(comparing, "ask_for_sketch", self.sketch)
+        self.patch(downloads, "ask_for_index", self.ask)
+        self.patch(downloads, "fetch_checkpoint", self.fetch)
+        self.patch(joining, "dial", self.dial)
+        self.patch(trio.to_thread, "run_sync", run_here)
 
     def hold(self, round_index: int, *peers: bytes, stage: int = 1) -> None:
         """Have these members of the stage announce its checkpoint of this round, by the first of them."""

@@ -45,7 +45,7 @@ async def test_weights_that_were_taken_up_cost_nobody_its_credit(world: World, c
 
 
 @pytest.mark.parametrize("come_back", [True, False])
-async def test_a_newcomer_whose_members_fall_silent_while_it_judges_waits_for_them_and_then_begins_anew(
+async def test_a_newcomer_whose_members_fall_silent_waits_for_them(
     world: World, clock: MockClock, come_back: bool
 ) -> None:
     world.hold(29, ANN)
@@ -74,13 +74,11 @@ async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_again(wo
     assert world.donors(0, 1) == []
 
 
-async def test_a_file_of_another_round_than_its_index_is_not_taken(
-    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_of_another_round_than_its_index_is_not_taken(world: World, clock: MockClock) -> None:
     world.hold(29, ANN)
     index = world.index
-    monkeypatch.setattr(world, "index", lambda peer, stage: msgspec.structs.replace(index(peer, stage), round=28))
-    monkeypatch.setattr("farandole.node.transfers.weights.WEIGHTS_TIMEOUT", 10.0)
+    world.patch(world, "index", lambda peer, stage: msgspec.structs.replace(index(peer, stage), round=28))
+    world.patch("farandole.node.transfers.weights.WEIGHTS_TIMEOUT", 10.0)
     with pytest.raises(JoinError, match="step 4"):
         await world.weights.obtain()
     assert "lied about the round" in "\n".join(world.said)
@@ -141,7 +139,7 @@ async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_doubted(w
     assert ANN not in world.compared_with[:2], "who holds a checkpoint does not judge it"
 
 
-async def test_where_two_disagree_neither_is_doubted_and_one_is_taken_unless_others_come(
+async def test_where_two_disagree_one_is_taken_unless_others_come(
     world: World, clock: MockClock, nursery: trio.Nursery
 ) -> None:
     """A liar can neither discredit an honest member nor keep newcomers out of a run of two."""
@@ -176,22 +174,18 @@ async def test_where_no_member_answers_weights_are_taken_with_a_warning(world: W
     assert any("none of 1 members answered" in line for line in world.said)
 
 
-async def test_what_was_not_compared_yet_when_a_node_ends_is_not_used_in_its_next_life(
-    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_not_compared_is_not_used_in_the_next_life(world: World, clock: MockClock) -> None:
     hold_alike(world, [ANN], [BOB, CYD])
-    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    world.patch(comparing, "ask_for_sketch", never)
     with trio.move_on_after(5.0):
         await world.weights.obtain()
     assert len(world.fetched_from) == 1
     assert not world.settings.fetched(1).exists()
 
 
-async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(
-    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(world: World, clock: MockClock) -> None:
     hold_alike(world, [], [ANN, BOB])
-    monkeypatch.setattr(comparing, "ask_for_sketch", never)
+    world.patch(comparing, "ask_for_sketch", never)
     began_at = trio.current_time()
     await world.weights.obtain()
     assert trio.current_time() - began_at < comparing.COMPARISON_TIMEOUT + 2

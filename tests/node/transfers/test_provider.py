@@ -72,7 +72,7 @@ async def test_a_copy_outlives_its_node(nursery: trio.Nursery, world: World, clo
 
 
 async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
-    nursery: trio.Nursery, world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    nursery: trio.Nursery, world: World, clock: MockClock
 ) -> None:
     world.settings = replace(world.settings, disk=100.0)
     world.hold(29, ANN, stage=2)
@@ -80,7 +80,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     nursery.start_soon(weights.provider.run)
     await trio.sleep(15)
     assert await world.given(weights, 2) is not None
-    monkeypatch.setattr(disk_space, "used_bytes", lambda folder: 100 * 10**9)
+    world.patch(disk_space, "used_bytes", lambda folder: 100 * 10**9)
     await trio.sleep(15)
     assert await world.given(weights, 2) is None
     assert list(world.settings.checkpoints.iterdir()) == []
@@ -137,9 +137,7 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_given(serving: Wo
     assert await provider.find(BlockQuestion(RUN, 1, bytes(32))) is None
 
 
-async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
-    serving: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_copies_that_break_off_leave_one_beginning(serving: World, clock: MockClock) -> None:
     begun: list[Path] = []
 
     async def break_off(*args: Any, **named: object) -> Fetched:
@@ -149,7 +147,7 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
         begun[-1].touch()
         raise PeerUnreachableError("the line is too slow")
 
-    monkeypatch.setattr(downloads, "fetch_checkpoint", break_off)
+    serving.patch(downloads, "fetch_checkpoint", break_off)
     serving.members = {ANN: 2}
     for round_index in range(5):
         serving.by_peer = {(ANN, 2): (ANN, round_index)}

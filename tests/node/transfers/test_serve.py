@@ -98,7 +98,7 @@ class Reluctant(AlwaysWaits):
         await trio.lowlevel.checkpoint()
 
 
-async def test_who_takes_nothing_of_what_he_wants_is_left_and_that_is_all(
+async def test_who_takes_nothing_of_what_he_wants_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)

@@ -112,7 +112,7 @@ def donor(tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
     return Donor(nursery, monkeypatch, hold(tmp_path / "theirs", CONTENT))
 
 
-async def test_one_is_made_at_a_time_with_a_rest_after_each_and_the_others_are_turned_away(
+async def test_one_is_made_at_a_time_with_a_rest_after_each(
     nursery: trio.Nursery, donor: Donor, clock: MockClock
 ) -> None:
     answered: list[bool] = []

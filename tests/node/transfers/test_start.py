@@ -53,7 +53,7 @@ def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: boo
     return Start(manifest.start, Downloads(host, conditions, WeightFiles(settings, manifest), membership, journal))
 
 
-async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_was_named(
+async def test_what_is_damaged_is_taken_anew_from_the_folder_named(
     tmp_path: Path, model: Consolidated, journal: Journal
 ) -> None:
     question = BlockQuestion(model.index.run_id, 0, model.id)

@@ -32,9 +32,7 @@ async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(
     assert world.settings.fetched(None).name == "fetched.safetensors"
 
 
-async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when_there_is_room(
-    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_is_one_warning_before_any_peer_is_asked(world: World, clock: MockClock) -> None:
     world.hold(29, ANN)
     free, asked_when_full, told = 3_000_000, list[object](), list[str]()
 
@@ -48,7 +46,7 @@ async def test_a_full_disk_is_one_warning_before_any_peer_is_asked_and_over_when
         told.append(world.journal.disk)
         free = 10**12
 
-    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    world.patch("shutil.disk_usage", disk_usage)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(make_room)
         await world.weights.obtain()
@@ -119,27 +117,23 @@ async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
     assert await world.weights.fetch_ahead(1)
 
 
-async def test_a_stage_whose_members_have_weights_does_not_begin_from_the_seed(
-    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stage_whose_members_have_weights_awaits_them(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1}
     notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
-    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})
+    world.patch(world, "notices", lambda stage: {ANN: [notice]})
     with pytest.raises(JoinError, match="step 4"):
         await world.weights.obtain()
     assert not await world.weights.fetch_ahead(1)
 
 
-async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
-    world: World, clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_silent_members_do_not_keep_a_newcomer_for_hours(world: World, clock: MockClock) -> None:
     async def no_answer(*args: object) -> tuple[SignedIndex, Index]:
         await trio.sleep(DIAL_TIMEOUT)
         raise PeerUnreachableError("no answer")
 
     notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
-    monkeypatch.setattr(downloads, "ask_for_index", no_answer)
-    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})  # so that it does not begin from the seed
+    world.patch(downloads, "ask_for_index", no_answer)
+    world.patch(world, "notices", lambda stage: {ANN: [notice]})  # so that it does not begin from the seed
     world.members = {bytes([1, number]) * 16: 1 for number in range(200)}
     began_at = trio.current_time()
     with pytest.raises(JoinError, match="step 4"):

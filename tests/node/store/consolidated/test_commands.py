@@ -67,7 +67,7 @@ def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsy
     verify_hashes(read_folder(to))
 
 
-def test_where_a_model_cannot_go_is_said_before_anybody_is_dialled(
+def test_where_a_model_cannot_go_is_said_before_a_dial(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(b'n' * 32)}"

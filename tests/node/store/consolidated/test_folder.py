@@ -75,7 +75,7 @@ def test_one_replica_of_each_stage_is_that_replica(folder: Path, run: SignedMani
     assert len(tensors) == len(VECTORS) * len(read.shapes)
 
 
-def test_several_replicas_are_their_mean_momentum_and_moments_included(
+def test_replicas_are_their_mean_momentum_and_moments_included(
     merge: Callable[..., bytes], replicas: list[Learner], tmp_path: Path
 ) -> None:
     to = tmp_path / "merged"
@@ -162,7 +162,7 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, raw: bytes) -> None:
         pass
 
 
-def test_checkpoints_of_other_runs_and_of_other_stages_are_not_merged(
+def test_checkpoints_of_other_runs_and_stages_are_not_merged(
     merge: Callable[..., bytes], stages: list[list[Path]], tmp_path: Path
 ) -> None:
     other = manifest_for({**MODELS["own"], "num_stages": 3}, seed=9)
