@@ -75,15 +75,9 @@ def test_rests_that_follow_each_other_soon_grow() -> None:
     assert story.seconds_until(CALM, is_resting=False) == calms[0]
 
 
-def test_who_pulls_the_plug_means_it() -> None:
+def test_what_is_so_from_the_beginning_needs_no_time_and_what_cannot_be_told_is_no_reason() -> None:
     assert "battery" in IdleWatch().look(True, (), 0.0)
-
-
-def test_what_is_so_from_the_beginning_needs_no_time() -> None:
     assert IdleWatch().look(None, GAME, 0.0)
-
-
-def test_what_cannot_be_told_is_no_reason() -> None:
     watch = IdleWatch()
     assert not any(watch.look(None, (), STEP * number) for number in range(100))
 

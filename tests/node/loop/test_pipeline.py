@@ -133,10 +133,6 @@ class Node:
         return loss
 
 
-def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path, texts: Path) -> messages.Prepare:
-    return prepare_for(manifest, folder, run_id=RUN_ID, author=author, data=[str(texts)], stage=stage)
-
-
 @contextlib.asynccontextmanager
 async def open_nodes(
     manifest: Manifest,
@@ -176,7 +172,8 @@ async def open_nodes(
             )
             home = folder if stage == number else folder / str(number)
             home.mkdir(exist_ok=True)
-            command = prepare(manifest, authors[-1], stage, home, folder / "texts")
+            data = [str(folder / "texts")]
+            command = prepare_for(manifest, home, run_id=RUN_ID, author=authors[-1], data=data, stage=stage)
             trainer = await stack.enter_async_context(open_trainer(command, None))
             nodes.append(Node(host, service, trainer))
         for node in nodes:
@@ -189,20 +186,15 @@ async def open_nodes(
         yield nodes
 
 
-async def run_all(nodes: Sequence[Node], manifest: Manifest, steps: int) -> None:
-    async with trio.open_nursery() as nursery:
-        for stage, node in enumerate(nodes):
-            nursery.start_soon(node.run, manifest, stage, steps)
-
-
-@pytest.mark.parametrize(("num_stages", "path"), [(4, "stream"), (2, "bulk")])
-async def test_nodes_of_one_stage_each_learn_what_one_learns_alone(tmp_path: Path, num_stages: int, path: str) -> None:
-    is_bulk = path == "bulk"
+@pytest.mark.parametrize(("num_stages", "is_bulk"), [(4, False), (2, True)])
+async def test_nodes_of_one_stage_each_learn_what_one_learns(tmp_path: Path, num_stages: int, is_bulk: bool) -> None:
     manifest = manifest_of(num_stages, 1_024, 64) if is_bulk else manifest_of(num_stages)
     steps = 4 if is_bulk else STEPS
     with trio.fail_after(PATIENCE):
         async with open_nodes(manifest, tmp_path, with_channels=is_bulk) as nodes:
-            await run_all(nodes, manifest, steps)
+            async with trio.open_nursery() as nursery:
+                for stage, node in enumerate(nodes):
+                    nursery.start_soon(node.run, manifest, stage, steps)
             assert [node.has_used_channels for node in nodes] == [is_bulk] * num_stages
             author = nodes[0].host.author
             loss = nodes[0].loss
@@ -234,27 +226,16 @@ async def test_nodes_of_one_stage_each_learn_what_one_learns_alone(tmp_path: Pat
     assert all(torch.equal(learnt[name], slow[name]) for name in slow)
 
 
-def reversed_sign(values: Values) -> Values:
-    return -values
-
-
-def scaled(values: Values) -> Values:
-    return 1_000.0 * values
-
-
 @pytest.mark.parametrize(
-    ("stages", "job", "change"),
+    ("stages", "job", "factor"),
     [
-        ((0, 1, 1), "backward", scaled),
-        ((0, 1, 1), "forward", reversed_sign),
-        ((0, 1, 0), "draw", reversed_sign),
+        ((0, 1, 1), "backward", 1_000.0),
+        ((0, 1, 1), "forward", -1.0),
+        ((0, 1, 0), "draw", -1.0),
     ],
 )
 async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
-    tmp_path: Path,
-    stages: tuple[int, ...],
-    job: messages.Job,
-    change: Callable[[Values], Values],
+    tmp_path: Path, stages: tuple[int, ...], job: messages.Job, factor: float
 ) -> None:
     """The last of three nodes falsifies after being honest for a while. A neighbour notices, and warns its owner.
 
@@ -277,7 +258,7 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
         done[work.work] += 1
         if work.work == job and done[work.work] > NUM_HONEST:
             values = np.frombuffer(outgoing, dtype="<f4")
-            values[:] = change(values.copy())
+            values[:] = factor * values
 
     with trio.fail_after(PATIENCE):
         async with open_nodes(manifest, tmp_path, stages=stages, warn=warn) as nodes, trio.open_nursery() as nursery:

@@ -35,11 +35,14 @@ async def test_what_is_kept_is_there_after_a_restart(path: Path) -> None:
         await store.put_fact("manifest", b"newer bytes")
         await store.save_mark(((1, 1_750_000_000),))
         await store.save_mark(((1, 1_750_000_005), (1_760_000_000, 1_760_000_009)))
+        await store.save_peers([(b"a", b"[]", 1.0), (b"b", b"[]", 2.0)], [])
+        await store.save_peers([(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)], [b"b", b"c"])
     async with open_store(path) as store:
         assert await store.load_authors() == {b"a" * 32: b"newer"}
         assert await store.get_fact("manifest") == b"newer bytes"
         assert await store.get_fact("nothing") is None
         assert await store.load_mark() == ((1, 1_750_000_005), (1_760_000_000, 1_760_000_009))
+        assert await store.load_peers() == [(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)]
 
 
 async def test_a_fact_is_read_while_a_daemon_has_the_store_and_a_damaged_one_is_left_as_it_is(path: Path) -> None:
@@ -56,12 +59,6 @@ async def test_a_fact_is_read_while_a_daemon_has_the_store_and_a_damaged_one_is_
     with pytest.raises(StoreError, match="cannot read"):
         read_fact(path, "manifest")
     assert set(path.parent.iterdir()) == there
-
-
-async def test_peers_are_replaced_and_deleted_together(store: Store) -> None:
-    await store.save_peers([(b"a", b"[]", 1.0), (b"b", b"[]", 2.0)], [])
-    await store.save_peers([(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)], [b"b", b"c"])
-    assert await store.load_peers() == [(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)]
 
 
 async def test_a_full_disk_is_said_to_be_full_and_forgotten_when_there_is_room(path: Path) -> None:

@@ -20,32 +20,29 @@ from farandole.training.engine.checkpoint import Counters
 GB = 10**9
 
 
+ENOUGH = 4 * GB + OTHER_BYTES
+
+
 @pytest.mark.parametrize(
-    ("limit", "expected"),
+    ("limit", "text_bytes", "num_kept", "has_copy"),
     [
-        (0, DiskPlan(2, has_copy=True)),
-        (100 * GB, DiskPlan(2, has_copy=True)),
-        (4 * GB + OTHER_BYTES, DiskPlan(2, has_copy=True)),
-        (4 * GB + OTHER_BYTES - 1, DiskPlan(2, has_copy=False)),
-        (3 * GB + OTHER_BYTES - 1, DiskPlan(1, has_copy=False)),
-        (2 * GB + OTHER_BYTES, DiskPlan(1, has_copy=False)),
+        (0, 0, 2, True),
+        (100 * GB, 0, 2, True),
+        (ENOUGH, 0, 2, True),
+        (ENOUGH - 1, 0, 2, False),
+        (ENOUGH - GB - 1, 0, 1, False),
+        (ENOUGH - 2 * GB, 0, 1, False),
+        (ENOUGH, 1, 2, False),
+        (ENOUGH, GB, 2, False),
+        (ENOUGH, GB + 1, 1, False),
+        (ENOUGH, 100 * GB, 1, False),  # other runs' text stops no node
     ],
 )
-def test_first_the_copy_is_given_up_then_the_second_newest(limit: int, expected: DiskPlan) -> None:
-    assert plan_disk(limit, own_bytes=GB, copy_bytes=GB // 2) == expected
-
-
-def test_text_comes_before_copies_and_old_checkpoints_and_other_runs_text_stops_no_node() -> None:
-    limit = 4 * GB + OTHER_BYTES
-    for text_bytes, expected in (
-        (0, DiskPlan(2, has_copy=True)),
-        (1, DiskPlan(2, has_copy=False)),
-        (GB, DiskPlan(2, has_copy=False)),
-        (GB + 1, DiskPlan(1, has_copy=False)),
-        (100 * GB, DiskPlan(1, has_copy=False)),
-    ):
-        assert plan_disk(limit, GB, GB // 2, text_bytes) == expected
-    assert text_room(limit, GB) == 2 * GB
+def test_text_comes_before_the_copy_and_the_copy_is_given_up_before_the_second_newest(
+    limit: int, text_bytes: int, num_kept: int, has_copy: bool
+) -> None:
+    assert plan_disk(limit, GB, GB // 2, text_bytes) == DiskPlan(num_kept, has_copy)
+    assert text_room(ENOUGH, GB) == 2 * GB
     assert text_room(0, GB) is None
 
 
