@@ -16,7 +16,7 @@ import trio
 from torch import nn
 
 from farandole.node.base.system.sockets import connect
-from farandole.node.own_loop.attachment import Attachment
+from farandole.node.own_loop.attachment import Attachment, NodeError
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
 from farandole.protocol.run.manifest import Manifest, ModelConfig
@@ -219,6 +219,17 @@ async def test_a_loop_that_waits_is_told_why_its_node_rests(
             await until(lambda: "paused" in caplog.text)
         await in_thread(attachment.end)
     assert caplog.text.count("quiet hours until 18:00") == 1
+
+
+async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(tmp_path: Path) -> None:
+    attachment = Attachment(tmp_path / "trainer.sock", b"", Loop(a_model()), lambda: ("it has ended", False))
+
+    def begin() -> None:
+        with pytest.raises(NodeError, match="it has ended"):
+            attachment.begin()
+        attachment.end()
+
+    await in_thread(begin)
 
 
 async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> None:

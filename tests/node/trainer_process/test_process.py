@@ -88,6 +88,21 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(start: Start, monkeyp
     assert trainer.report(messages.Encoded).digest == blake3(trainer.outgoing[: trainer.size]).digest()
 
 
+def test_an_inner_step_takes_as_long_as_its_pace_says(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pace is the time from the start of one step to the start of the next, however fast the machine is."""
+    pace, begun, learn = 0.05, list[float](), Learner.learn
+
+    def noted(learner: Learner) -> Tensor:
+        begun.append(time.monotonic())
+        return learn(learner)
+
+    monkeypatch.setattr(Learner, "learn", noted)
+    trainer, started_at = start(MANIFEST, step_seconds=pace), time.monotonic()
+    trainer.handle(Train(0, 4))
+    assert len(begun) == 4
+    assert all(at - started_at >= number * pace for number, at in enumerate(begun))
+
+
 def test_a_pause_that_the_end_of_a_round_cuts_short_counts_only_as_long_as_it_lasted(start: Start) -> None:
     trainer = start(MANIFEST, step_seconds=3_600.0)
     for index in range(2):
