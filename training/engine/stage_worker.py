@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig
 from farandole.protocol.trainer.trainer_messages import (
@@ -52,7 +52,8 @@ from ..base.errors import ActivationError, CodecError, DataError, NoSliceError, 
 from ..base.parameters import bind_
 from ..data.batches import Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
-from ..model.stages import as_stage, build_stage
+from ..model.model import StageModule
+from ..model.stages import build_stage
 from ..outer.codec import Buffer, decode, encode, encoded_size
 from .engine import Engine, Until
 from .learner import DEFAULTS
@@ -67,7 +68,7 @@ _HELD_OUT = -1
 class _Version:
     """The stage's module with the weights of one point in time."""
 
-    module: nn.Module
+    module: StageModule
     weights: Tensor
     """The module's weights, (n,) fp32."""
     mark: int = -1
@@ -109,11 +110,12 @@ class _Microbatch:
 class _Versions:
     """The versions of a stage. Where nothing changes the weights under a microbatch there is one: the stage itself."""
 
-    def __init__(self, replica: Replica, *, are_kept: bool) -> None:
-        self._replica = replica
+    def __init__(self, module: StageModule, replica: Replica, *, are_kept: bool) -> None:
+        self._module = module
+        self._layout = replica.round_end.layout
         self._are_kept = are_kept
         self._theta = replica.round_end.weights.flat
-        self.kept = [] if are_kept else [_Version(replica.module, self._theta)]
+        self.kept = [] if are_kept else [_Version(module, self._theta)]
 
     def newest(self, gradient: Tensor) -> _Version:
         """Return the stage with the current fast weights; a new one's gradients are views of ``gradient`` (n,)."""
@@ -126,8 +128,8 @@ class _Versions:
                 return version
             free = version if version.num_users == 0 else free
         if free is None:
-            free = _Version(copy.deepcopy(self._replica.module), torch.empty_like(self._theta))
-            bind_(free.module, self._replica.round_end.layout, free.weights, gradient)
+            free = _Version(copy.deepcopy(self._module), torch.empty_like(self._theta))
+            bind_(free.module, self._layout, free.weights, gradient)
             self.kept.append(free)
         free.weights.copy_(self._theta)
         free.mark = mark
@@ -180,7 +182,7 @@ class StageWorker(Engine):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: StageModule,
         model: ModelConfig,
         recipe: Recipe,
         pipeline: PipelineConfig,
@@ -198,7 +200,7 @@ class StageWorker(Engine):
         self._num_drawn = 0
         self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
-        self._versions = _Versions(replica, are_kept=pipeline.overlap or rounds_overlap)
+        self._versions = _Versions(module, replica, are_kept=pipeline.overlap or rounds_overlap)
         self._sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
@@ -431,7 +433,7 @@ class StageWorker(Engine):
 
     def _advance(self, microbatch: _Microbatch) -> Tensor:
         """Return the stage's output (B, T, C) in fp32."""
-        stage = as_stage(microbatch.version.module)
+        stage = microbatch.version.module
         with self.device.autocast():
             if microbatch.x is None:
                 assert microbatch.tokens is not None
@@ -458,7 +460,7 @@ class StageWorker(Engine):
 
     def _loss(self, microbatch: _Microbatch, last: Tensor) -> Tensor:
         assert microbatch.tokens is not None
-        stage = as_stage(microbatch.version.module)
+        stage = microbatch.version.module
         with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
             return stage.loss(last, microbatch.tokens[:, 1:])
 

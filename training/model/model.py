@@ -104,16 +104,8 @@ class Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]  # (B, T, C)
 
 
-class LanguageModel(nn.Module, abc.ABC):
-    """A model, or a stage of it, whose first stage has both ends: it embeds the tokens and makes the logits.
-
-    The head must treat each token by itself. Then a loss over many logits is computed in chunks of `MAX_LOGITS`, and
-    the chunks' logits again in the backward pass: a microbatch of 16 x 1,024 tokens with a vocabulary of 128 k would
-    keep 8 GB of logits otherwise. Each chunk's gradient is the plain loss's, and all are added in a fixed order.
-    """
-
-    vocabulary: int
-    """V."""
+class StageModule(nn.Module, abc.ABC):
+    """A model, or a stage of it, whose first stage has both ends: it embeds the tokens and makes the logits."""
 
     @abc.abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -127,29 +119,44 @@ class LanguageModel(nn.Module, abc.ABC):
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last layer's (B, T, C)."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T), of the whole model; with targets (B, T), their `loss`."""
-        last = self.advance(self.embed(tokens))
-        return self.logits(last) if targets is None else self.loss(last, targets)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) for tokens (B, T), of the whole model."""
+        return self.logits(self.advance(self.embed(tokens)))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """`cross_entropy` of the last layer's (B, T, C) and targets (B, T)."""
+        return cross_entropy(self.logits(x), targets)
+
+
+class LanguageModel(StageModule):
+    """A model whose head treats each token by itself.
+
+    So a loss over many logits is computed in chunks of `MAX_LOGITS`, and the chunks' logits again in the backward pass:
+    a microbatch of 16 x 1,024 tokens with a vocabulary of 128 k would keep 8 GB of logits otherwise. Each chunk's
+    gradient is the plain loss's, and all are added in a fixed order.
+    """
+
+    vocabulary: int
+    """V."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) for tokens (B, T), of the whole model; with targets (B, T), their `loss`."""
+        return super().forward(tokens) if targets is None else self.loss(self.advance(self.embed(tokens)), targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Implement `StageModule.loss`."""
         if targets.numel() * self.vocabulary <= MAX_LOGITS:
-            return cross_entropy(self.logits(x), targets)
+            return super().loss(x, targets)
         size = max(1, MAX_LOGITS // self.vocabulary)
         total = x.new_zeros((), dtype=torch.float32)
         for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True):
             total = total + checkpoint(
-                self._summed_loss,
-                x_chunk[None],
-                targets_chunk[None],
-                use_reentrant=False,
-                preserve_rng_state=False,
+                self._summed_loss, x_chunk[None], targets_chunk[None], use_reentrant=False, preserve_rng_state=False
             )
         return total / targets.numel()
 
     def _summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(self.logits(x), targets) * targets.numel()
+        return super().loss(x, targets) * targets.numel()
 
 
 class Transformer(LanguageModel):

@@ -24,7 +24,7 @@ from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.own_model import OwnModel
 
 from ..base.errors import TrainingError
-from .model import cross_entropy
+from .model import StageModule
 from .own_function import Maker, load_function, package_of
 
 Shapes = dict[str, tuple[int, ...]]
@@ -56,18 +56,17 @@ class SectionedModel(Protocol):
         """A new layer ``index``, from 0: (B, T, C) for (B, T, C), and nothing else."""
 
 
-class OwnStage(nn.Module):
-    """A model in sections, or a stage of it: some of its layers, and in the first stage both ends."""
+class OwnStage(StageModule):
+    """A model in sections, or a stage of it: some of its layers, and in the first stage both ends.
+
+    Its loss is taken whole: an own head may mix tokens.
+    """
 
     def __init__(self, sections: SectionedModel, seed: int, layers: range, *, has_ends: bool) -> None:
         super().__init__()
         if has_ends:
             self.ends = make_part(sections.ends, seed, "ends")
         self.layers = nn.ModuleDict({str(index): make_layer(sections, index, seed) for index in layers})
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T), of the whole model."""
-        return self.logits(self.advance(self.embed(tokens)))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""
@@ -82,10 +81,6 @@ class OwnStage(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last layer's (B, T, C)."""
         return cast("Ends", self.ends).logits(x)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """`cross_entropy` of the last layer's (B, T, C) and targets (B, T), whole: an own head may mix tokens."""
-        return cross_entropy(self.logits(x), targets)
 
 
 def build_own_model(

@@ -11,36 +11,15 @@ name (`model.initialise_`), so on one kind of processor all stages together are 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import layers_of
 
 from ..base.errors import TrainingError, how_to_add
-from .model import build_model
+from .model import StageModule, build_model
 from .own_model import build_own_model
-
-
-class StageModule(Protocol):
-    """The computation of a stage.
-
-    It is `farandole.training.model.model.Transformer`, or a stage of `farandole.training.model.hf` or
-    `farandole.training.model.own_model`.
-    """
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T, C) for tokens (B, T); stage 0 alone."""
-
-    def advance(self, x: Tensor) -> Tensor:
-        """(B, T, C) for (B, T, C), through this stage's layers."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """(B, T, V) for the last stage's (B, T, C); stage 0 alone."""
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """`farandole.training.model.model.cross_entropy` of these logits and targets (B, T); stage 0 alone."""
 
 
 def build_module(
@@ -67,16 +46,13 @@ def build_module(
     return build_hf_model(model, seed, layers, has_ends=has_ends)
 
 
-def build_stage(model: ModelConfig, seed: int, stage: int, allowed_models: Collection[str] = ()) -> nn.Module:
-    """Stage ``stage`` of the model, a `StageModule`, as `build_module` makes it; nothing else is made.
+def build_stage(model: ModelConfig, seed: int, stage: int, allowed_models: Collection[str] = ()) -> StageModule:
+    """Stage ``stage`` of the model, as `build_module` makes it; nothing else is made.
 
     Raises `TrainingError` if there is no such stage.
     """
     if not 0 <= stage < model.num_stages:
         raise TrainingError(f"the model has stages 0 to {model.num_stages - 1}, not {stage}")
-    return build_module(model, seed, layers_of(model)[stage], has_ends=stage == 0, allowed_models=allowed_models)
-
-
-def as_stage(module: nn.Module) -> StageModule:
-    """Return the same module, typed as a `StageModule`."""
-    return cast("StageModule", module)
+    module = build_module(model, seed, layers_of(model)[stage], has_ends=stage == 0, allowed_models=allowed_models)
+    assert isinstance(module, StageModule), "a module without sections is not cut"
+    return module

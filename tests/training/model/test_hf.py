@@ -14,8 +14,8 @@ from farandole.protocol.run.models import names_of_stage, num_parameters, parts_
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
-from farandole.training.model.model import cross_entropy
-from farandole.training.model.stages import as_stage, build_module, build_stage
+from farandole.training.model.model import StageModule, cross_entropy
+from farandole.training.model.stages import build_module, build_stage
 
 from ..conftest import RUN_ID
 
@@ -84,7 +84,7 @@ def hf_model(name: str, num_stages: int = 1) -> ModelConfig:
     )
 
 
-def stages_of(name: str, num_stages: int) -> list[torch.nn.Module]:
+def stages_of(name: str, num_stages: int) -> list[StageModule]:
     return [build_stage(hf_model(name, num_stages), 7, stage) for stage in range(num_stages)]
 
 
@@ -96,7 +96,7 @@ def of_transformers(name: str) -> Any:
     return whole[name.partition("-")[0]](hf_config(hf_model(name)))
 
 
-def with_weights(whole: Any, stages: list[torch.nn.Module]) -> Any:
+def with_weights(whole: Any, stages: list[StageModule]) -> Any:
     """Of all stages together: their names are transformers' own."""
     weights = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
     if whole.config.tie_word_embeddings:
@@ -114,10 +114,10 @@ def test_stages_compute_what_transformers_computes(name: str, num_stages: int) -
     stages = stages_of(name, num_stages)
     whole = with_weights(of_transformers(name), stages)
 
-    x = as_stage(stages[0]).embed(TOKENS[:, :-1])
+    x = stages[0].embed(TOKENS[:, :-1])
     for stage in stages:
-        x = as_stage(stage).advance(x)
-    logits = as_stage(stages[0]).logits(x)
+        x = stage.advance(x)
+    logits = stages[0].logits(x)
     expected = whole(TOKENS[:, :-1], use_cache=False).logits
     assert torch.equal(logits, expected)
     assert logits.std() > 0.01

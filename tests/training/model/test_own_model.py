@@ -15,7 +15,7 @@ from farandole.protocol.run.models import names_of_stage, num_parameters, shapes
 from farandole.protocol.run.own_model import OwnModel, Settings
 from farandole.training.base.errors import TrainingError
 from farandole.training.model.own_model import Tried, try_own_model
-from farandole.training.model.stages import as_stage, build_module, build_stage
+from farandole.training.model.stages import build_module, build_stage
 
 from ..conftest import MakeReplica
 
@@ -151,11 +151,11 @@ def test_stages_together_are_the_whole() -> None:
     stages = [build_stage(model, 3, stage, [BUILD]) for stage in range(3)]
     tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
 
-    x = as_stage(stages[0]).embed(tokens)
+    x = stages[0].embed(tokens)
     for stage in stages:
-        x = as_stage(stage).advance(x)
+        x = stage.advance(x)
 
-    assert torch.equal(as_stage(stages[0]).logits(x), whole(tokens))
+    assert torch.equal(stages[0].logits(x), whole(tokens))
     for index, stage in enumerate(stages):
         assert {name for name, _ in stage.named_parameters()} == names_of_stage(model, index)
         assert sum(parameter.numel() for parameter in stage.parameters()) == stage_parameters(model, index)

@@ -12,7 +12,7 @@ from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import cut, layers_of, preset, stage_parameters
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.model.model import build_model
-from farandole.training.model.stages import as_stage, build_stage
+from farandole.training.model.stages import build_stage
 
 
 def dearest(layer: int, ends: int, stages: tuple[range, ...]) -> int:
@@ -75,7 +75,7 @@ def test_all_stages_together_are_the_whole_model(model: ModelConfig, num_stages:
     counted = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
     assert counted == [stage_parameters(staged, stage) for stage in range(num_stages)]
     tokens = torch.arange(32).view(2, 16)
-    x = as_stage(stages[0]).embed(tokens)
+    x = stages[0].embed(tokens)
     for stage in stages:
-        x = as_stage(stage).advance(x)
-    assert torch.equal(as_stage(stages[0]).logits(x), whole(tokens))
+        x = stage.advance(x)
+    assert torch.equal(stages[0].logits(x), whole(tokens))
