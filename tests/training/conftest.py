@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.run.manifest import DataConfig, InnerConfig, ModelConfig, RoundConfig
+from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, RoundConfig, TokenizerConfig
 from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device, choose_device
@@ -18,7 +18,6 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.tokenizer import ByteTokenizer
 from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import DEFAULTS, Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import Buffer
 from farandole.training.screening.rule import Encounter, Refuse
@@ -99,6 +98,11 @@ def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> list[int]:
     return list(kept.values())
 
 
+def manifest_of(model: ModelConfig, **sections: Any) -> Manifest:
+    """A run of this model; its tokenizer is not looked for."""
+    return Manifest("test", model, tokenizer=TokenizerConfig("tokenizers", "0" * 64), **sections)
+
+
 @pytest.fixture(scope="session")
 def model() -> ModelConfig:
     return ModelConfig(num_layers=2, width=16, num_heads=2, hidden=24, context=16, vocabulary=64)
@@ -143,7 +147,14 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         outer_settings = NoLoCoConfig(**outer) if rule is None else rule
         return Learner(
             build_model(model, seed) if module is None else module,
-            Recipe(inner_settings, outer_settings, screening, RoundConfig(partners=partners), data),
+            manifest_of(
+                model,
+                inner=inner_settings,
+                outer=outer_settings,
+                screening=screening,
+                rounds=RoundConfig(partners=partners),
+                data=data,
+            ),
             sampler,
             run_id=run_id,
             device=choose_device("cpu") if device is None else device,

@@ -22,7 +22,7 @@ from ..model.model import Transformer, language_loss
 from ..model.stages import build_module
 from ..outer.partner import Exam
 from .engine import Engine, Until
-from .replica import Recipe, Replica
+from .replica import Replica
 
 # Of the GPU, for each parameter: 18 for training, 20 for slow weights, momentum and contributions.
 BYTES_WITH_AVERAGING: Final = 38
@@ -68,8 +68,8 @@ class Learner(Engine):
 
     Of the ``settings``: microbatches need less memory than the whole batch, and their gradients are summed to the
     batch's own, within rounding. Compiled inner steps take a minute here and pay off on a GPU; raises `TrainingError`
-    where compiling fails, and for a lean replica or recomputed layers of other models than farandole's own; for a lean
-    one also in a deterministic run. ``averages_on_host``: as in `Replica`.
+    where compiling fails, and for a lean replica or recomputed layers of other models than farandole's own.
+    ``averages_on_host``: as in `Replica`.
     """
 
     is_driven: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Learner(Engine):
     def __init__(
         self,
         module: nn.Module,
-        recipe: Recipe,
+        manifest: Manifest,
         sampler: Batches,
         *,
         run_id: bytes,
@@ -98,13 +98,13 @@ class Learner(Engine):
         self._held_out = HeldOutLoss(module, sampler, device, size)
         replica = Replica(
             module,
-            recipe,
+            manifest,
             run_id=run_id,
             device=device,
             averages_on_host=averages_on_host,
             lean_author=author if settings.lean else None,
             measure=self._held_out.on_exam,
-            exam=Exam(sampler.context, shares_text=recipe.data.shares_text),
+            exam=Exam(sampler.context, shares_text=manifest.data.shares_text),
         )
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self.loss: Callable[[nn.Module, Tensor], Tensor] = language_loss
@@ -229,7 +229,7 @@ def build_learner(
         on_host = settings.lean or room < 2 * BYTES_WITH_AVERAGING * num_parameters
     learner = Learner(
         module,
-        Recipe.of(manifest),
+        manifest,
         sampler,
         run_id=run_id,
         device=device,
@@ -255,7 +255,7 @@ def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until
     try:
         learner = Learner(
             build_module(manifest.model, manifest.seed),
-            Recipe.of(manifest),
+            manifest,
             own.sampler.of_author(command.author),
             run_id=own.checkpoint.run_id,
             device=own.device,

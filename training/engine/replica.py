@@ -9,14 +9,12 @@ memory, where a GPU must have room for a larger model. A lean replica has these 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, RoundConfig
-from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, OuterConfig, ScreeningConfig
+from farandole.protocol.run.manifest import Manifest
 
 from ..base.device import Device, host_memory
 from ..base.parameters import flatten_, layout_of
@@ -26,22 +24,6 @@ from ..outer.fast_weights import FastWeights, TrainedWeights
 from ..outer.partner import Exam, Measure
 from ..outer.round_end import RoundEnd
 from .snapshot import Checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """The training settings of a replica: sections of the run's manifest."""
-
-    inner: InnerConfig = field(default_factory=InnerConfig)
-    outer: OuterConfig = field(default_factory=NoLoCoConfig)
-    screening: ScreeningConfig = DEFAULT_SCREENING
-    rounds: RoundConfig = field(default_factory=RoundConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Recipe:
-        """The sections of a manifest."""
-        return cls(manifest.inner, manifest.outer, manifest.screening, manifest.rounds, manifest.data)
 
 
 class DeviceWeights:
@@ -81,7 +63,7 @@ class Replica:
     def __init__(
         self,
         module: nn.Module,
-        recipe: Recipe,
+        manifest: Manifest,
         *,
         run_id: bytes,
         device: Device,
@@ -95,7 +77,7 @@ class Replica:
         ``lean_author``: the author of a lean replica, which seeds its rounding; None: the replica trains in fp32.
         ``measure``, ``exam``: see `RoundEnd`.
         """
-        layout = layout_of(module, recipe.outer.codec)
+        layout = layout_of(module, manifest.outer.codec)
         trained: TrainedWeights | None
         make_optimizer: Callable[..., InnerOptimizer]
         if lean_author is None:
@@ -114,8 +96,10 @@ class Replica:
         self.gradient = gradient
         """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
         fast = FastWeights(theta, trained)
-        self.round_end = RoundEnd(fast, layout, recipe.outer, recipe.screening, measure, recipe.rounds.partners, exam)
-        self.optimizer = make_optimizer(recipe.inner, module, layout, weights, gradient)
+        self.round_end = RoundEnd(
+            fast, layout, manifest.outer, manifest.screening, measure, manifest.rounds.partners, exam
+        )
+        self.optimizer = make_optimizer(manifest.inner, module, layout, weights, gradient)
         if lean_author is not None:
             fast.write()
         self.checkpoint = Checkpoint(self.round_end, run_id, device, self.optimizer)

@@ -33,11 +33,10 @@ import copy
 import math
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer.trainer_messages import (
     InnerStepTaken,
     Settle,
@@ -58,7 +57,7 @@ from ..outer.codec import Buffer, decode, encode, encoded_size
 from .engine import Engine, Until
 from .learner import DEFAULTS
 from .link_statistics import LinkStatistics
-from .replica import Recipe, Replica
+from .replica import Replica
 
 # The inner step number of held-out microbatches: only their loss is measured.
 _HELD_OUT = -1
@@ -183,24 +182,24 @@ class StageWorker(Engine):
     def __init__(
         self,
         module: StageModule,
-        model: ModelConfig,
-        recipe: Recipe,
-        pipeline: PipelineConfig,
+        manifest: Manifest,
         sampler: Batches | None,
         *,
         run_id: bytes,
         device: Device,
-        rounds_overlap: bool = False,
+        recompute: bool = False,
     ) -> None:
-        replica = Replica(module, recipe, run_id=run_id, device=device)
+        model, pipeline = manifest.model, manifest.pipeline
+        replica = Replica(module, manifest, run_id=run_id, device=device)
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self._pipeline = pipeline
+        self._recompute = recompute or pipeline.recompute
         self._sampler = sampler
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
         self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
-        self._versions = _Versions(module, replica, are_kept=pipeline.overlap or rounds_overlap)
+        self._versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
         self._sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
@@ -423,7 +422,7 @@ class StageWorker(Engine):
         if slot in self._microbatches:
             raise TrainingError(f"slot {slot} has a microbatch that is not settled")
         is_to_come_back = microbatch.number != _HELD_OUT
-        with torch.set_grad_enabled(is_to_come_back and not self._pipeline.recompute):
+        with torch.set_grad_enabled(is_to_come_back and not self._recompute):
             y = self._advance(microbatch)
         self._encode(y.detach(), out)
         microbatch.y = y if y.requires_grad else None
@@ -508,13 +507,11 @@ def build_stage_worker(
         sampler = build_sampler(manifest, run_id, author, bring)
     worker = StageWorker(
         build_stage(manifest.model, manifest.seed, stage, settings.allow_model),
-        manifest.model,
-        Recipe.of(manifest),
-        msgspec.structs.replace(manifest.pipeline, recompute=manifest.pipeline.recompute or settings.recompute),
+        manifest,
         sampler,
         run_id=run_id,
         device=choose_device(settings.device),
-        rounds_overlap=manifest.rounds.overlap,
+        recompute=settings.recompute,
     )
     if sampler is not None and manifest.data.epochs:
         worker.slices = sampler.slices(manifest.inner.batch_size // manifest.pipeline.microbatch_size)

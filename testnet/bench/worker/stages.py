@@ -41,7 +41,7 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.training.base.device import choose_device
 from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.learner import build_learner
-from farandole.training.engine.replica import Recipe, Replica
+from farandole.training.engine.replica import Replica
 from farandole.training.model.model import Transformer, build_model, cross_entropy
 
 from ..process import ANSWER_TIMEOUT, BenchError
@@ -257,7 +257,7 @@ def learn_stage(manifest: dict[str, Any], stage: int, schedule: str, steps: int,
         is_first=is_first,
         is_last=is_last,
     )
-    replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
+    replica = Replica(module, checked, run_id=RUN_ID, device=choose_device("cpu"))
     num_microbatches = inner.batch_size // checked.pipeline.microbatch_size
     line = PipelineStage(module, stage, model.num_stages, torch.device("cpu"))
     pipeline = SCHEDULES[schedule](line, num_microbatches, loss_fn=cross_entropy, scale_grads=False)

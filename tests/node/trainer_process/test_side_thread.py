@@ -19,7 +19,7 @@ from farandole.node.trainer_process.process import StepPace
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.engine.learner import Learner, build_learner
-from farandole.training.engine.replica import Recipe, Replica
+from farandole.training.engine.replica import Replica
 from farandole.training.model.stages import build_module
 from farandole.training.outer import round_end
 from farandole.training.outer.outer_state import OuterState
@@ -44,7 +44,7 @@ def learner_of(manifest: Manifest, author: bytes, *, is_lean: bool = False) -> L
     like = build_learner(manifest, run_id=b"r" * 32, author=author, settings=messages.TrainerSettings(device="cpu"))
     return Learner(
         build_module(manifest.model, manifest.seed),
-        Recipe.of(manifest),
+        manifest,
         like.sampler,
         run_id=like.checkpoint.run_id,
         device=like.device,

@@ -28,7 +28,6 @@ from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device
 from farandole.training.data.batches import Batch, Batches
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.model.model import Transformer, language_loss
 
 GPU: Final = torch.device("meta")
@@ -82,7 +81,7 @@ def member_round(
     """Return a member's inner step, and the end of a round as far as it is on the GPU."""
     learner = Learner(
         module_of(manifest),
-        Recipe.of(manifest),
+        manifest,
         NoText(manifest.model.context),
         run_id=bytes(32),
         device=Device(GPU, None, "no device"),

@@ -7,17 +7,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig, PipelineConfig
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig, PipelineConfig, RoundConfig
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import ActivationError, DataError, NoSliceError, TrainingError
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.replica import Recipe
 from farandole.training.engine.stage_worker import StageWorker
 from farandole.training.model.model import build_model, cross_entropy
 from farandole.training.model.stages import build_stage
 
-from ..conftest import ALICE, RUN_ID
+from ..conftest import ALICE, RUN_ID, manifest_of
 
 STEPS = 20
 
@@ -49,13 +48,15 @@ def workers_of(
     return [
         StageWorker(
             build_stage(staged, 7, stage),
-            staged,
-            Recipe(inner),
-            PipelineConfig(**{"codec": "fp32", "microbatch_size": inner.batch_size, **pipeline}),
+            manifest_of(
+                staged,
+                inner=inner,
+                pipeline=PipelineConfig(**{"codec": "fp32", "microbatch_size": inner.batch_size, **pipeline}),
+                rounds=RoundConfig(overlap=rounds_overlap),
+            ),
             sampler_of(text, inner, model) if stage == 0 else None,
             run_id=RUN_ID,
             device=choose_device("cpu"),
-            rounds_overlap=rounds_overlap,
         )
         for stage in range(num_stages)
     ]
@@ -98,7 +99,9 @@ def by_name(workers: list[StageWorker]) -> dict[str, torch.Tensor]:
 
 def whole(model: ModelConfig, inner: InnerConfig, text: Text) -> Learner:
     sampler = sampler_of(text, inner, model)
-    return Learner(build_model(model, 7), Recipe(inner), sampler, run_id=RUN_ID, device=choose_device("cpu"))
+    return Learner(
+        build_model(model, 7), manifest_of(model, inner=inner), sampler, run_id=RUN_ID, device=choose_device("cpu")
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
