@@ -229,7 +229,7 @@ class InnerOptimizer:
         places, square_places = layout.places(), squares.places()
         runs = list[tuple[slice, slice, bool]]()  # of AdamW: adjacent parameters together
         for name, shape in zip(layout.names, layout.shapes, strict=True):
-            is_decayed = len(shape) > 1 and settings.weight_decay > 0
+            is_decayed = len(shape) > 1
             if name in by_muon:
                 matrix, its_gradient, mean = (by_name[name] for by_name in views)
                 self._spans.append(Span(matrix, its_gradient, mean, None, is_decayed))
