@@ -577,10 +577,17 @@ class Pairing:
         return seconds_left is not None and seconds_left > SWAP_SHARE * (self._inner_seconds or 0.0)
 
     def _may_meet_another(self, peer: bytes, now: float) -> bool:
-        """Return whether a peer of a lower tier may still be free in this round."""
+        """Return whether a peer of a lower tier may still be free in this round.
+
+        A node that is ready after inner steps has asked them: else nodes that prefer each other in a circle would all
+        be busy for the next one.
+        """
         if not (tier := self._order.tier(peer)):
             return False
-        return bool(self._to_ask_again(now)) or self._order.nearest(self._left())[0] < tier
+        left = self._left()
+        if self._current.is_ready and self._config.takes_steps(self.round):
+            left = left - self._current.ask_at.keys()
+        return bool(self._to_ask_again(now)) or self._order.nearest(left)[0] < tier
 
     def _left(self) -> Set[bytes]:
         """Return the peers that this node may still ask; those that are put off once no other is left."""

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 # Decide which peers are asked last: peers with failed exchanges, and peers met more often than by chance.
@@ -37,10 +37,10 @@ from dataclasses import dataclass
 
 # Rounds after the first failure; twice as many after each further one, up to a number of failures.
 FIRST_ROUNDS, MAX_FAILURES = 2, 8
-# A failure counts for as many if no exchange with the peer was committed yet: 16 rounds, then 256.
-FAILURES_OF_UNPROVEN = 4
-# Failures of all strangers together: who changes its key after each failure is met in one round of 33.
-MAX_FAILURES_OF_STRANGERS = 5
+# A failure counts for as many if no exchange with the peer was committed yet: 32 rounds, then 256.
+FAILURES_OF_UNPROVEN = 5
+# Failures of all strangers together: who changes its key after each failure is met in one round of 65.
+MAX_FAILURES_OF_STRANGERS = 6
 MAX_ROUNDS = FIRST_ROUNDS << (MAX_FAILURES - 1)
 # A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
 # ones differ by chance, so a second meeting soon after the first is nothing unusual.
@@ -64,8 +64,8 @@ class _Failures:
     is_proven: bool = False
     """Whether an exchange with the peer was ever committed."""
 
-    def add(self, round_: int, most: int = MAX_FAILURES) -> None:
-        self.number = min(self.number + (1 if self.is_proven else FAILURES_OF_UNPROVEN), most)
+    def add(self, round_: int, number: int, most: int) -> None:
+        self.number = min(self.number + number, most)
         self.until = round_ + 1 + (FIRST_ROUNDS << (self.number - 1))
 
 
@@ -75,31 +75,40 @@ class PartnerBackoff:
     def __init__(self) -> None:
         self._of: OrderedDict[bytes, _Failures] = OrderedDict()
         self._of_strangers = _Failures()
-        self.strangers: set[bytes] = set()
-        """Live peers that came after this node, and with which no exchange was committed yet."""
+        self.founders: frozenset[bytes] = frozenset()
+        """Peers that were there when this node came; all others are strangers until an exchange is committed."""
 
     def note_failure(self, peer: bytes, round_: int) -> None:
         """Put a peer off because it did not keep its word, or the exchange with it failed."""
-        self._record(peer).add(round_)
-        if peer in self.strangers:
-            self._of_strangers.add(round_, MAX_FAILURES_OF_STRANGERS)
+        own = self._record(peer)
+        own.add(round_, 1 if own.is_proven else FAILURES_OF_UNPROVEN, MAX_FAILURES)
+        if self._is_stranger(peer):
+            self._of_strangers.add(round_, FAILURES_OF_UNPROVEN, MAX_FAILURES_OF_STRANGERS)
 
     def note_success(self, peer: bytes) -> None:
         """Forgive a peer half of its failures: an exchange with it was committed."""
-        if peer in self.strangers:
-            self.strangers.discard(peer)
+        if self._is_stranger(peer):
             self._of_strangers.number //= 2
         own = self._record(peer)
         own.number, own.until, own.is_proven = own.number // 2, 0, True
 
     def level(self, peer: bytes, round_: int) -> int:
         """Return 0, or if others come before this peer how many failures speak against it."""
-        counted = (self._of.get(peer), self._of_strangers if peer in self.strangers else None)
-        return sum(each.number for each in counted if each is not None and round_ < each.until)
+        return sum(each.number for each in self._counted(peer) if round_ < each.until)
 
     def is_proven(self, peer: bytes) -> bool:
         """Return whether an exchange with the peer was ever committed."""
         return peer in self._of and self._of[peer].is_proven
+
+    def _is_stranger(self, peer: bytes) -> bool:
+        return peer not in self.founders and not self.is_proven(peer)
+
+    def _counted(self, peer: bytes) -> Iterator[_Failures]:
+        """Yield what counts against a peer: its own failures, and of a stranger those of all strangers."""
+        if peer in self._of:
+            yield self._of[peer]
+        if self._is_stranger(peer):
+            yield self._of_strangers
 
     def _record(self, peer: bytes) -> _Failures:
         record = self._of.setdefault(peer, _Failures())
@@ -199,10 +208,9 @@ class PeerOrder:
 
     def set_peers(self, peers: frozenset[bytes]) -> None:
         """Replace the live peers."""
-        came_before, self.peers = self.peers, peers - {self._own}
-        if self._is_settled:
-            self._backoff.strangers |= self.peers - came_before
-        self._backoff.strangers &= self.peers
+        self.peers = peers - {self._own}
+        if not self._is_settled:
+            self._backoff.founders |= self.peers
 
     def tier(self, peer: bytes) -> int:
         """Return a peer's tier: lower tiers are met first, and peers with failed exchanges last."""

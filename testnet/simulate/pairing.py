@@ -51,8 +51,9 @@ PROPOSE_INTERVAL = 0.5
 PARTNER_INTERVAL, ABSENCE = 2.0, 60.0
 
 
-Capturing = Literal["exchange", "absent", "mute"]
-"""What hostile members do once they have a partner: exchange; never be ready; or begin, and never offer anything."""
+Capturing = Literal["exchange", "absent", "mute", "stalled"]
+"""What hostile members do once they have a partner: exchange; never be ready; begin, and never offer anything; or
+offer, and then neither send nor decide."""
 
 
 @dataclass(frozen=True)
@@ -292,10 +293,11 @@ class _Coalition:
     def _receive(self, name: bytes, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _EXCHANGE:
             verb, session = _Verb(payload[1]), payload[2:]
+            if verb is _Verb.HELLO and self._kind in ("exchange", "stalled"):
+                self._tell(name, sender, _Verb.OFFER, session)
             if self._kind != "exchange":
                 return
             if verb is _Verb.HELLO:
-                self._tell(name, sender, _Verb.OFFER, session)
                 self._tell(name, sender, _Verb.ACCEPTED, session)
             elif verb in (_Verb.ACCEPTED, _Verb.RESOLVE):
                 self._tell(name, sender, _Verb.COMMITTED, session)
@@ -322,7 +324,7 @@ class _Coalition:
                 self._ask_at[sender] = 0.0
             case pairing_messages.Ready(session=session) if is_ready and session[8:] == name[-8:]:
                 self._say(name, sender, pairing_messages.Begin(session))
-                if self._kind == "exchange":
+                if self._kind in ("exchange", "stalled"):
                     self._tell(name, sender, _Verb.HELLO, session)
 
     def _rest(self, peer: bytes) -> None:

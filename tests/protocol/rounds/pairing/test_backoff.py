@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -129,6 +130,18 @@ def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> N
     assert not order.puts_off(CAROL), "no stranger any more"
 
 
+def test_a_stranger_that_is_gone_before_its_failure_shows_speaks_against_strangers() -> None:
+    """A key may be left at the moment at which an exchange with it stalls."""
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset((BOB,)))
+    order.begin(0)
+    order.begin(1)
+    order.set_peers(frozenset((BOB, CAROL, MALLORY)))
+    order.set_peers(frozenset((BOB, CAROL)))
+    order.note_failure(MALLORY)
+    assert order.puts_off(CAROL)
+
+
 def test_of_peers_that_are_put_off_those_with_fewer_failures_come_first() -> None:
     order = PeerOrder(ALICE)
     order.set_peers(frozenset((BOB, MALLORY)))
@@ -139,31 +152,27 @@ def test_of_peers_that_are_put_off_those_with_fewer_failures_come_first() -> Non
 
 
 def test_a_peer_that_seldom_follows_through_is_put_off_in_most_rounds() -> None:
-    backoff = PartnerBackoff()
-    met = [0, 0]
-    for round_ in range(200):
-        if not backoff.level(BOB, round_):
-            met[0] += 1
-            if met[0] % 4:
-                backoff.note_failure(BOB, round_)
-            else:
-                backoff.note_success(BOB)
-        if not backoff.level(CAROL, round_):  # one exchange in twenty breaks, as over a bad line
-            met[1] += 1
-            if met[1] % 20 == 0:
-                backoff.note_failure(CAROL, round_)
-            else:
-                backoff.note_success(CAROL)
-    assert met[0] < 30
-    assert met[1] > 170
+    def num_met(fails: Callable[[int], bool]) -> int:
+        backoff, met = PartnerBackoff(), 0
+        for round_ in range(200):
+            if not backoff.level(BOB, round_):
+                met += 1
+                if fails(met):
+                    backoff.note_failure(BOB, round_)
+                else:
+                    backoff.note_success(BOB)
+        return met
+
+    assert num_met(lambda number: number % 4 != 0) < 30
+    assert num_met(lambda number: number % 20 == 0) > 170, "as over a bad line"
 
 
 def test_what_is_remembered_is_bounded() -> None:
     backoff = PartnerBackoff()
     for number in range(MAX_PEERS + 10):
-        backoff.note_failure(number.to_bytes(32, "big"), 0)
-    assert not backoff.level(bytes(32), 1), "those that failed first are forgotten"
-    assert backoff.level((MAX_PEERS + 9).to_bytes(32, "big"), 1)
+        backoff.note_success(number.to_bytes(32, "big"))
+    assert not backoff.is_proven(bytes(32)), "those that came first are forgotten"
+    assert backoff.is_proven((MAX_PEERS + 9).to_bytes(32, "big"))
 
 
 def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others() -> None:
