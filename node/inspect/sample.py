@@ -222,7 +222,7 @@ def prepare_sample(
             # The trainer computes beside it: several threads would wait for each other at every operation.
             torch.set_num_threads(1)
         chosen = choose_device(device)
-        module = load_model(manifest, weights.read, chosen, allowed)
+        module = load_model(manifest, weights.read, chosen, allowed, tokenizer.separator)
         generated = generate(
             module,
             start,

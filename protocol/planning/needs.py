@@ -206,6 +206,8 @@ def activation_bytes(manifest: Manifest, stage: int, *, recomputes: bool = False
     if stage == 0:
         logits = min(num_tokens * model.vocabulary, MAX_LOGITS)
         each += num_tokens * _END_WIDTHS * model.width + _END_VOCABULARIES * logits
+    if manifest.data.mask_documents:
+        each += model.context**2  # one mask, which all layers share
     if model.num_stages == 1:
         return FP32_BYTES * each
     if pipeline.recompute:

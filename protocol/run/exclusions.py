@@ -43,6 +43,11 @@ EXCLUSIONS: Final = (
         "themselves",
     ),
     Exclusion(
+        "data.mask_documents",
+        (*OTHER_MODELS, STAGES),
+        "masks need farandole's own attention, and only the first stage has the tokens",
+    ),
+    Exclusion(
         "model.external",
         ("tokenizer", "data", "inner", "pipeline", "audits"),
         "each member's own loop chooses its text and its inner steps",
@@ -54,7 +59,7 @@ EXCLUSIONS: Final = (
     ),
     Exclusion(
         LOOP,
-        (STAGES, "inner.deterministic", "data.epochs", "rounds.partners"),
+        (STAGES, "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"),
         "a member's own loop brings its own model, text and inner steps, and takes steps before each exchange",
     ),
     Exclusion("--recompute", OTHER_MODELS, "these models' layers are computed by code of others"),

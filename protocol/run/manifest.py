@@ -94,6 +94,9 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     """Number of passes over the text, split among the nodes by leases (`protocol.epochs.leases`), after which the
     run is over. 0: each node draws on its own, without end."""
+    mask_documents: bool = False
+    """Whether tokens attend to their own document alone (Llama 3, arXiv 2407.21783, section 3.2), and not to others in
+    the same sequence (`farandole.training.model.model.document_mask`)."""
 
     @property
     def shares_text(self) -> bool:

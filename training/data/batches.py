@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..base.errors import DataError, NoSliceError
 from ..base.permutation import keyed_digest
-from .tokenizer import Tokenizer, tokens_per_byte
+from .tokenizer import SEPARATORS, Tokenizer, tokens_per_byte
 
 # Ranges that were drawn lately, so that they are not drawn again when an assignment and a report cross: a node has two
 # leases at a time, and a range each time that one is cut.
@@ -169,6 +169,11 @@ _NO_EPOCHS: Final = (
     "this run counts epochs of the data (data.epochs), and a stream has none: what is in it is not known beforehand. "
     "Save the data set and name its folder with --data, or join a run without epochs"
 )
+_NO_SEPARATOR: Final = (
+    "this run masks documents (data.mask_documents), and its tokenizer has no token that separates them: the run's "
+    f"creator must make another run, without it, or with a tokenizer that has one of {', '.join(SEPARATORS)}"
+)
+
 Tokens = Array | Spliced
 Batch = npt.NDArray[np.int64]
 
@@ -206,6 +211,13 @@ class Batches(abc.ABC):
     def corpus(self) -> bytes:
         """Return the hash of the text; empty where it is not known, as for a stream."""
         return b""
+
+    @property
+    def separator(self) -> int:
+        """The token after each document. Raises `DataError` if the tokenizer has none, or is not known."""
+        if self.tokenizer is None or not self.tokenizer.has_separator:
+            raise DataError(_NO_SEPARATOR)
+        return self.tokenizer.separator
 
     def of_author(self, author: bytes) -> Batches:
         """Return the batches of another author with the same text. Raises `DataError` if they cannot be known."""

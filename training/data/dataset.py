@@ -34,7 +34,7 @@ from ..base.permutation import permute
 from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out, joined
 from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
 from .token_cache import cache_name, distribute, keep_within, open_cache, write_cache
-from .token_files import INDEX_DTYPE, index_tokens, open_tokens, spliced
+from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
 from .tokenizer import Tokenizer, beyond_vocabulary, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
@@ -92,6 +92,7 @@ class _Loader:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
         self._held_out = config.held_out
+        self._masks_documents = config.mask_documents
         self._tokenizer = tokenizer
         self._bring = bring
         self._in_use: set[Path] = set()
@@ -131,6 +132,8 @@ class _Loader:
 
         parts = index_tokens(arrays, self._tokenizer, self._held_out, tell)
         index = _in_memory(INDEX_DTYPE, parts) if path is None else self._kept(path, INDEX_DTYPE, parts)
+        for each, tokens in arrays if self._masks_documents else ():
+            require_separator(each, tokens, self._tokenizer)
         assert isinstance(index.training, np.ndarray)
         assert isinstance(index.held_out, np.ndarray)
         return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)

@@ -113,6 +113,16 @@ def require_vocabulary(path: Path, tokens: Array, tokenizer: Tokenizer) -> int:
     return largest
 
 
+def require_separator(path: Path, tokens: Array, tokenizer: Tokenizer) -> None:
+    """Raise `DataError` unless a file of tokens has the tokenizer's separator: then its documents are not known."""
+    if not any((block == tokenizer.separator).any() for block in _blocks(tokens)):
+        raise DataError(
+            f"this run masks documents (data.mask_documents), and {path} does not separate them: it never has token "
+            f"{tokenizer.separator:,}, the separator of the run's tokenizer. Write it again with this token after each "
+            "document, or name the text itself with --data"
+        )
+
+
 def index_tokens(
     arrays: Sequence[tuple[Path, Array]],
     tokenizer: Tokenizer,

@@ -41,6 +41,8 @@ class ByteTokenizer:
     """Number of tokens; ids are below it."""
     separator: int = 0
     """The token put after every document."""
+    has_separator: bool = True
+    """Whether the vocabulary has a token for this; otherwise `separator` is 0, a token with another meaning."""
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         """The bytes (n,)."""
@@ -60,6 +62,7 @@ class FileTokenizer:
         self.vocabulary: int = tokenizer.get_vocab_size()
         known = [token for name in SEPARATORS if (token := tokenizer.token_to_id(name)) is not None]
         self.separator: int = known[0] if known else 0
+        self.has_separator = bool(known)
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
         """Tokens (n,), without the special tokens that the file may add."""

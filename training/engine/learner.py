@@ -69,7 +69,8 @@ class Learner(Engine):
     Of the ``settings``: microbatches need less memory than the whole batch, and their gradients are summed to the
     batch's own, within rounding. Compiled inner steps take a minute here and pay off on a GPU; raises `TrainingError`
     where compiling fails, and for a lean replica or recomputed layers of other models than farandole's own.
-    ``averages_on_host``: as in `Replica`.
+    ``averages_on_host``: as in `Replica`. If the manifest masks documents, raises `DataError` where the sampler's
+    tokenizer has no separator.
     """
 
     is_driven: ClassVar[bool] = False
@@ -91,6 +92,8 @@ class Learner(Engine):
             _own(module, "--lean")
         if settings.recompute:
             _own(module, "--recompute").recomputes = True
+        if manifest.data.mask_documents:
+            _own(module, "data.mask_documents").separator = sampler.separator
         self.sampler = sampler
         """Its batches."""
         self.microbatch_size = min(settings.microbatch or sampler.batch_size, sampler.batch_size)

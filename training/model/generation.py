@@ -22,6 +22,7 @@ from farandole.protocol.run.manifest import Manifest
 
 from ..base.device import Device, is_out_of_memory
 from ..base.errors import CheckpointError, TrainingError
+from .model import Transformer
 from .sampling import GREEDY, Sampling
 from .stages import build_module
 
@@ -34,8 +35,11 @@ def load_model(
     read: Callable[[str], npt.NDArray[np.float32]],
     device: Device,
     allowed_models: Collection[str] = (),
+    separator: int | None = None,
 ) -> nn.Module:
     """Make a run's whole model, with the parameters that ``read`` returns for their names, to be used on the device.
+
+    ``separator``: the token between documents, which a run that masks them needs; None: nothing is masked.
 
     Raises `TrainingError` if it cannot be made here (`build_module`) or does not fit into the memory, and
     `CheckpointError` if a parameter has another shape than in ``read``.
@@ -47,6 +51,8 @@ def load_model(
             if found.shape != parameter.shape:
                 raise CheckpointError(f"{name} has the shape {tuple(found.shape)}, not {tuple(parameter.shape)}")
             parameter.copy_(found)
+        if manifest.data.mask_documents and isinstance(module, Transformer):
+            module.separator = separator
         return module.to(device.torch_device).eval()
     except (RuntimeError, MemoryError) as error:
         _require_room(error, device)

@@ -64,13 +64,13 @@ class Attention(nn.Module):
         self.qkv = Linear(model.width, 3 * model.width)
         self.out = Linear(model.width, model.width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2); ``mask`` as from `document_mask`."""
         B, T, C = x.shape
         qk, v = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads).split((2, 1), dim=2)
         q, k = rotate(qk, cos[:, None, None], sin[:, None, None]).transpose(1, 3).unbind(2)  # each (B, H, T, D)
-        v = v.transpose(1, 3).squeeze(2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        v, mask = v.transpose(1, 3).squeeze(2), None if mask is None else mask.to(q.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]  # (B, T, C)
 
 
@@ -98,9 +98,9 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(model.width)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2)."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2); ``mask`` as from `document_mask`."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]  # (B, T, C)
 
 
@@ -121,7 +121,11 @@ class StageModule(nn.Module, abc.ABC):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V) for tokens (B, T), of the whole model."""
-        return self.logits(self.advance(self.embed(tokens)))
+        return self.logits(self.last_hidden(tokens))
+
+    def last_hidden(self, tokens: Tensor) -> Tensor:
+        """The last layer's (B, T, C) for tokens (B, T), of the whole model."""
+        return self.advance(self.embed(tokens))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """`cross_entropy` of the last layer's (B, T, C) and targets (B, T)."""
@@ -141,7 +145,8 @@ class LanguageModel(StageModule):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) for tokens (B, T), of the whole model; with targets (B, T), their `loss`."""
-        return super().forward(tokens) if targets is None else self.loss(self.advance(self.embed(tokens)), targets)
+        last = self.last_hidden(tokens)
+        return self.logits(last) if targets is None else self.loss(last, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Implement `StageModule.loss`."""
@@ -182,6 +187,9 @@ class Transformer(LanguageModel):
         self.recomputes = False
         """Whether layers keep only their inputs for the backward pass, which computes them again (arXiv 1604.06174).
         Gradients are the same; an inner step takes about a third longer."""
+        self.separator: int | None = None
+        """The token with which a document begins, where tokens attend to their own document alone; None: to all before.
+        See `document_mask`; for a whole model."""
         cos, sin = rotary_tables(model.context, model.width // model.num_heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -191,11 +199,21 @@ class Transformer(LanguageModel):
         x = F.embedding(tokens, self.embedding.weight)
         return x.float() if x.dtype == torch.bfloat16 else x
 
-    def advance(self, x: Tensor) -> Tensor:
-        """(B, T, C) for (B, T, C), through this module's layers."""
+    def last_hidden(self, tokens: Tensor) -> Tensor:
+        """Implement `LanguageModel.last_hidden`, with the mask of the documents if there is a separator."""
+        x = self.embed(tokens)
+        if self.separator is None:
+            return self.advance(x)
+        # In the layers' own precision: they share one mask, where each would keep its own copy for the backward pass.
+        kind = tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return self.advance(x, document_mask(tokens, self.separator, dtype))
+
+    def advance(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, T, C) for (B, T, C), through this module's layers; ``mask`` as from `document_mask`."""
         T = x.size(1)
         for layer in self.layers.values():
-            args = x, self.cos[:T], self.sin[:T]
+            args = x, self.cos[:T], self.sin[:T], mask
             if self.recomputes and torch.is_grad_enabled():
                 x = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -205,6 +223,18 @@ class Transformer(LanguageModel):
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last layer's (B, T, C)."""
         return self.embedding(self.norm(x))  # type: ignore[no-any-return]
+
+
+def document_mask(tokens: Tensor, separator: int, dtype: torch.dtype) -> Tensor:
+    """Bias (B, 1, T, T) of attention among tokens (B, T): 0 to a token and those before it in its document, else -inf.
+
+    A document begins with its separator, which alone predicts its first token, and ends before the next one, which it
+    predicts from its own tokens. So no target is predicted from another document, and all count in the loss. Llama 3
+    (arXiv 2407.21783, section 3.2) masks documents. Rotary positions go on: attention depends on distances only.
+    """
+    documents = (tokens == separator).cumsum(-1, dtype=torch.int32)  # (B, T)
+    is_seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    return torch.zeros_like(is_seen, dtype=dtype).masked_fill(~is_seen, -math.inf)
 
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:

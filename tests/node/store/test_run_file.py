@@ -123,8 +123,9 @@ def test_a_fault_is_named_with_its_line_and_what_would_be_right(tmp_path: Path, 
         ("[model]\nown = 'a.b:c'\nwidth = 'x'", "3: model.width: what a.b:c returns decides on it"),
         ("model = 'tiny'\n[tokenizer]\nfile = 'no.json'", "3: tokenizer.file: cannot read"),
         (
-            "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\npartners = 2",
-            "7: rounds.partners and model.num_stages exclude each other",
+            "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\n[data]\n"
+            "mask_documents = true",
+            "8: data.mask_documents and model.num_stages exclude each other",
         ),
     ],
 )

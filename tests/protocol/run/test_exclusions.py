@@ -31,6 +31,7 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "rounds.overlap": {"rounds": {"overlap": True}},
     "rounds.partners": {"rounds": {"partners": 2}},
     "data.epochs": {"data": {"epochs": 1}},
+    "data.mask_documents": {"data": {"mask_documents": True}},
     "outer.codec = topk": {"outer": {"codec": "topk"}},
     "outer.fragments": {"outer": {"fragments": 2}},
     "inner.deterministic": {"inner": {"deterministic": True}},
@@ -75,7 +76,7 @@ def test_each_pair_is_refused_with_its_reason_and_each_setting_is_fine_alone(
 
 @pytest.mark.parametrize(
     "setting",
-    ["model.num_stages", "inner.deterministic", "data.epochs", "rounds.partners"],
+    ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"],
 )
 def test_a_run_that_depends_on_inner_steps_or_batches_takes_no_loops(setting: str) -> None:
     assert setting in why_no_loop(manifest_with(setting))

@@ -1,5 +1,6 @@
 """What needs a CUDA device: skipped without one."""
 
+import contextlib
 import logging
 import mmap
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from farandole.testnet.methods.stacked import Stack, train
 from farandole.training.base.device import CONTEXT_BYTES, choose_device, is_out_of_memory, limit_memory
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
+from farandole.training.model.model import build_model
 from farandole.training.outer import codec
 from farandole.training.outer.copying import CudaCopier, copier_for
 from farandole.training.screening.rule import Encounter
@@ -47,6 +49,17 @@ def make(make_replica: MakeReplica) -> Callable[..., Learner]:
         return make_replica(author, rule=outer, screening=screening, device=choose_device(device), settings=settings)
 
     return make
+
+
+@pytest.mark.parametrize("rel", [1e-4, 3e-2])
+def test_a_gpu_masks_documents(model: ModelConfig, rel: float) -> None:
+    device = choose_device("cuda")
+    module, tokens = build_model(model, 7).to(device.torch_device), torch.tensor([[7, 3, 9, 0, 4, 4, 1, 2]])
+    with torch.no_grad(), device.autocast() if rel > 1e-3 else contextlib.nullcontext():
+        alone = torch.cat([module(part.to(device.torch_device)) for part in tokens.split((3, 5), dim=1)], dim=1)
+        module.separator = 0
+        together = module(tokens.to(device.torch_device))
+    torch.testing.assert_close(together, alone, rtol=rel, atol=rel)
 
 
 @pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
