@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import trio
@@ -20,7 +21,7 @@ import trio
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import Limits
-from farandole.protocol.run.invite import decode_invite, peers_at
+from farandole.protocol.run.invite import Invite, decode_invite, peers_at
 from farandole.protocol.run.manifest import RUN_ID_BYTES
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import public_bytes, short_name
@@ -34,6 +35,7 @@ from .daemon import NETWORK_KEY_FACT, open_control, open_mesh, run_daemon
 from .join.bootstrap import FIRST_REDIAL_PAUSE, NO_ANSWER, dial, find_members, how_many
 from .member.parts import Daemon, Mesh
 from .mesh.host import Host
+from .relay_page import PublicPage, publish
 from .state.store import Store, StoreError
 from .status.journal import DISK, Journal
 
@@ -54,13 +56,16 @@ MAX_LOOK_INTERVAL: Final = 30.0
 NUM_MEMBERS: Final = 4
 
 
-async def run_relay(settings: NodeSettings, invites: Sequence[str]) -> int:
-    """Relay for the invites' runs and the stored ones until asked to leave; return the exit code (`Exit`)."""
-    return await run_daemon(settings, partial(be_relay, invites))
+async def run_relay(settings: NodeSettings, invites: Sequence[str], page: Path | None = None) -> int:
+    """Relay for the invites' runs and the stored ones until asked to leave; return the exit code (`Exit`).
+
+    ``page``: folder for the run's public page, if there is to be one.
+    """
+    return await run_daemon(settings, partial(be_relay, invites, page))
 
 
-async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
-    """Relay until asked to leave. Raises `ManifestError` if no run is known, or too many."""
+async def be_relay(invites: Sequence[str], page: Path | None, daemon: Daemon) -> None:
+    """Relay until asked to leave. Raises `ManifestError` if no run is known, or too many; see `PublicPage`."""
     decoded = [decode_invite(invite) for invite in invites]
     runs = await _load_runs(daemon.store, [invite.run_id for invite in decoded])
     named = peers_at([*(address for invite in decoded for address in invite.addresses), *daemon.settings.bootstrap])
@@ -71,6 +76,11 @@ async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
     for network_key in network_keys:
         await daemon.store.put_fact(NETWORK_KEY_FACT, network_key)
     network_key = await daemon.store.get_fact(NETWORK_KEY_FACT) or b""
+    if page is not None and len(runs) > 1:
+        raise ManifestError(
+            f"--page is for a relay of one run, and this one is for {len(runs)}: give it another --home"
+        )
+    public = None if page is None else await trio.to_thread.run_sync(PublicPage, page, runs[0])
     async with open_mesh(daemon, runs, {**daemon.book.peers(), **named}, Limits(), network_key) as mesh:
 
         async def refuse(params: dict[str, Any]) -> object:
@@ -86,6 +96,10 @@ async def be_relay(invites: Sequence[str], daemon: Daemon) -> None:
             if not (daemon.settings.announce or any(is_global(known.split("/")[2]) for known in mesh.host.addresses)):
                 daemon.journal.say(ONLY_PRIVATE)
             nursery.start_soon(_tell_reachability, mesh, daemon.journal, runs)
+            if public is not None:
+                invite = decoded[0] if decoded else Invite(runs[0], network_key=network_key)
+                nursery.start_soon(publish, daemon.settings, invite, mesh.host.addresses, public, daemon.journal)
+                daemon.journal.say(f"writing the run's public page into {page}")
             await daemon.is_leaving.wait()
             await seeker.remember(is_last=True)
         daemon.journal.say("left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -125,63 +125,85 @@ class Reporter:
         if state is not None and liveness is not None:
             heard = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
             live, connected, apart = liveness.present(now), self.host.connected, self.apart()
-            partners = {author[:PARTNER_BYTES]: author for author in state.authors}
-            for author in state.authors:
-                if (member := state.payload(author, Member)) is None:
-                    continue
-                is_self, beat = author == self.host.author, state.payload(author, Beat) or Beat(0, 0, None, 0)
-                progress, partner = state.payload(author, Progress), partners.get(beat.partner)
-                told = MemberStatus(
-                    peer_id=peer_id_of(author),
-                    is_live=(is_self or author in live) and not member.left,
-                    is_self=is_self,
-                    has_left=member.left,
-                    stage=member.stage,
-                    round=beat.round,
-                    inner_steps=beat.inner_steps,
-                    tokens=progress.tokens if progress else 0,
-                    tokens_per_second=float(beat.tokens_per_second),
-                    loss=None if beat.loss is None else beat.loss / LOSS_SCALE,
-                    device=member.device,
-                    addresses=list(member.addresses),
-                    is_connected=author in connected,
-                    path=self.host.connections.path(author) if author in connected else "",
-                    last_seen_seconds=liveness.seconds_since(author, now),
-                    is_paused=member.is_paused,
-                    last_partner=peer_id_of(partner) if partner else "",
-                    is_heard=author in heard - live and not (is_self or member.left),
-                    version=member.version,
-                    is_apart=author in apart,
-                )
-                if is_self:  # its own state is newer than its published one
+            for author, member in members_of(state, liveness, live, now):
+                if author == self.host.author:  # its own state is newer than its published one
                     changes = {name: getattr(own, name) for name in _OWN}
-                    changes |= {"is_paused": own.phase == "paused", "last_partner": own.partner, "version": VERSION}
-                    told = msgspec.structs.replace(told, **changes)
-                members.append(told)
+                    changes |= {"is_self": True, "is_live": not member.has_left, "is_paused": own.phase == "paused"}
+                    changes |= {"last_partner": own.partner, "version": VERSION}
+                else:
+                    changes = {"is_heard": author in heard - live and not member.has_left}
+                changes |= {"is_connected": author in connected, "is_apart": author in apart}
+                changes["path"] = self.host.connections.path(author) if author in connected else ""
+                members.append(msgspec.structs.replace(member, **changes))
             members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
             del members[MAX_MEMBERS_SHOWN:]
-        there = [member for member in members if member.is_live]
-        num_heard, num_left = (sum(getattr(member, name) for member in members) for name in ("is_heard", "has_left"))
-        losses = [member.loss for member in there if member.loss is not None]
-        gone_tokens = state.total_progress().tokens if state is not None else 0
-        run = RunStatus(
-            run_id=self.run_id.hex(),
-            name=self.run_name,
-            members_live=len(there),
-            members_heard=num_heard,
-            members_left=num_left,
-            members_gone=len(members) - len(there) - num_heard - num_left,
-            tokens=max(gone_tokens, sum(member.tokens for member in members)),
-            tokens_per_second=sum(member.tokens_per_second for member in there),
-            loss_mean=sum(losses) / len(losses) if losses else None,
-            loss_min=min(losses, default=None),
-            loss_max=max(losses, default=None),
-            state_root=state.root.hex() if state is not None else "",
-            providers=[len(nodes) for nodes in self.nodes_of_stages()],
-            versions=dict(Counter(member.version for member in there).most_common(MAX_VERSIONS)),
-        )
+        providers = [len(nodes) for nodes in self.nodes_of_stages()]
+        run = run_status(self.run_id, self.run_name, state, members, providers)
         self._seen = now, members, run
         return members, run
+
+
+def members_of(
+    state: RunState, liveness: Liveness, live: Collection[bytes], now: float
+) -> Iterator[tuple[bytes, MemberStatus]]:
+    """Yield the members' keys, and what the run state says of them; not how this node reaches them."""
+    partners = {author[:PARTNER_BYTES]: author for author in state.authors}
+    for author in state.authors:
+        member = state.payload(author, Member)
+        if member is None:
+            continue
+        beat = state.payload(author, Beat) or Beat(0, 0, None, 0)
+        progress = state.payload(author, Progress)
+        partner = partners.get(beat.partner)
+        yield (
+            author,
+            MemberStatus(
+                peer_id=peer_id_of(author),
+                is_live=author in live and not member.left,
+                is_self=False,
+                has_left=member.left,
+                stage=member.stage,
+                round=beat.round,
+                inner_steps=beat.inner_steps,
+                tokens=progress.tokens if progress else 0,
+                tokens_per_second=float(beat.tokens_per_second),
+                loss=None if beat.loss is None else beat.loss / LOSS_SCALE,
+                device=member.device,
+                addresses=list(member.addresses),
+                is_connected=False,
+                path="",
+                last_seen_seconds=liveness.seconds_since(author, now),
+                is_paused=member.is_paused,
+                last_partner=peer_id_of(partner) if partner else "",
+                version=member.version,
+            ),
+        )
+
+
+def run_status(
+    run_id: bytes, name: str, state: RunState | None, members: Sequence[MemberStatus], providers: Sequence[int] = ()
+) -> RunStatus:
+    """Return the run as a whole, by its members; ``providers``: live members of each stage."""
+    live = [member for member in members if member.is_live]
+    num_heard, num_left = (sum(getattr(member, name) for member in members) for name in ("is_heard", "has_left"))
+    losses = [member.loss for member in live if member.loss is not None]
+    gone_tokens = state.total_progress().tokens if state is not None else 0
+    return RunStatus(
+        run_id=run_id.hex(),
+        name=name,
+        members_live=len(live),
+        members_heard=num_heard,
+        members_left=num_left,
+        members_gone=len(members) - len(live) - num_heard - num_left,
+        tokens=max(gone_tokens, sum(member.tokens for member in members)),
+        tokens_per_second=sum(member.tokens_per_second for member in live),
+        loss_mean=sum(losses) / len(losses) if losses else None,
+        loss_min=min(losses, default=None),
+        loss_max=max(losses, default=None),
+        state_root=state.root.hex() if state is not None else "",
+        providers=list(providers),
+        versions=dict(Counter(member.version for member in live).most_common(MAX_VERSIONS)),
+    )
 
 
 def measure_resources(state: NodeState) -> Resources | None:

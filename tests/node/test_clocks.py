@@ -29,6 +29,7 @@ READ_IN = {
     "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
     "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",
     "own_loop/create.py": "when a run was made, in its manifest",
+    "relay_page.py": "when a page was written, shown",
     "state/gossip.py": "of entries, whose author says when they were written; never for who lives",
     "status/journal.py": "since when the phase lasts, shown",
     "ui/watch/panels.py": "the time of a line",

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
 import typer
@@ -162,12 +163,22 @@ def relay(
         list[str] | None,
         typer.Argument(metavar="INVITE...", help="An invite to each run; none: the runs that this folder knows."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write a public page of the run into this folder, twice a minute: loss, members, tokens of each. A "
+            "web server, or a host of static pages, can serve it.",
+            file_okay=False,
+        ),
+    ] = None,
 ) -> None:
     """Help a run without training: introduce newcomers, and relay traffic between peers behind NAT.
 
     For a machine that others can dial, with a port that stays the same; it needs neither GPU nor memory.
 
-    Example: [cyan]farandole relay farandole1... --port 4001[/cyan]
+    Examples: [cyan]farandole relay farandole1... --port 4001[/cyan];
+    [cyan]farandole relay farandole1... --port 4001 --page /var/www/run[/cyan]
     """
     from farandole.protocol.run.invite import decode_invite
 
@@ -178,7 +189,7 @@ def relay(
         from ...relay_node import run_relay
 
     say_warnings(stray_variables(os.environ))
-    _run(settings, run_relay, settings, given)
+    _run(settings, run_relay, settings, given, page)
 
 
 def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *arguments: object) -> NoReturn:

@@ -152,8 +152,13 @@ def _same_origin(app: ASGIApp) -> ASGIApp:
     return guard
 
 
+def page_file(name: str) -> bytes:
+    """Return a file of the page."""
+    return files(__package__).joinpath("page", name).read_bytes()
+
+
 def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    body = files(__package__).joinpath("page", name).read_bytes()
+    body = page_file(name)
 
     async def serve(request: Request) -> Response:
         return Response(body, media_type=media_type, headers=_HEADERS)

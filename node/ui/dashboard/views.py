@@ -16,6 +16,7 @@ import msgspec
 
 from farandole.protocol.wire.latest import Latest
 
+from ...base.figures import loss
 from ...status.status import MemberStatus, NodeStatus, RunStatus
 from ..headline import Headline, headline
 from ..view import Row, member_state, run_row, status_rows, warnings_of
@@ -108,8 +109,8 @@ MAX_CURVES_SHOWN = 32
 _COPIED = ("peer_id", "stage", "round", "tokens", "tokens_per_second", "loss", "device")
 
 
-class Overview(msgspec.Struct, frozen=True):
-    """The run and its curves, without the members; and the node."""
+class Overview(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The run and its curves, without the members; and what concerns one node, which a public page leaves out."""
 
     now: float
     """Unix seconds, by the node's clock."""
@@ -119,13 +120,13 @@ class Overview(msgspec.Struct, frozen=True):
     run: RunStatus
     mean_loss: list[Point]
     throughput: list[Point]
-    rows: list[Row]
+    rows: list[Row] | None = None
     """The rows of the status without its warnings, and without the run's."""
-    warnings: list[str]
+    warnings: list[str] | None = None
     """Each with its age, newest last."""
-    status: NodeStatus
+    status: NodeStatus | None = None
     """Its members and its run are left out."""
-    validation: list[Point]
+    validation: list[Point] | None = None
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -156,6 +157,13 @@ class MembersView(msgspec.Struct, frozen=True):
     meetings: list[NodeMeeting]
 
 
+class PublicView(msgspec.Struct, frozen=True):
+    """All that the page shows in its public mode, in which it reads this from a file and has no node to ask."""
+
+    overview: Overview
+    members: MembersView
+
+
 def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
     """Return the overview of the present moment."""
     return Overview(
@@ -172,7 +180,26 @@ def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
     )
 
 
-def members_view(members: Sequence[MemberStatus], history: RunHistory, remarks: Mapping[str, str]) -> MembersView:
+def public_view(
+    run: RunStatus, members: Sequence[MemberStatus], notice: str, history: RunHistory, now: float
+) -> PublicView:
+    """Return what anybody may see; ``notice``: the creator's words, or empty."""
+    newest = max((member.round for member in members if member.is_live), default=0)
+    text = f"{run.members_live} live, round {newest}, loss {loss(run.loss_mean)}"
+    shown = Overview(
+        now=now,
+        headline=Headline("well" if run.members_live else "busy", text, notice),
+        summary=run_row(run).value,
+        run=run,
+        mean_loss=history.mean_loss.points,
+        throughput=history.throughput.points,
+    )
+    return PublicView(shown, members_view(members, history))
+
+
+def members_view(
+    members: Sequence[MemberStatus], history: RunHistory, remarks: Mapping[str, str] | None = None
+) -> MembersView:
     """Return all members, with the curves of the first few live ones."""
     live = [member.peer_id for member in members if member.is_live and member.peer_id in history.losses]
     return MembersView(
@@ -183,7 +210,7 @@ def members_view(members: Sequence[MemberStatus], history: RunHistory, remarks: 
                 link=member.path if member.is_connected else "",
                 reach="relay" if "/p2p-circuit" in "".join(member.addresses) else "public" if member.addresses else "",
                 seen=member.last_seen_seconds,
-                remark=remarks.get(member.peer_id, ""),
+                remark=(remarks or {}).get(member.peer_id, ""),
             )
             for member in members
         ],

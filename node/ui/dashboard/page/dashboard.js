@@ -5,7 +5,9 @@ import { qrcode } from "./vendor/qrcode.js";
 // A page of the table: whatever the run's size, so much is drawn of it and no more.
 const ROWS = 100;
 const byId = (id) => document.getElementById(id);
-const SECONDS = 1, MEMBERS_SECONDS = 5, SMALL_RUN = 64;
+// The page is also a file of a run's public page: then it shows a file with the run, and nothing of one node.
+const isPublic = document.body.classList.contains("public");
+const PUBLIC_SECONDS = 30, OWN_SECONDS = 1, MEMBERS_SECONDS = 5, SMALL_RUN = 64;
 let overview = null;
 let membersView = { members: [], curves: {}, meetings: [] };
 let firstRow = 0;
@@ -61,20 +63,20 @@ function row(values, className) {
 }
 
 function showOverview() {
-  const { run, headline, summary } = overview;
+  const { run, headline, summary, now } = overview;
   byId("headline").textContent = headline.text;
   byId("headline").className = headline.level;
   byId("remedy").textContent = headline.remedy;
   byId("remedy").hidden = !headline.remedy;
   byId("run").textContent = `${run.name}${run.run_id ? ` (run ${run.run_id.slice(0, 16)})` : ""}`;
-  byId("summary").textContent = summary;
-  document.title = `${headline.level === "trouble" ? "! " : ""}${run.name || "farandole"} ${loss(overview.status.loss)}`;
+  byId("summary").textContent = isPublic ? `${summary}; written ${new Date(now * 1000).toLocaleString()}` : summary;
+  document.title = `${headline.level === "trouble" ? "! " : ""}${run.name || "farandole"} ${loss(isPublic ? run.loss_mean : overview.status.loss)}`;
   byId("throughput-now").textContent = `${figure(run.tokens_per_second)} tokens/s`;
   byId("mean-now").textContent = loss(run.loss_mean);
   const shown = { ...view(), isLog: false };
   charts.throughput.draw([{ points: overview.throughput, colour: "own", width: 1.5, name: "tokens/s" }], shown);
   charts.mean.draw([{ points: overview.mean_loss, colour: "own", width: 1.5, name: "mean loss" }], view());
-  showOwn(overview);
+  if (!isPublic) showOwn(overview);
 }
 
 function showOwn({ status, run, rows, warnings, validation, now }) {
@@ -273,6 +275,10 @@ async function read(path) {
 
 let membersAt = 0;
 async function reload() {
+  if (isPublic) {
+    ({ overview, members: membersView } = await read("run.json"));
+    return;
+  }
   overview = await read("api/overview");
   // The members of a large run are a hundred times as much data as the rest.
   if (membersView.members.length <= SMALL_RUN || Date.now() >= membersAt) {
@@ -286,8 +292,10 @@ for (;;) {
     await reload();
     redraw();
   } catch (error) {
-    byId("headline").textContent = error instanceof TypeError ? "the node does not answer: it has left, or was stopped" : error.message;
-    byId("headline").className = "trouble";
+    if (!isPublic) { // what a public page shows says when it was written
+      byId("headline").textContent = error instanceof TypeError ? "the node does not answer: it has left, or was stopped" : error.message;
+      byId("headline").className = "trouble";
+    }
   }
-  await new Promise((go) => { setTimeout(go, 1000 * SECONDS); });
+  await new Promise((go) => { setTimeout(go, 1000 * (isPublic ? PUBLIC_SECONDS : OWN_SECONDS)); });
 }
