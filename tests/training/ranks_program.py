@@ -263,7 +263,18 @@ def lose_rank(kind: str, num_ranks: int) -> str:
     os._exit(0)
 
 
-OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "lost": lose_rank}
+def save_with_pytorch(kind: str, num_ranks: int) -> str:
+    """Save the weights as docs/your-own-loop.md shows it, beside the file where the ranks meet."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    module = build()
+    cut(module, kind, num_ranks)
+    save({"model": get_model_state_dict(module)}, checkpoint_id=f"{sys.argv[-1]}-saved")
+    return "saved"
+
+
+OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "lost": lose_rank, "saved": save_with_pytorch}
 
 CASES = (
     NoLoCoConfig(codec="fp32"),

@@ -79,6 +79,18 @@ def test_no_window_holds_more_than_the_burst_and_the_rate(rate: float, asked: li
     assert_within(shaper, moved)
 
 
+@pytest.mark.parametrize("rate", RATES[:-1])
+def test_a_busy_flow_gets_the_whole_rate(rate: float) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    began, moved = clock.now, []
+    for number in range(1_000):
+        clock.now += shaper.reserve(shaper.quantum) + (0.02 if number % 50 == 49 else 0)  # sometimes woken late
+        moved.append((clock.now, shaper.quantum))
+    assert sum(count for _, count in moved) >= rate * (clock.now - began) * 0.999
+    assert_within(shaper, moved, late=shaper.quantum)
+
+
 def test_a_cap_can_change_while_it_is_used() -> None:
     clock = Clock()
     shaper = Shaper(0, clock)

@@ -19,6 +19,9 @@ from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.model.stages import build_module
 
+from ..daemons import joined
+from ..small_runs import write_run
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
 CUT = {"preset": "tiny", "num_stages": 2}
 BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_whole"
@@ -33,6 +36,18 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def own_run(model: object, allowed: tuple[str, ...] = (BUILD, WHOLE)) -> Manifest:
     return manifest_of({"name": "a", "model": model}, Path(), 0, allowed)
+
+
+async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None:
+    cut = {"num_stages": 2, "own": BUILD, "context": 64, "vocabulary": 256, "config": {"width": 64, "depth": 4}}
+    run = {"name": "a", "model": cut, "inner": {"learning_rate": 3e-3, "warmup_steps": 20, "batch_size": 16}}
+    boxed = {"data": {"source": "text"}, "rounds": {"round_seconds": 1, "exchange_seconds": 5}}
+    signed = write_run(tmp_path, manifest_of(run | boxed, Path(), 0, (BUILD,)))
+    options = ("--data", str(texts), "--allow-model", BUILD)
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options, "--stage", "0") as alice:
+        await alice.says("listening on")
+        async with joined(tmp_path / "bob", alice.invite(signed.run_id), *options, "--stage", "1"):
+            await alice.until(lambda status: bool(status.losses) and status.losses[-1][1] < status.losses[0][1] - 0.5)
 
 
 def test_a_function_is_a_model() -> None:

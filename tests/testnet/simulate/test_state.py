@@ -97,6 +97,7 @@ def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
 def test_one_seed_makes_one_trace() -> None:
     def trace(seed: int) -> str:
         world = settled(seed, 20, loss=0.1)
+        world.network.duplicates = 0.1
         world.publish_all(world.nodes, seconds=5.0)
         world.simulation.call_at(4.0, world.nodes[3].stop)
         world.simulation.call_at(9.0, lambda: world.nodes[3].restart(world.contacts()))
