@@ -20,7 +20,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
-from .app.commands.control import dial, join, leave, limit, pause, relay, resume, show_id
+from .app.commands.control import dial, join, leave, limit, pause, relay, resume, show_id, start
 from .app.commands.doctor import doctor
 from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
@@ -47,7 +47,7 @@ app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, dial, status, dashboard, peers, sample, doctor, limit, pause, resume, leave):
+for command in (join, start, relay, dial, status, dashboard, peers, sample, doctor, limit, pause, resume, leave):
     app.command()(command)
 
 

@@ -21,7 +21,7 @@ import trio
 
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.planning.needs import needs_of
-from farandole.protocol.run.invite import InviteError, split_address
+from farandole.protocol.run.invite import InviteError, decode_invite, split_address
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.errors import FarandoleError, ManifestError
@@ -42,7 +42,7 @@ from .inspect import machine
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook, keep_ports, load_ports
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
-from .join.invites import own_invite
+from .join.invites import own_invite, warnings_about
 from .loop.idle_service import IdleService
 from .loop.rest_service import Rest, RestService
 from .loop.traffic_service import TrafficService
@@ -67,6 +67,8 @@ from .ui.headline import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
 NETWORK_KEY_FACT: Final = "network key"
+# How often a run's first node looks whether others can join: it takes seconds, until its trainer has started.
+INVITE_POLL_SECONDS: Final = 0.5
 
 RunDaemon = Callable[[Daemon], Awaitable[None]]
 """Runs until it is asked to leave, and then no longer than a clean leave takes."""
@@ -75,6 +77,11 @@ RunDaemon = Callable[[Daemon], Awaitable[None]]
 async def run_node(settings: NodeSettings) -> int:
     """Run a node until it is asked to leave; return the exit code (`Exit`)."""
     return await run_daemon(settings, be_node)
+
+
+async def run_first_node(settings: NodeSettings) -> int:
+    """As `run_node`, and print an invite once others can join with it."""
+    return await run_daemon(settings, _be_first_node)
 
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
@@ -360,6 +367,28 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
             raise ControlError("cannot_invite", str(error)) from error
 
     return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
+
+
+async def _be_first_node(daemon: Daemon) -> None:
+    """As `be_node`, and print an invite once it trains: by then the router has been asked for a port, too."""
+
+    async def invite() -> None:
+        while True:
+            await trio.sleep(INVITE_POLL_SECONDS)
+            if daemon.journal.state.phase in ("training", "pairing", "exchanging", "outer step"):
+                break
+        try:
+            text = await trio.to_thread.run_sync(own_invite, daemon.settings.home)
+        except FarandoleError as error:
+            daemon.journal.warn(f"there is no invite yet: {error}; `farandole run invite` makes one")
+            return
+        for warning in warnings_about(decode_invite(text).addresses):
+            daemon.journal.warn(warning)
+        console.show(f"others join with: farandole join {text}")
+
+    async with open_service_nursery() as nursery:
+        nursery.start_soon(invite)
+        await be_node(daemon)
 
 
 def _check_fit(settings: NodeSettings, raw_manifest: bytes, is_new: bool) -> list[Finding]:

@@ -24,6 +24,12 @@ def say(text: str) -> None:
     _tell(logging.INFO, text, sys.stdout)
 
 
+def show(text: str) -> None:
+    """Print one event that no log may hold, such as an invite."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
 def tell_round(record: RoundRecord) -> None:
     """Print a finished round, and append it to the file of rounds."""
     say(record.line)

@@ -17,7 +17,7 @@ from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.wire.identity import peer_id_of
 
 from ..patience import PATIENCE
-from .daemons import Daemon, farandole, joined, two_that_average
+from .daemons import Daemon, farandole, joined, started, two_that_average
 from .hosts import host_at_loopback
 from .small_runs import TINY, small_manifest, write_run
 
@@ -52,6 +52,24 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
             await bob_again.says("resting: paused")
             assert "training" in await bob_again.ask("resume")
             await bob_again.says("averaged with", alice.name)
+
+
+async def test_one_command_starts_a_run_and_prints_an_invite_with_which_others_average(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'name = "us"\nmodel = "tiny"\n[rounds]\nround_seconds = 4\nexchange_seconds = 4\n'
+    )
+    start = ("start", str(tmp_path / "run.toml"), "--heartbeat-seconds", "1")
+    async with started(tmp_path / "alice", *start) as alice:
+        told = await alice.says("others join with: farandole join")
+        async with joined(tmp_path / "bob", told.split()[-1]) as bob:
+            await bob.says("averaged with", alice.name)
+        assert "farandole1" not in (tmp_path / "alice" / "log").read_text()
+        assert await alice.end(signal.SIGTERM) == Exit.OK
+    run = (tmp_path / "run.manifest").read_bytes()
+    async with started(tmp_path / "alice", *start) as alice:
+        await alice.says("comes back to its run")
+        await alice.says("others join with")
+    assert (tmp_path / "run.manifest").read_bytes() == run
 
 
 async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: SignedManifest, texts: Path) -> None:

@@ -1,4 +1,4 @@
-"""A node that runs here: ``join`` and ``relay`` start one, ``dial``, ``limit``, ``pause`` and ``leave`` steer it."""
+"""A node that runs here: ``join``, ``start`` and ``relay`` begin one; ``dial``, ``limit`` and ``leave`` steer it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
 from .options import AsJson, Home, number_of, stray_variables, takes_settings
 from .output import print_answer, say_warnings, split_source, unquoted
+from .runs import sign_run_file
 
 # `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
 # (`farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`).
@@ -151,6 +152,28 @@ def join(settings: NodeSettings) -> None:
 
     say_warnings(stray_variables(os.environ))
     _run(settings, run_node, settings)
+
+
+@takes_settings(of_run_file=True)
+def start(settings: NodeSettings) -> None:
+    """Start a run: `farandole run create`, `farandole join` as its first node, and `farandole run invite`, in one.
+
+    Prints an invite once others can join with it. If the manifest is there already, the node comes back to its run.
+
+    Example: [cyan]farandole start run.toml[/cyan]
+    """
+    run_file = Path(settings.invite or "run.toml")
+    path = run_file.with_suffix(".manifest")
+    if path.exists():
+        typer.echo(f"{path} is there already: this node comes back to its run")
+    else:
+        sign_run_file(settings, run_file, path, is_started=True)
+    settings = replace(settings, invite=None, manifest=split_source(str(path))[1])
+    with importing_for_good():
+        from ...daemon import run_first_node
+
+    say_warnings(stray_variables(os.environ))
+    _run(settings, run_first_node, settings)
 
 
 @takes_settings(

@@ -99,12 +99,12 @@ _HIDDEN: Final = frozenset(setting.name for setting in settings_of(NodeSettings)
 Command = Callable[..., None]
 
 
-def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], Command]:
+def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = False) -> Callable[[Command], Command]:
     """Give a command ``--home``, ``--config``, and options for the named settings, or for all settings of a daemon.
 
     Its first parameter gets the `NodeSettings` made from them. Its other parameters are its own options and arguments,
     including ``config``, the settings file's path, if it wants that. Paths that do not exist are refused, unless
-    ``must_exist`` is False.
+    ``must_exist`` is False. With ``of_run_file`` the argument is a run file, where a daemon's is an invite.
     """
     chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
     # Help shows panels in the order of their first options.
@@ -113,6 +113,13 @@ def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], 
         unset = "the run that this folder knows" if "device" in names else "the run of the node that runs here"
         chosen = [
             replace(setting, help="An invite to the run.", unset=unset) if setting.name == "invite" else setting
+            for setting in chosen
+        ]
+
+    if of_run_file:
+        help_ = "The run's settings, as for `run create`."
+        chosen = [
+            replace(setting, help=help_, unset="run.toml", placeholder="RUN.TOML") if setting.is_argument else setting
             for setting in chosen
         ]
 

@@ -81,8 +81,9 @@ def write_manifest(
     *,
     given: Collection[str] = (),
     start: Path | None = None,
+    is_started: bool = False,
 ) -> None:
-    """Write a manifest file; print it, how the run's first node starts, and warnings.
+    """Write a manifest file; print it, how the run's first node starts unless it ``is_started`` now, and warnings.
 
     ``home``: whose key has signed it; ``given``: the settings in the run file; ``start``: the folder of the weights
     that the run starts from. Raises `ManifestError`.
@@ -116,7 +117,8 @@ def write_manifest(
     run_id = signed.run_id.hex()
     made: dict[str, object] = {"run_id": run_id, "manifest": str(path), "warnings": warnings}
     made |= {} if start is None else {"start": str(start)}
-    text = f"run {run_id}\nmanifest in {path}; start its first node with: farandole join {path}{options}"
+    text = f"run {run_id}\nmanifest in {path}"
+    text += "" if is_started else f"; start its first node with: farandole join {path}{options}"
     print_answer(as_json, made, text)
 
 

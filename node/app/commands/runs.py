@@ -57,6 +57,16 @@ def create_run(
 
     Example: [cyan]farandole run create run.toml[/cyan], then [cyan]farandole join run.manifest[/cyan]
     """
+    path = out or run_file.with_suffix(".manifest")
+    if path.exists() and not force:
+        raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
+    sign_run_file(settings, run_file, path, as_json=as_json)
+
+
+def sign_run_file(
+    settings: NodeSettings, run_file: Path, path: Path, *, as_json: bool = False, is_started: bool = False
+) -> None:
+    """Write the signed manifest of a run file to ``path``, and print it and what was chosen."""
     from farandole.protocol.planning.planning import complete, given_by
     from farandole.protocol.run.manifest import sign_manifest
 
@@ -68,12 +78,9 @@ def create_run(
     written = manifest_of_file(file, time.time(), settings.allow_model)
     given = given_by(file.values)
     manifest = complete(written, given)
-    path = out or run_file.with_suffix(".manifest")
-    if path.exists() and not force:
-        raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
     say_chosen(written, manifest, given)
-    write_manifest(path, signed, settings.home, as_json, given=given)
+    write_manifest(path, signed, settings.home, as_json, given=given, is_started=is_started)
 
 
 @run_app.command("show")
