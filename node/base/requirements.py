@@ -11,6 +11,7 @@ from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Needs, n
 from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, reason_for, remedy
 from farandole.protocol.rounds.pairing import MEETING_SHARE
 from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.wire.errors import ManifestError
 
 from .figures import duration, mbit, size
 
@@ -91,7 +92,7 @@ def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[s
 
     ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.planning.given_by`).
     """
-    found = list(_doubtful_times(manifest, given))
+    found = list(_doubtful_times(manifest))
     # The creator is a member, too.
     most = math.inf if isinstance(manifest.admission, str) else len(set(manifest.admission)) + 1
     if most < (num_stages := manifest.model.num_stages):
@@ -112,8 +113,12 @@ def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[s
     return found
 
 
-def _doubtful_times(manifest: Manifest, given: Collection[str]) -> Iterator[str]:
-    rounds, inner = manifest.rounds, manifest.inner
+def check_times(manifest: Manifest, given: Collection[str]) -> None:
+    """Raise `ManifestError` where exchanges may take longer than rounds. ``given``: as for `doubtful_settings`.
+
+    There members that agree to exchange and never do cost the others a quarter of their averages (simulated).
+    """
+    rounds = manifest.rounds
     if 0 < rounds.round_seconds < rounds.exchange_seconds:
         is_chosen = "rounds.round_seconds" in given and "rounds.exchange_seconds" not in given
         advice = (
@@ -121,11 +126,15 @@ def _doubtful_times(manifest: Manifest, given: Collection[str]) -> Iterator[str]
             if is_chosen
             else "or a shorter exchange_seconds"
         )
-        yield (
+        raise ManifestError(
             f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
             f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
             f"round_seconds, {advice}"
         )
+
+
+def _doubtful_times(manifest: Manifest) -> Iterator[str]:
+    inner = manifest.inner
     if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
         yield (
             f"inner.warmup_steps ({inner.warmup_steps}) is not less than inner.total_steps ({inner.total_steps}): the "

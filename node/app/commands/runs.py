@@ -72,12 +72,14 @@ def sign_run_file(
 
     from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
+    from ...base.requirements import check_times
     from ...store.run_file import manifest_of_file
 
     file = read_toml(run_file)
     written = manifest_of_file(file, time.time(), settings.allow_model)
     given = given_by(file.values)
     manifest = complete(written, given)
+    check_times(manifest, given)
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
     say_chosen(written, manifest, given)
     write_manifest(path, signed, settings.home, as_json, given=given, is_started=is_started)

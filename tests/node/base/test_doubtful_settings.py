@@ -7,9 +7,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.config.toml_file import read_toml
-from farandole.node.base.requirements import doubtful_settings
+from farandole.node.base.requirements import check_times, doubtful_settings
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.planning.planning import given_by
+from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +25,6 @@ def warnings(**settings: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rounds": {"round_seconds": 1}}, "rounds.exchange_seconds (30) is longer than rounds.round_seconds (1)"),
         ({"inner": {"total_steps": 1_000}}, "inner.warmup_steps (1000) is not less than inner.total_steps (1000)"),
         ({"admission": MEMBERS[:1], "model": {"preset": "tiny", "num_stages": 3}}, "1 of the stages have no node"),
         (
@@ -38,6 +38,12 @@ def warnings(**settings: Any) -> list[str]:
 def test_what_does_not_work_is_warned_of(settings: dict[str, Any], words: str) -> None:
     (warning,) = warnings(**settings)
     assert words in warning
+
+
+def test_exchanges_that_may_take_longer_than_rounds_are_refused() -> None:
+    run = manifest_of({"name": "a", "model": "tiny", "rounds": {"round_seconds": 1}}, Path(), 0)
+    with pytest.raises(ManifestError, match=r"\(30\) is longer than rounds.round_seconds \(1\).*Set a longer"):
+        check_times(run, {"rounds.round_seconds"})
 
 
 @pytest.mark.parametrize(
