@@ -57,7 +57,6 @@ PATIENCE = 600  # a hang, not a duration
 SMALLER = {
     'model = "3M"': 'model = "tiny"',
     "round_seconds = 60": "round_seconds = 2",
-    "round_seconds = 10\n": "round_seconds = 2\n",
 }
 INVITE = re.compile(r"farandole1[0-9a-z]{30,}")
 _PLACEHOLDER = re.compile(r"farandole1[0-9a-z]*\.\.\.")
