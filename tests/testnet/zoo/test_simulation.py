@@ -53,9 +53,9 @@ def test_with_the_guard_a_liar_does_little(attack: str, clean: HostileOutcome) -
     assert attacked.loss < 1.1 * clean.loss
 
 
-@pytest.mark.parametrize("attack", ["exam-0.5", "adaptive", "colluding"])
-def test_a_member_that_descends_on_a_loss_costs_little(attack: str, clean: HostileOutcome) -> None:
-    attacked = outcome_of(attack, GuardConfig())
+def test_a_member_that_descends_on_a_loss_costs_little(clean: HostileOutcome) -> None:
+    """The one that adapts to the guard's verdicts; `make soak` plays others that descend on a loss."""
+    attacked = outcome_of("adaptive", GuardConfig())
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.015 * clean.loss
 
