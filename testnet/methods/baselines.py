@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+from msgspec.structs import replace as replaced
 
 from farandole.protocol.run.manifest import InnerName
 from farandole.protocol.run.rules import Codec, NoLoCoConfig, OuterConfig, PlainConfig, encoded_bytes
@@ -13,11 +15,14 @@ from farandole.training.data.dataset import Sampler
 from farandole.training.outer.rule import OuterRule, rule_of
 
 from .co2 import CO2, CO2Config
-from .diloco import DiLoCo, DiLoCoConfig
+from .diloco import TWO_BITS_BYTES, DiLoCo, DiLoCoConfig
 from .gasloc import GASLoC, GASLoCConfig
 from .sparseloco import SparseLoCo, SparseLoCoConfig
 
 _NOLOCO = NoLoCoConfig()
+_PLAIN: Final = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
+# Shares of Muon's momentum that every method with Muon is compared at: it is worth as much as the methods' differences.
+MUON_SHARES: Final = (0.9, 0.95)
 # Elements, a multiple of all blocks, from which the bytes of one are computed.
 _MANY: Final = 1 << 20
 
@@ -41,26 +46,44 @@ class Method:
     rate: float = 1.0
     """Factor of the comparison's learning rate."""
     exchanges: int = 1
-    """Outer steps at the end of a round, one right after another, each with another partner; 1 where ``late``."""
+    """Outer steps at the end of a round, one right after another, each of the next fragment and with another partner;
+    1 where ``late``."""
+    share: float = 0.95
+    """Share of Muon's momentum that an inner step keeps."""
+    momentum_codec: Codec | None = None
+    """How Muon's momentum travels; None: it stays. Not where ``late``."""
+    momentum_partners: int = 1
+    """Partners a round that momentum is averaged with, one after another."""
 
     @property
     def is_synchronous(self) -> bool:
         """Whether a single replica stands for all of them."""
         return self.group == "gradients"
 
-    @property
-    def traffic(self) -> float:
-        """Bytes that a replica sends for each parameter and inner step.
+    def traffic(self, momenta: float = 1.0) -> float:
+        """Return the bytes that a replica sends for each parameter and inner step.
 
-        A mean over all is charged one vector, as a pair's is; a ring of N replicas sends 2 (N - 1) / N.
+        ``momenta``: the parameters that Muon steps, as a share of all. A mean over all is charged one vector, as a
+        pair's is; `ring_traffic` is what it sends.
         """
         if self.group == "none":
             return 0.0
         if self.is_synchronous:
             return float(FP32_BYTES)
         outer = self.outer
-        per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
-        return per_element * self.exchanges / (self.interval * outer.fragments)
+        if isinstance(outer, DiLoCoConfig) and outer.two_bits:
+            per_element = TWO_BITS_BYTES
+        else:
+            per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
+        sent = per_element * self.exchanges / outer.fragments
+        if self.momentum_codec is not None:
+            sent += momenta * self.momentum_partners * encoded_bytes(self.momentum_codec, _MANY) / _MANY
+        return sent / self.interval
+
+    def ring_traffic(self, num_replicas: int, momenta: float = 1.0) -> float:
+        """Return these bytes where a mean over all is a ring's all-reduce, of 2 (N - 1) / N vectors."""
+        factor = 2 * (num_replicas - 1) / num_replicas if self.group in ("gradients", "all") else 1.0
+        return factor * self.traffic(momenta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +98,27 @@ class Trial:
 
 
 def methods(interval: int = 10) -> tuple[Method, ...]:
-    """Return the methods that are compared.
-
-    Those of int8 with an interval a quarter as long send as many bytes as fp32.
-    """
+    """Return the methods that are compared."""
 
     def nesterov(codec: Codec = "fp32", topk: int = 64, fragments: int = 1) -> NoLoCoConfig:
         return NoLoCoConfig(momentum="nesterov", codec=codec, topk=topk, fragments=fragments)
 
     half, quarter = -(-interval // 2), -(-interval // 4)
-    plain = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
-    # 70 of 256 elements take 144 bytes, as they do in int4.
     return (
         Method("synchronous data parallel", "gradients"),
-        Method("synchronous data parallel, Muon", "gradients", optimizer="muon"),
         Method("DiLoCo", "all", interval, DiLoCoConfig()),
         Method("DiLoCo, alpha 0.5", "all", interval, DiLoCoConfig(alpha=0.5)),
-        Method("DiLoCo, alpha 0.5, int8, four times as often", "all", quarter, DiLoCoConfig(alpha=0.5, codec="int8")),
-        Method("DiLoCo, Muon, alpha 0.5", "all", interval, DiLoCoConfig(alpha=0.5), optimizer="muon"),
         Method("DiLoCo, heavy ball", "all", interval, DiLoCoConfig(alpha=0.5, momentum="heavy_ball")),
+        Method("DiLoCo, alpha 0.5, int8, twice as often", "all", half, DiLoCoConfig(alpha=0.5, codec="int8")),
+        Method("mean of all, fp32", "all", interval, PlainConfig()),
+        Method("mean of all, int8, twice as often", "all", half, PlainConfig(codec="int8")),
+        Method("mean of all, int8, four times as often", "all", quarter, PlainConfig(codec="int8")),
+        Method(
+            "mean of all, int4 with error feedback, four times as often",
+            "all",
+            quarter,
+            DiLoCoConfig(learning_rate=1.0, alpha=0.0, codec="int4", error_feedback=True),
+        ),
         Method("NoLoCo, heavy ball, fp32", "pairs", interval),
         Method("NoLoCo, heavy ball, int8", "pairs", interval, NoLoCoConfig(codec="int8")),
         Method("NoLoCo, Nesterov, fp32", "pairs", interval, nesterov()),
@@ -101,29 +126,14 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, bf16", "pairs", interval, nesterov("bf16")),
         Method("NoLoCo, Nesterov, fp16", "pairs", interval, nesterov("fp16")),
         Method("NoLoCo, Nesterov, int4", "pairs", interval, nesterov("int4")),
-        Method("NoLoCo, Nesterov, topk 70", "pairs", interval, nesterov("topk", topk=70)),
+        Method("NoLoCo, Nesterov, topk 70", "pairs", interval, nesterov("topk", topk=70)),  # int4's bytes
         Method("NoLoCo, Nesterov, topk 32", "pairs", interval, nesterov("topk", topk=32)),
-        Method("NoLoCo, Nesterov, fp32, half a round late", "pairs", interval, nesterov(), half),
         Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov("int8"), half),
         Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov("int8"), interval),
-        Method("NoLoCo, Nesterov, int8, half of it", "pairs", interval, nesterov("int8", fragments=2)),
         Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, nesterov("int8", fragments=2)),
-        Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, plain),
-        Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, plain, exchanges=2),
-        Method("NoLoCo, Muon, Nesterov, fp32", "pairs", interval, nesterov(), optimizer="muon"),
-        Method("NoLoCo, Muon, plain, int8", "pairs", interval, plain, optimizer="muon"),
-        *(
-            Method(f"NoLoCo, Muon, plain, int8, {words}", "pairs", steps, plain, optimizer="muon", exchanges=exchanges)
-            for words, steps, exchanges in (
-                ("two partners", interval, 2),
-                ("four partners", interval, 4),
-                ("two partners, twice as often", half, 2),
-                ("four partners, half as often", 2 * interval, 4),
-            )
-        ),
-        Method("plain mean, fp32", "pairs", interval, PlainConfig()),
-        Method("plain mean of all, fp32", "all", interval, PlainConfig()),
-        Method("plain mean of all, Muon, fp32", "all", interval, PlainConfig(), optimizer="muon"),
+        Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, _PLAIN),
+        Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, _PLAIN, exchanges=2),
+        *(method for share in MUON_SHARES for method in _muon_methods(share, interval)),
         Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
         Method("SparseLoCo, 8 of 256", "all", interval, SparseLoCoConfig()),
         Method("SparseLoCo, pairs, 8 of 256", "pairs", interval, SparseLoCoConfig()),
@@ -131,6 +141,36 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("CO2, no penalty, fp32, a round late", "pairs", interval, CO2Config(gap_penalty=1.0), interval),
         Method("nobody averages", "none"),
     )
+
+
+def _muon_methods(share: float, interval: int) -> list[Method]:
+    """Return the methods with Muon, whose momentum keeps ``share``."""
+    half, two_thirds = -(-interval // 2), -(-2 * interval // 3)
+    released = DiLoCoConfig(learning_rate=0.8, alpha=0.9, error_feedback=True, two_bits=True)
+    int8 = PlainConfig(codec="int8")
+    of_share = (
+        Method("synchronous data parallel", "gradients"),
+        Method("MuLoCo, alpha 0.5, fp32", "all", interval, DiLoCoConfig(alpha=0.5)),
+        Method("MuLoCo, alpha 0.5, int8, twice as often", "all", half, DiLoCoConfig(alpha=0.5, codec="int8")),
+        Method("MuLoCo, alpha 0.9, 2 bits with error feedback", "all", -(-5 * interval // 2), released),
+        Method("MuLoCo, alpha 0.9, 2 bits with error feedback, five times as often", "all", half, released),
+        Method("mean of all, fp32", "all", interval, PlainConfig()),
+        Method("mean of all, int8, twice as often", "all", half, int8),
+        Method("mean of all, int8, twice as often, momentum", "all", half, int8, momentum_codec="int4"),
+        Method("mean of all, int8, 3 times in 2 rounds, momentum", "all", two_thirds, int8, momentum_codec="int4"),
+        Method("NoLoCo, int8, one partner", "pairs", interval, _PLAIN),
+        Method("NoLoCo, int8, two partners", "pairs", interval, _PLAIN, exchanges=2),
+        Method("NoLoCo, int8, two partners, twice as often", "pairs", half, _PLAIN, exchanges=2),
+        _with_momentum("NoLoCo, int8, one partner, twice as often, momentum", half, fragments=1),
+        _with_momentum("NoLoCo, int8, 8 fragments, twice as often, momentum", half),
+    )
+    return [replace(each, name=f"{each.name}, Muon {share:g}", optimizer="muon", share=share) for each in of_share]
+
+
+def _with_momentum(name: str, interval: int, fragments: int = 8) -> Method:
+    """Return pairs that meet once for each fragment, and twice for their momentum in int4."""
+    outer = replaced(_PLAIN, fragments=fragments)
+    return Method(name, "pairs", interval, outer, exchanges=fragments, momentum_codec="int4", momentum_partners=2)
 
 
 def rule_for(settings: OuterConfig) -> OuterRule:

@@ -1,9 +1,9 @@
 """A comparison of NoLoCo with synchronous training, DiLoCo and no averaging at all, on the same tokens.
 
 Every replica has text of its own kind: the largest packages of Python's standard library, one each (`encodings` is
-tables of characters, `pydoc_data` prose, `tkinter` an interface to windows, and so on). The last tenth of each is held
-out, and every model is evaluated on all of them. So replicas that do not average know little of the others' text, and
-the comparison shows the benefit of averaging.
+tables of characters, `pydoc_data` prose, `tkinter` an interface to windows, and so on). A tenth of the documents of
+each is held out, and every model is evaluated on windows of all of them that are nowhere in the training text. So
+replicas that do not average know little of the others' text, and the comparison shows the benefit of averaging.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
+from hashlib import sha256
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 from rich.console import Console
@@ -32,9 +34,11 @@ from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
-from farandole.training.data.batches import Found, joined
+from farandole.training.data.batches import Batch, Found, Tokens, cut_out, draw, joined
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
+from farandole.training.inner.optimizer import matrices_of
+from farandole.training.model.model import build_model
 
 from ..report.section import Grid, setting
 from ..simulate.plays import play_all
@@ -46,12 +50,18 @@ MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32,
 LEARNING_RATE = 3e-3
 BATCH_SIZE = 16
 HELD_OUT_SHARE = 0.1
+# Text is cut into pieces of so many bytes, each of which is trained on or held out.
+PIECE_BYTES = 4_096
+# Of each kind of text: more than 5,000 inner steps read, and little to load. The pieces are those of least hashes.
+KIND_BYTES = 4 << 20
 # Of a record that `write_kinds` writes: a few windows of text.
 RECORD_CHARACTERS = 1_024
-# For each kind of text; with 8 kinds these are 32,768 tokens, which measure a loss to about 0.01.
-VALIDATION_BATCHES = 8
-# Points of a loss curve: evaluating them takes a few percent of the time.
-CURVE_POINTS = 20
+# Windows of each kind of held-out text; with 8 kinds these are 65,536 tokens.
+VALIDATION_WINDOWS = 256
+# An odd number, by which a window's bytes are hashed.
+_HASH_FACTOR = 0x9E3779B97F4A7C15
+# Lines of progress of a training on a GPU.
+PROGRESS_LINES = 20
 # Rates are chosen with a seed that no figure is from.
 TUNING_SEED = 1_000
 # Settings that results have in common, so that one file may have them all.
@@ -88,8 +98,6 @@ class Result:
     spread: float
     """See `Stack.spreads`."""
     seconds: float
-    curve: tuple[tuple[int, float], ...] = ()
-    """Loss by inner step, on one batch of each kind of held-out text: coarser than ``loss``."""
 
 
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
@@ -171,13 +179,14 @@ class MethodComparison:
             for name, text in texts.items()
         ]
 
-    def is_curve_point(self, step: int) -> bool:
-        """Return whether loss curves have a point after this inner step: at the end of a round, or of all.
-
-        In the middle of a round replicas are apart, and the further apart the longer the round is.
-        """
-        is_due = step * CURVE_POINTS // self.steps > (step - self.interval) * CURVE_POINTS // self.steps
-        return step == self.steps or (step % self.interval == 0 and is_due)
+    @property
+    def share_of_matrices(self) -> float:
+        """Return the share of the parameters that Muon steps."""
+        with torch.device("meta"):
+            module = build_model(self.sizes, 0)
+        matrices = matrices_of(module)
+        counts = {name: each.numel() for name, each in module.named_parameters()}
+        return sum(counts[name] for name in matrices) / sum(counts.values())
 
     @property
     def sizes(self) -> ModelConfig:
@@ -195,9 +204,16 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     """
     chosen = choose_methods(comparison.words, comparison.interval)
     texts = texts_by_kind(comparison.nodes, comparison.text)
+    windows = windows_held_out(texts, comparison.sizes.context)
     texts = mixed(texts) if comparison.is_mixed else texts
     console = Console()
-    measured = {**setting(), **comparison.setting, "kinds": [*(["mixed"] if comparison.is_mixed else []), *texts]}
+    num_read = comparison.steps * BATCH_SIZE * comparison.sizes.context
+    measured = {
+        **setting(),
+        **comparison.setting,
+        "kinds": [*(["mixed"] if comparison.is_mixed else []), *texts],
+        "times that text is read": [round(num_read / len(text.training), 2) for text in texts.values()],
+    }
     results = _earlier_results(out, measured) if out is not None else {}
 
     def keep(_: object, made: Sequence[Result]) -> None:
@@ -215,16 +231,20 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
         asked = {Play(method.name, seed, method.rate): (method, seed) for method, seed in plays}
         missing = {key: each for key, each in asked.items() if key not in results}
         if comparison.chosen_device.torch_device.type == "cpu":
-            play_all(say, [(key, partial(measure, comparison, [each], texts)) for key, each in missing.items()], keep)
+            play_all(
+                say,
+                [(key, partial(measure, comparison, [each], texts, windows)) for key, each in missing.items()],
+                keep,
+            )
         else:
             for name, group in groupby(missing, attrgetter("method")):
-                keep(name, measure(comparison, [missing[key] for key in group], texts, say))
+                keep(name, measure(comparison, [missing[key] for key in group], texts, windows, say))
         return [results[key] for key in asked]
 
     tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
     chosen = best_of(tried, play((method, TUNING_SEED) for method in tried)) if len(comparison.rates) > 1 else tried
     final = play((method, seed) for method in chosen for seed in range(comparison.seeds))
-    console.print(result_grid(final, chosen, comparison.baseline).rich())
+    console.print(result_grid(final, chosen, comparison).rich())
     return final
 
 
@@ -255,7 +275,7 @@ def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:
 
 
 def documents_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, list[bytes]]:
-    """Return the documents in the largest subfolders of a folder, by default of the standard library.
+    """Return the documents in the largest subfolders of a folder, by default of the standard library, by name.
 
     Raises `DataError` if there are too few.
     """
@@ -268,17 +288,71 @@ def documents_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, l
         where = "the standard library" if folder is None else folder
         raise DataError(f"{where} has {len(packages)} kinds of text, too few for {num_kinds} nodes")
     largest = sorted(packages, key=lambda name: (-sum(map(len, packages[name])), name))[:num_kinds]
-    return {name: packages[name] for name in largest}
+    return {name: packages[name] for name in sorted(largest)}
 
 
 def texts_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, Text]:
-    """Return these kinds of text: nine tenths to train on, and the rest; raises as `documents_by_kind` does."""
-    texts = {}
+    """Return these kinds of text in pieces, of which a tenth, by their hashes, is held out; raises as above.
+
+    What is there twice counts once, and is of the first kind that has it.
+    """
+    texts, known = {}, set[bytes]()
     for name, documents in documents_by_kind(num_kinds, folder).items():
-        tokens = np.frombuffer(b"\0".join(documents), dtype=np.uint8)
-        cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
-        texts[name] = Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
+        starts = ((each, start) for each in documents for start in range(0, len(each), PIECE_BYTES))
+        pieces = {
+            sha256(piece).digest(): piece for each, start in starts if (piece := each[start : start + PIECE_BYTES])
+        }
+        chosen = set(sorted(pieces.keys() - known)[: KIND_BYTES // PIECE_BYTES])
+        known |= pieces.keys()
+        training, held_out = (
+            b"\0".join(
+                piece
+                for digest, piece in pieces.items()
+                if digest in chosen and (digest[-1] < 256 * HELD_OUT_SHARE) is which
+            )
+            for which in (False, True)
+        )
+        found = Found(len(documents), max(training + held_out, default=0), b"")
+        texts[name] = Text(np.frombuffer(training, np.uint8), np.frombuffer(held_out, np.uint8), found)
     return texts
+
+
+def windows_held_out(texts: Mapping[str, Text], context: int) -> list[Batch]:
+    """Return `VALIDATION_WINDOWS` windows (B, T + 1) of each kind's held-out text, none of which is training text.
+
+    Raises `DataError` if there are too few.
+    """
+    length = context + 1
+    places, hashes = dict[str, Batch](), dict[str, npt.NDArray[np.uint64]]()
+    for name, text in texts.items():
+        of_all = _window_hashes(text.held_out[:], length)
+        if not len(of_all):
+            raise DataError(f"no text of {name} is held out: bring more of it")
+        places[name] = draw(len(of_all), 8 * VALIDATION_WINDOWS, b"held out", name.encode())
+        hashes[name] = of_all[places[name]]
+    drawn = np.unique(np.concatenate(list(hashes.values())))
+    is_known = np.zeros(len(drawn), bool)
+    for text in texts.values():
+        trained = _window_hashes(text.training[:], length)
+        nearest = np.searchsorted(drawn, trained).clip(max=len(drawn) - 1)
+        is_known[nearest[drawn[nearest] == trained]] = True
+    windows: list[Batch] = []
+    for name, text in texts.items():
+        new = places[name][~is_known[np.searchsorted(drawn, hashes[name])]]
+        if len(new) < VALIDATION_WINDOWS:
+            raise DataError(f"too little held-out text of {name} is not in the training text too: bring more of it")
+        windows.append(cut_out(text.held_out, new[:VALIDATION_WINDOWS], context))
+    return windows
+
+
+def _window_hashes(tokens: Tokens, length: int) -> npt.NDArray[np.uint64]:
+    """Return the hash of each window (n - length + 1,)."""
+    count = max(len(tokens) - length + 1, 0)
+    hashes = np.zeros(count, np.uint64)
+    for offset in range(length):
+        hashes *= np.uint64(_HASH_FACTOR)
+        hashes += tokens[offset : offset + count] + np.uint64(1)
+    return hashes
 
 
 def write_kinds(folder: Path, num_kinds: int) -> list[Path]:
@@ -306,17 +380,16 @@ def measure(
     comparison: MethodComparison,
     plays: Sequence[tuple[Method, int]],
     texts: Mapping[str, Text],
+    windows: Sequence[Batch],
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Train with one method, all seeds and rates at once; each result's seconds are its share of the time.
 
-    On a CPU it takes one thread. ``say`` gets the progress at each point of the loss curves.
+    All are evaluated on ``windows`` (B, T + 1) of each kind. On a CPU it takes one thread. ``say`` gets the progress.
     """
     device = comparison.chosen_device.torch_device
     trials = [Trial(seed, method.rate, comparison.samplers(texts, seed)) for method, seed in plays]
-    method, samplers = plays[0][0], trials[0].samplers  # the held-out text is the same for all
-    few = [sampler.held_out_batch(0) for sampler in samplers]
-    curves: list[list[tuple[int, float]]] = [[] for _ in trials]
+    method = plays[0][0]
     started = time.perf_counter()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -324,56 +397,56 @@ def measure(
         torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
     stack = Stack(method, comparison.sizes, comparison.inner(), trials, device)
 
-    def watch(step: int) -> None:
-        if comparison.is_curve_point(step):
-            losses = stack.losses(few)
-            for curve, loss in zip(curves, losses, strict=True):
-                curve.append((step, loss))
-            spent = f"step {step} of {comparison.steps}, {time.perf_counter() - started:.0f} s"
-            say(f"{method.name}, {len(trials)} trials: {spent}, loss {min(losses):.3f} to {max(losses):.3f}")
+    def tell(step: int) -> None:
+        if step * PROGRESS_LINES // comparison.steps > (step - 1) * PROGRESS_LINES // comparison.steps:
+            spent = time.perf_counter() - started
+            say(f"{method.name}, {len(trials)} trials: step {step} of {comparison.steps}, {spent:.0f} s")
 
-    train(method, stack, trials, comparison.steps, watch)
-    batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
-    losses, spreads = stack.losses(batches), stack.spreads()
+    train(method, stack, trials, comparison.steps, tell)
+    losses, spreads = stack.losses(windows), stack.spreads()
     seconds = (time.perf_counter() - started) / len(trials)
-    stack.merge()
+    merged_losses = stack.merged_losses(windows)
     return [
-        Result(method.name, trial.seed, trial.rate, loss, merged_loss, spread, seconds, tuple(curve))
-        for trial, loss, merged_loss, spread, curve in zip(
-            trials, losses, stack.losses(batches), spreads, curves, strict=True
-        )
+        Result(method.name, trial.seed, trial.rate, loss, merged_loss, spread, seconds)
+        for trial, loss, merged_loss, spread in zip(trials, losses, merged_losses, spreads, strict=True)
     ]
 
 
-def result_grid(results: Sequence[Result], chosen: Sequence[Method], baseline: str) -> Grid:
+def result_grid(results: Sequence[Result], chosen: Sequence[Method], comparison: MethodComparison) -> Grid:
     """Return a table with a row per method: means over seeds, with the standard deviation of the loss.
 
-    Differences from the baseline's loss are of the same seeds, with the 95 % interval of their mean.
+    Differences from the baseline's losses are of the same seeds, with the 95 % interval of their mean. Bytes are sent
+    by a replica for each parameter and inner step; a ring's are what a mean over all takes as an all-reduce.
     """
     by_method: dict[str, dict[int, Result]] = defaultdict(dict)
     for result in results:
         by_method[result.method][result.seed] = result
+    base = by_method.get(comparison.baseline, {})
     rows = []
     for method in chosen:
-        group = by_method[method.name]
-        losses = [result.loss for result in group.values()]
-        deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
-        base = by_method.get(baseline, {})
-        differences = [group[seed].loss - base[seed].loss for seed in group if seed in base]
+        group, is_base = by_method[method.name], method.name == comparison.baseline
+        losses, merged = ([getattr(each, name) for each in group.values()] for name in ("loss", "merged_loss"))
+        differences = (
+            [getattr(group[seed], name) - getattr(base[seed], name) for seed in group if seed in base]
+            for name in ("loss", "merged_loss")
+        )
+        replicas_less, merged_less = ("" if is_base else interval_of(each) for each in differences)
         rows.append(
             [
                 method.name,
                 f"{method.rate:g}",
-                f"{method.traffic:.3f}",
+                f"{method.traffic(comparison.share_of_matrices):.3f}",
+                f"{method.ring_traffic(comparison.nodes, comparison.share_of_matrices):.3f}",
                 str(len(group)),
-                f"{statistics.mean(losses):.3f} ± {deviation:.3f}",
-                "" if method.name == baseline else interval_of(differences),
-                f"{math.exp(statistics.mean(losses)):.2f}",
-                f"{math.exp(statistics.mean(result.merged_loss for result in group.values())):.2f}",
+                f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses) if len(losses) > 1 else 0.0:.3f}",
+                replicas_less,
+                f"{statistics.mean(merged):.3f}",
+                merged_less,
                 f"{statistics.mean(result.spread for result in group.values()):.2%}",
             ]
         )
-    header = ["method", "rate", "bytes", "seeds", "loss", f"less {baseline}'s", "ppl", "ppl, merged", "spread"]
+    less = f"less {comparison.baseline}'s"
+    header = ["method", "rate", "bytes", "ring", "seeds", "loss", less, "merged", less, "spread"]
     return Grid("NoLoCo and the baselines, loss in nats a byte", header, rows)
 
 

@@ -41,10 +41,11 @@ from farandole.training.inner.optimizer import (
     rms_factor,
 )
 from farandole.training.model.model import build_model
-from farandole.training.outer.codec import BLOCK, form_of
+from farandole.training.outer.codec import BLOCK, Form, form_of
 from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Group, Method, Trial, rule_for
+from .diloco import DiLoCoConfig, in_two_bits
 from .sparseloco import SparseLoCo
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
@@ -64,7 +65,7 @@ class Stack:
     ) -> None:
         outer, num_samplers = method.outer, len(trials[0].samplers)
         per_trial = 1 if method.is_synchronous else num_samplers
-        inner = msgspec.structs.replace(inner, optimizer=method.optimizer)
+        inner = msgspec.structs.replace(inner, optimizer=method.optimizer, momentum=method.share)
         self.steps = 0
         self._num_trials = len(trials)
         self._model = _Model(build_model(model, 0).to(device), outer.codec)
@@ -79,6 +80,8 @@ class Stack:
         factors = torch.tensor([[trial.rate] for trial in trials]).repeat_interleave(per_trial, 0).to(device)
         self._optimizer = _Optimizer(inner, self._model, self.theta, self._gradients, factors)
         self.outer = _Outer(outer, self.theta, self._model.layout)
+        self.momenta = self._gradients.momentum
+        """Muon's, (N, W) fp32."""
 
     def inner_step(self, tokens: Tokens) -> None:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
@@ -98,36 +101,52 @@ class Stack:
 
         ``is_late``: inner steps were taken since `contribute`.
         """
-        for size in {len(group) for group in groups}:
-            of_size = [list(group) for group in groups if len(group) == size]
-            self.outer.step(torch.tensor(of_size, device=self.theta.device), is_late=is_late)
+        for of_size in self._by_size(groups):
+            self.outer.step(of_size, is_late=is_late)
 
     @torch.no_grad()
+    def average_momenta(self, groups: Sequence[Sequence[int]], codec: Codec) -> None:
+        """Average Muon's momenta in each group; what the codec loses of a row's own stays with the row."""
+        sent = _decoded(self.momenta, form_of(codec))
+        for of_size in self._by_size(groups):
+            received = sent[of_size]  # (G, R, W)
+            self.momenta[of_size] += received.mean(1, keepdim=True) - received
+
+    def _by_size(self, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return groups as tensors (G, R), one for each of their sizes R."""
+        sizes = sorted({len(group) for group in groups})
+        by_size = ([list(group) for group in groups if len(group) == size] for size in sizes)
+        return [torch.tensor(of_size, device=self.theta.device) for of_size in by_size]
+
     def losses(self, batches: Sequence[Tokens]) -> list[float]:
         """Return each trial's loss, the mean over its replicas and the batches, each (B, T + 1).
 
         Raises `TrainingError` if a gradient was not finite: a replica would skip such a step, a stack cannot.
         """
+        return self._losses(self.theta, batches)
+
+    def merged_losses(self, batches: Sequence[Tokens]) -> list[float]:
+        """Return each trial's loss of the mean of its replicas' weights, otherwise as `losses`."""
+        return self._losses(self._by_trial().mean(1), batches)
+
+    @torch.no_grad()
+    def _losses(self, theta: Tensor, batches: Sequence[Tokens]) -> list[float]:
         if self._gradients.have_failed():
             raise TrainingError("a gradient was not finite: leave out the highest rate")
-        device = self.theta.device
         losses = [
-            vmap(self._model.loss, (0, None))(self._model.views(self.theta), torch.from_numpy(each).to(device))
+            vmap(self._model.loss, (0, None))(self._model.views(theta), torch.from_numpy(each).to(theta.device))
             for each in batches
         ]
         by_trial: list[float] = torch.stack(losses).mean(0).view(self._num_trials, -1).mean(1).tolist()
         return by_trial
 
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Set every replica to the mean of its trial's replicas."""
-        by_trial = self.theta.view(self._num_trials, -1, self.theta.size(1))
-        by_trial.copy_(by_trial.mean(1, keepdim=True).expand_as(by_trial))
+    def _by_trial(self) -> Tensor:
+        return self.theta.view(self._num_trials, -1, self.theta.size(1))
 
     @torch.no_grad()
     def spreads(self) -> list[float]:
         """Return each trial's spread: the weights' mean standard deviation across replicas, over their mean size."""
-        by_trial = self.theta.view(self._num_trials, -1, self.theta.size(1))[..., : self._num_elements]
+        by_trial = self._by_trial()[..., : self._num_elements]
         deviation = by_trial.std(1, correction=0).mean(1)
         spreads: list[float] = (deviation / by_trial.mean(1).square().mean(1).sqrt()).tolist()
         return spreads
@@ -169,7 +188,8 @@ class _Gradients:
         """Names of the parameters that Muon steps."""
         self.direction = torch.zeros_like(theta)
         """Muon's steps at a rate of 1, (N, W) fp32; zeros at other parameters."""
-        self._momentum = torch.zeros_like(theta)
+        self.momentum = torch.zeros_like(theta)
+        """Muon's, (N, W) fp32, kept and not used at other parameters."""
         self._views = model.views
         self._leaves = {name: view.detach().requires_grad_() for name, view in model.views(theta).items()}
         self._gradient_views = list(model.views(self.gradient).values())
@@ -220,8 +240,8 @@ class _Gradients:
     def _turn(self) -> None:
         """Compute `direction`: `farandole.training.inner.optimizer.muon_` of all rows."""
         share = self._settings.momentum
-        self._momentum.lerp_(self.gradient, 1 - share)
-        ahead, directions = self._views(self.gradient.lerp(self._momentum, share)), self._views(self.direction)
+        self.momentum.lerp_(self.gradient, 1 - share)
+        ahead, directions = self._views(self.gradient.lerp(self.momentum, share)), self._views(self.direction)
         for name in sorted(self.by_muon):
             direction = directions[name]  # (N, r, c)
             direction.copy_(vmap(orthogonalised)(ahead[name])).mul_(-rms_factor(*direction.shape[1:]))
@@ -280,6 +300,9 @@ class _Outer:
         self.slow = theta.clone()
         """Slow weights, (N, W) fp32."""
         self._vectors = {name: torch.zeros_like(theta) for name in settings.vectors}
+        self._unsent = (
+            torch.zeros_like(theta) if isinstance(settings, DiLoCoConfig) and settings.error_feedback else None
+        )
         self._part = slice(0, 0)
         self._fast = self._exact = self._sent = theta
         self._last = self._is_sent = torch.empty(0)
@@ -306,19 +329,19 @@ class _Outer:
         self._part = self._layout.fragment(fragment, self._settings.fragments)
         self._fast = self._piece(self._theta)
         self._exact = self._sent = self._rule.contribution(self._own(self._fast))
-        if self._settings.codec == "fp32":
-            return
-        encoded = torch.empty(self._form.size(self._exact.numel()), dtype=torch.uint8, device=self._theta.device)
-        last = self._piece(self._last).flatten() if self._settings.remembers_sent else None
-        self._form.encode(self._exact.flatten(), encoded, last)
-
-        def decoded(values: Tensor) -> Tensor:
-            self._form.decode(encoded, values.view(-1))
-            return values
-
-        self._sent = decoded(self._exact.clone())
-        if self._settings.remembers_sent:
-            self._is_sent = ~decoded(torch.full_like(self._exact, torch.nan)).isnan()
+        if self._unsent is not None:
+            self._exact = self._exact + self._piece(self._unsent)
+        if isinstance(self._settings, DiLoCoConfig) and self._settings.two_bits:
+            self._sent = in_two_bits(self._exact)
+        elif self._settings.remembers_sent:
+            last = self._piece(self._last)
+            self._sent = _decoded(self._exact, self._form, self._exact, last)
+            self._is_sent = ~_decoded(self._exact, self._form, torch.full_like(last, torch.nan), last).isnan()
+        elif self._settings.codec != "fp32":
+            self._sent = _decoded(self._exact, self._form)
+        if self._unsent is not None:
+            length = self._part.stop - self._part.start
+            self._unsent[:, self._part] = (self._exact - self._sent)[:, :length]
 
     def _received(self, senders: Tensor, rows: Tensor, slow: Tensor) -> Tensor:
         """Return what each of the rows decodes of its sender; it takes its own for what topk has left out."""
@@ -353,6 +376,15 @@ class _Outer:
             self._theta[rows, part] += (own.slow - own.fast)[:, :length]
         else:
             self._theta[rows, part] = own.slow[:, :length]
+
+
+def _decoded(values: Tensor, form: Form, onto: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+    """Return what receivers who have ``onto`` decode of rows (N, W), of which they were sent ``last``."""
+    encoded = torch.empty(form.size(values.numel()), dtype=torch.uint8, device=values.device)
+    form.encode(values.flatten(), encoded, None if last is None else last.flatten())
+    decoded = torch.empty_like(values) if onto is None else onto.clone()
+    form.decode(encoded, decoded.view(-1))
+    return decoded
 
 
 def train(
@@ -390,12 +422,16 @@ def train(
             trainee.outer_step(awaited, is_late=True)
             awaited = None
         if method.group in ("all", "pairs") and ((step + 1) % method.interval == 0 or is_last):
+            number = step // method.interval
             for exchange in range(method.exchanges):
-                trainee.contribute(step // method.interval % method.outer.fragments)
+                trainee.contribute((number * method.exchanges + exchange) % method.outer.fragments)
                 if method.late and not is_last:
                     awaited, takes_at = groups(step, exchange), step + method.late
                 else:
                     trainee.outer_step(groups(step, exchange))
+            if method.momentum_codec is not None:
+                for partner in range(method.momentum_partners):
+                    trainee.average_momenta(groups(step, method.exchanges + partner), method.momentum_codec)
         progress(step + 1)
 
 

@@ -12,7 +12,9 @@ from farandole.testnet import cli
 from farandole.testnet.methods.baselines import Method, methods
 from farandole.testnet.methods.compare import (
     HELD_OUT_SHARE,
+    PIECE_BYTES,
     TUNING_SEED,
+    VALIDATION_WINDOWS,
     MethodComparison,
     Result,
     best_of,
@@ -23,6 +25,7 @@ from farandole.testnet.methods.compare import (
     result_grid,
     run_compare,
     texts_by_kind,
+    windows_held_out,
     write_kinds,
 )
 from farandole.training.base.errors import DataError
@@ -41,7 +44,6 @@ def test_a_comparison_prints_and_writes_each_method(tmp_path: Path, capsys: pyte
     # The file has them in the order in which they were ready.
     assert sorted(result["method"] for result in document["results"]) == [result.method for result in results]
     assert all(0 < result["loss"] < 7 for result in document["results"])
-    assert all([step for step, _ in result["curve"]] == [1, 2] for result in document["results"])
     assert document["settings"]["nodes"] == len(document["settings"]["kinds"]) == 2
     assert {document["settings"][name] for name in ("steps", "interval")} == {2, 1}
     assert "DiLoCo" in capsys.readouterr().out
@@ -66,19 +68,17 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureF
 def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
     comparison = MethodComparison(nodes=2, steps=8, interval=2)
     texts, said = texts_by_kind(2), list[str]()
+    windows = windows_held_out(texts, comparison.sizes.context)
     plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate in (1.0, 2.0) for seed in (0, 1)]
 
-    together = measure(comparison, plays, texts, said.append)
+    together = measure(comparison, plays, texts, windows, said.append)
 
     for (method, seed), result in zip(plays, together, strict=True):
-        (alone,) = measure(comparison, [(method, seed)], texts)
+        (alone,) = measure(comparison, [(method, seed)], texts, windows)
         assert (result.method, result.seed, result.rate) == (alone.method, alone.seed, alone.rate)
         for name in ("loss", "merged_loss", "spread"):
             assert getattr(result, name) == pytest.approx(getattr(alone, name), rel=1e-3)
-        assert [step for step, _ in result.curve] == [step for step, _ in alone.curve] == [2, 4, 6, 8]
-        assert [loss for _, loss in result.curve] == pytest.approx([loss for _, loss in alone.curve], rel=1e-3)
-    assert len(said) == 4
-    assert "4 trials: step 8 of 8" in said[-1]
+    assert [f"4 trials: step {step} of 8" in line for step, line in enumerate(said, 1)] == [True] * 8
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,10 @@ def test_some_methods_are_chosen_by_words_of_their_names() -> None:
         choose_methods(["DiLoCo", "magic"])
 
 
+def random_text(seed: int, size: int) -> bytes:
+    return np.random.default_rng(seed).integers(97, 123, size, dtype=np.uint8).tobytes()
+
+
 def result(method: str, seed: int, loss: float, rate: float = 1.0) -> Result:
     return Result(method, seed, rate, loss, merged_loss=loss, spread=0.0, seconds=1.0)
 
@@ -133,28 +137,78 @@ def test_losses_are_compared_seed_by_seed() -> None:
     results += [result("other", seed, 1.9 + seed + 0.01 * (seed - 1)) for seed in range(3)]
     results += [result("third", 7, 1.0)]
 
-    rows = {row[0]: row[5] for row in result_grid(results, chosen, "base").rows}
+    rows = {row[0]: (row[6], row[8]) for row in result_grid(results, chosen, MethodComparison(baseline="base")).rows}
 
-    assert rows == {"base": "", "other": "-0.100 [-0.125, -0.075]", "third": ""}
+    difference = "-0.100 [-0.125, -0.075]"
+    assert rows == {"base": ("", ""), "other": (difference, difference), "third": ("", "")}
     assert interval_of([0.5]) == "+0.500"
 
 
 def test_methods_of_one_traffic_are_seen_to_have_it() -> None:
-    traffic = {method.name: method.traffic for method in methods(interval=12)}
+    by_name = {method.name: method for method in methods(interval=12)}
+    traffic = {name: method.traffic(0.8) for name, method in by_name.items()}
 
     assert traffic["synchronous data parallel"] == 4
     assert traffic["DiLoCo"] == traffic["NoLoCo, Nesterov, fp32"] == 4 / 12
     assert traffic["NoLoCo, plain, int8, four times as often"] == pytest.approx(4 / 12, rel=0.02)
     assert traffic["nobody averages"] == 0
+    # int8 to one partner, and four fifths of it in int4 to two: 1.016 and 0.8 x 2 x 0.5625 bytes every 6 steps.
+    assert traffic["NoLoCo, int8, 8 fragments, twice as often, momentum, Muon 0.9"] == pytest.approx(0.319, abs=1e-3)
+    assert traffic["MuLoCo, alpha 0.9, 2 bits with error feedback, Muon 0.9"] == pytest.approx(0.0089, abs=1e-4)
 
 
-def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:
+def test_a_mean_of_all_is_charged_what_a_ring_sends() -> None:
+    by_name = {method.name: method for method in methods(interval=12)}
+    assert by_name["DiLoCo"].ring_traffic(8) == pytest.approx(4 / 12 * 1.75)
+    assert by_name["NoLoCo, Nesterov, fp32"].ring_traffic(8) == 4 / 12
+
+
+def test_kinds_of_text_are_apart_and_a_tenth_is_held_out() -> None:
     texts = texts_by_kind(3)
 
     for text in texts.values():
-        assert len(text.held_out) == pytest.approx(len(text.training) / 9, rel=0.01)
+        assert 0.05 < len(text.held_out) / len(text.training) < 0.2
         assert array_of(text.training).dtype == np.uint8
     assert len({bytes(array_of(text.training)[:200]) for text in texts.values()}) == 3
+
+
+def test_no_window_that_is_evaluated_on_is_in_any_training_text() -> None:
+    """Of whole pieces of this text, some have such windows: licences, and lines that every file has."""
+    texts, context = texts_by_kind(3), 32
+    training = b"\0".join(array_of(text.training).tobytes() for text in texts.values())
+
+    windows = windows_held_out(texts, context)
+
+    assert [each.shape for each in windows] == [(VALIDATION_WINDOWS, context + 1)] * 3
+    held_out = [array_of(text.held_out).tobytes() for text in texts.values()]
+    for each, own in zip(windows, held_out, strict=True):
+        assert all(row.astype(np.uint8).tobytes() in own for row in each)
+        assert not any(row.astype(np.uint8).tobytes() in training for row in each)
+    places = range(0, len(held_out[0]) - context, 97)
+    assert any(held_out[0][place : place + context + 1] in training for place in places)
+
+
+def test_text_that_several_kinds_have_is_of_one(tmp_path: Path) -> None:
+    shared, own = (random_text(seed, 40 * PIECE_BYTES) for seed in (0, 1))
+    for name, content in (("a", shared + own), ("b", shared * 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_bytes(content)
+
+    texts = texts_by_kind(2, tmp_path)
+
+    sizes = {name: len(text.training) + len(text.held_out) for name, text in texts.items()}
+    assert sizes["a"] == pytest.approx(80 * PIECE_BYTES, rel=0.01)
+    assert sizes["b"] == 0
+
+
+@pytest.mark.parametrize(("pieces", "says"), [(1, "no text of a is held out"), (200, "too little held-out text of a")])
+def test_too_little_new_text_to_evaluate_on_is_said(tmp_path: Path, pieces: int, says: str) -> None:
+    alike = [b"%06d" % number + b"word " * 818 for number in range(pieces)]  # but for six bytes of 4,096
+    for name, content in (("a", b"".join(alike)), ("b", random_text(0, 90 * PIECE_BYTES))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        windows_held_out(texts_by_kind(2, tmp_path), 32)
 
 
 def test_kinds_are_written_as_records_of_which_each_has_some_held_out(tmp_path: Path) -> None:

@@ -10,21 +10,24 @@ from msgspec import structs
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, PlainConfig
-from farandole.testnet.methods.baselines import Method, Trial, methods, rule_for
+from farandole.testnet.methods.baselines import Group, Method, Trial, methods, rule_for
 from farandole.testnet.methods.co2 import CO2Config
 from farandole.testnet.methods.diloco import DiLoCoConfig
 from farandole.testnet.methods.gasloc import GASLoCConfig
-from farandole.testnet.methods.stacked import Stack, train
+from farandole.testnet.methods.stacked import Stack, groups_of, train
 from farandole.training.base.errors import TrainingError
+from farandole.training.base.parameters import layout_of
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
-from farandole.training.model.model import language_loss
+from farandole.training.inner.optimizer import matrices_of
+from farandole.training.model.model import build_model, language_loss
 from farandole.training.outer.rule import Meeting, OwnVectors
 from farandole.training.screening.rule import Encounter
 
 from ...training.conftest import RUN_ID, MakeReplica
 
 CPU = torch.device("cpu")
+FRAGMENTS = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8", fragments=2)
 INNER = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, clip=0.5)
 
 
@@ -109,6 +112,8 @@ def test_a_stack_does_what_replicas_do(
         Method("two partners", "pairs", 2, PlainConfig(), exchanges=2),
         Method("GASLoC", "pairs", 2, GASLoCConfig()),
         Method("CO2", "pairs", 2, CO2Config(), 2),
+        Method("fragments apart, momentum", "pairs", 2, FRAGMENTS, 0, "muon", 1.0, 2, 0.9, "int4", 2),
+        Method("two bits", "all", 2, DiLoCoConfig(error_feedback=True, two_bits=True)),
         Method("nobody averages", "none"),
     ],
     ids=str,
@@ -157,6 +162,63 @@ def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampl
     assert 0 < noloco.spreads()[0] < 0.8 * apart.spreads()[0]
 
 
+def test_each_fragment_of_a_round_meets_a_partner_of_its_own(model: ModelConfig, samplers: list[Sampler]) -> None:
+    seed = 2
+    trials, outer = [Trial(seed, 1.0, samplers)], NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, fragments=2)
+    apart = trained(Method("apart", "none"), model, trials, 3).theta
+    stack = trained(Method("fragments", "pairs", 3, outer, exchanges=2), model, trials, 3)
+    pairings = [groups_of("pairs", 4, seed, step=2, exchange=fragment) for fragment in range(2)]
+    assert sorted(map(sorted, pairings[0])) != sorted(map(sorted, pairings[1])), "or this shows nothing"
+    layout = layout_of(build_model(model, 0), "fp32")
+    for fragment, pairs in enumerate(pairings):
+        part = layout.fragment(fragment, 2)
+        for first, second in pairs:
+            mean = (apart[first, part] + apart[second, part]) / 2
+            torch.testing.assert_close(stack.theta[first, part], mean)
+            torch.testing.assert_close(stack.theta[second, part], mean)
+
+
+@pytest.mark.parametrize("group", ["pairs", "all"])
+def test_averaged_momenta_come_together_and_keep_their_sum(
+    model: ModelConfig, samplers: list[Sampler], group: Group
+) -> None:
+    stack = trained(Method("apart", "none", optimizer="muon"), model, [Trial(1, 1.0, samplers)], 3)
+    before = stack.momenta.clone()
+    for exchange in range(8):
+        stack.average_momenta(groups_of(group, 4, 1, 2, exchange), "int4")
+    torch.testing.assert_close(stack.momenta.mean(0), before.mean(0), rtol=0, atol=1e-6)
+    assert float(stack.momenta.std(0).mean()) < 0.2 * float(before.std(0).mean())
+
+
+def test_the_next_inner_step_takes_the_averaged_momenta(model: ModelConfig, samplers: list[Sampler]) -> None:
+    """With all, and in fp32: replicas of equal weights that take one batch then step their matrices alike."""
+    trials = [Trial(1, 1.0, samplers)]
+    kept = Method("kept", "all", 3, PlainConfig(), optimizer="muon")
+    module = build_model(model, 0)
+    places, matrices = layout_of(module, "fp32").places(), matrices_of(module)
+    apart = []
+    for method in (kept, replace(kept, momentum_codec="fp32")):
+        stack = trained(method, model, trials, 3)
+        assert stack.spreads()[0] < 1e-7
+        stack.inner_step(np.stack([samplers[0].batch(3)] * 4))
+        apart.append(max(float(stack.theta[:, places[name]].std(0).max()) for name in matrices))
+    assert apart[1] < 1e-6 < 1e-4 < apart[0]
+
+
+def test_error_feedback_sends_later_what_two_bits_lose(model: ModelConfig, samplers: list[Sampler]) -> None:
+    """Replicas that learn no more after a round: their slow weights come to where their mean progress led."""
+    outer = DiLoCoConfig(learning_rate=1.0, alpha=0.0, error_feedback=True, two_bits=True)
+    stack = trained(Method("apart", "none", outer=outer), model, [Trial(1, 1.0, samplers)], 2)
+    goal, start, left = stack.theta.mean(0), stack.outer.slow[0].clone(), list[float]()
+    for _ in range(30):
+        stack.contribute()
+        stack.outer_step([range(4)])
+        assert stack.spreads()[0] < 1e-7
+        left.append(float((stack.outer.slow[0] - goal).norm() / (start - goal).norm()))
+    assert left[0] > 0.2
+    assert left[-1] < 0.1 * left[0]
+
+
 def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, samplers: list[Sampler]) -> None:
     """By hand: a contribution after the third step, its outer step after the fifth, and the last one at the end."""
     outer, trials = NoLoCoConfig(momentum="nesterov"), [Trial(1, 1.0, samplers)]
@@ -186,16 +248,16 @@ def test_the_last_inner_step_ends_a_round(model: ModelConfig, samplers: list[Sam
     assert cut_short.spreads()[0] < 1e-7
 
 
-def test_a_merge_is_the_mean(make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler]) -> None:
+def test_a_merged_loss_is_that_of_the_mean(
+    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler]
+) -> None:
     stack = trained(Method("apart", "none"), model, [Trial(1, 1.0, samplers)], 3)
-    mean = stack.theta.mean(0)
-    stack.merge()
-    assert all(torch.equal(row, mean) for row in stack.theta)
     batch, replica = samplers[0].held_out_batch(0), make_replica(bytes(32))
     flat = replica.round_end.weights.flat
-    flat.copy_(mean[: len(flat)])
+    flat.copy_(stack.theta.mean(0)[: len(flat)])
     alone = float(language_loss(replica.replica.module, torch.from_numpy(batch)).detach())
-    assert stack.losses([batch]) == [pytest.approx(alone)]
+    assert stack.merged_losses([batch]) == [pytest.approx(alone)]
+    assert stack.losses([batch]) != [pytest.approx(alone)]
 
 
 def test_every_method_trains_an_odd_number_too(model: ModelConfig, samplers: list[Sampler]) -> None:
