@@ -7,8 +7,8 @@ as short as they can be without trainers that wait: as long as an exchange may t
 times as long as one takes.
 
 What else a run file leaves open gets first the settings that learned most in our comparisons (`best_known`), each with
-its reason. The measurements are in docs/learning.md and BENCHMARKS.md: models of 0.5 and 2.9 million parameters, trained
-from the start on one kind of text. The defaults of the manifest's own fields are NoLoCo's published ones, and
+its reason. The measurements are in docs/learning.md and BENCHMARKS.md: models of 0.5 and 2.9 million parameters,
+trained from the start on text of one kind. The defaults of the manifest's own fields are NoLoCo's published ones, and
 stay so: manifests that leave them out are signed and kept.
 """
 
