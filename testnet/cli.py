@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import msgspec
 import typer
 
 from farandole.node.app.commands.output import print_json
@@ -67,6 +68,10 @@ def run_testnet(
     stages: Annotated[
         int | None, typer.Option(min=1, help="Cut the model into this many stages, held by different nodes.")
     ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Text for all nodes, as for `join`; repeatable."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json, loss.png, logs.", show_default="out/SCENARIO")
     ] = None,
@@ -105,14 +110,14 @@ def run_testnet(
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     played = load_scenario(
-        scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat, clean=clean, say=say
+        scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, data=data or (), nat=nat, clean=clean, say=say
     )
+    folder = out or Path("out") / Path(scenario).stem
     if played.hostile is not None:
-        _run_hostile(played, out or Path("out") / Path(scenario).stem, console, as_json=as_json)
+        _run_hostile(played, folder, console, as_json=as_json)
     clean_report = load_report(beside) if beside else None
     if clean_report is not None:
         check_clean(clean_report, str(played.run.get("name", "")), played.nodes)
-    folder = out or Path("out") / Path(scenario).stem
     testnet = Testnet(played, folder.absolute(), say)
     report = trio.run(testnet.play)
     write_report(report, folder)  # whatever comes of the comparison
@@ -125,8 +130,6 @@ def run_testnet(
         typer.echo(f"no loss.png: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
     _print_verdict(report, folder, console)
     if as_json:
-        import msgspec
-
         print_json(msgspec.to_builtins(report))
     if testnet.is_interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
@@ -137,8 +140,6 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
     """Play it, compare it with the honest members alone, and end with the verdict."""
     if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
         raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
-    import msgspec
-
     from .zoo.play import grid_of, play_hostile
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)

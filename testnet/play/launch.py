@@ -65,7 +65,7 @@ MERGED_NAME: Final = "merged.safetensors"
 TARGETS: Final = "TESTNET_TARGETS"
 """Environment variable of intruders: the addresses of all nodes."""
 
-Measure = Callable[[Manifest, bytes, Sequence[Path], Path], Merged]
+Measure = Callable[[Manifest, bytes, Sequence[Path], Path, Sequence[str]], Merged]
 
 
 class TestnetError(FarandoleError):
@@ -189,9 +189,8 @@ class Testnet:
         targets = " ".join(
             f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.report.peer_id}" for node in self._nodes
         )
-        made: list[NodeProcess] = []
-        for number, port in enumerate(free_ports(len(self.intruders)), len(self._nodes)):
-            intruder = self.intruders[len(made)]
+        made, ports = [], free_ports(len(self.intruders))
+        for number, (intruder, port) in enumerate(zip(self.intruders, ports, strict=True), len(self._nodes)):
             options, environment = self._options(number, "127.0.0.1", port), {**intruder.environment, TARGETS: targets}
             made.append(self._make(number, options, leash, intruder.command, environment))
         return made
@@ -222,7 +221,8 @@ class Testnet:
         }
         if index < len(scenario.stage):
             settings["--stage"] = scenario.stage[index]
-        return [str(part) for pair in settings.items() for part in pair]
+        texts = [("--data", path) for path in scenario.data]
+        return [str(part) for pair in (*settings.items(), *texts) for part in pair]
 
     async def _run_nodes(self, signed: SignedManifest) -> tuple[list[NodeReport], float]:
         """Train, let the run state settle, record the results, and end the nodes."""
@@ -422,6 +422,7 @@ class Testnet:
                     signed.run_id,
                     checkpoints,
                     self.out / MERGED_NAME,
+                    self.scenario.data,
                     abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
                 )
             except (OSError, ValueError, RuntimeError) as error:

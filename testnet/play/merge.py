@@ -17,8 +17,9 @@ from farandole.protocol.run.rules import SLOW
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.errors import CheckpointError
 from farandole.training.base.parameters import Layout
+from farandole.training.data.dataset import Bring
 from farandole.training.engine.checkpoint import Counters, save_checkpoint
-from farandole.training.engine.learner import build_learner
+from farandole.training.engine.learner import Learner, build_learner
 
 from .report import Merged
 
@@ -26,13 +27,21 @@ from .report import Merged
 VALIDATION_BATCHES: Final = 32
 
 
-def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
+def measuring_learner(manifest: Manifest, run_id: bytes, data: Sequence[str]) -> Learner:
+    """Return a learner that measures, with the run's text or that in ``data``; this process computes on one thread."""
+    torch.set_num_threads(1)
+    settings, bring = TrainerSettings(device="cpu"), Bring(tuple(map(Path, data)))
+    return build_learner(manifest, run_id=run_id, author=bytes(32), settings=settings, bring=bring)
+
+
+def measure_merged(
+    manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path, data: Sequence[str] = ()
+) -> Merged:
     """Average the replicas' slow weights into a checkpoint at ``out`` and measure it on held-out text.
 
     Raises `TrainingError` if a checkpoint or the text is unusable, or if a stage has no checkpoint.
     """
-    torch.set_num_threads(1)
-    replica = build_learner(manifest, run_id=run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
+    replica = measuring_learner(manifest, run_id, data)
     spread = merge_checkpoints(checkpoints, replica.checkpoint.layout, run_id, out)
     loss_start = replica.evaluate(VALIDATION_BATCHES)
     replica.checkpoint.load(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -120,6 +120,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether no node trains before all are up: otherwise the first nodes are some rounds ahead."""
     stages: Annotated[int, msgspec.Meta(ge=0, le=512)] = 0
     """Number of the model's stages; replaces ``run.model.num_stages``; 0: keep that."""
+    data: tuple[str, ...] = ()
+    """Files and folders of text that every node trains on, as ``--data`` of ``join``; none: what ``run`` says."""
     device: str = "cpu"
     """Device of the trainers."""
     checkpoint_seconds: _Positive = 5.0
@@ -228,16 +230,13 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def manifest(self, now: float) -> Manifest:
         """Return the run's manifest; raises `ManifestError` if its settings are not valid."""
-        return manifest_of(_run_settings(self.run, self.seed, self.stages), Path(), now)
-
-
-def _run_settings(run: Mapping[str, Any], seed: int, stages: int) -> _Settings:
-    """Return the run's settings with the scenario's seed and number of stages."""
-    settings = {**run, "seed": seed}
-    model = run.get("model")
-    if stages and isinstance(model, str | Mapping):
-        settings["model"] = {**({"preset": model} if isinstance(model, str) else model), "num_stages": stages}
-    return settings
+        settings = {**self.run, "seed": self.seed}
+        model, data = self.run.get("model"), self.run.get("data", {})
+        if self.stages and isinstance(model, str | Mapping):
+            settings["model"] = {**({"preset": model} if isinstance(model, str) else model), "num_stages": self.stages}
+        if self.data and isinstance(data, Mapping):
+            settings["data"] = {**data, "source": "text"}
+        return manifest_of(settings, Path(), now)
 
 
 # The source has scenarios with hostile members; the wheel does not.
@@ -263,16 +262,18 @@ def load_scenario(
     rounds: int | None = None,
     seed: int | None = None,
     stages: int | None = None,
+    data: Sequence[Path] = (),
     nat: bool = False,
     clean: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Scenario:
     """Load a delivered scenario by its name, or a file; the other arguments replace its values.
 
-    With ``nat`` the nodes are in homes, in the default ones if the scenario names none. With ``clean`` it has no
-    faults. ``say`` is called with each condition that is dropped because there are too few nodes or rounds.
+    With ``nat`` the nodes are in homes, in the default ones if the scenario names none. With ``data`` they train on
+    that text, whose loss may be any. With ``clean`` it has no faults. ``say`` is called with each condition that is
+    dropped because there are too few nodes or rounds.
 
-    Raises `ScenarioError`, or `ManifestError` for its run settings.
+    Raises `ScenarioError`, `ManifestError` for its run settings, or `DataError` for text that is missing or too little.
     """
     file = _read(name_or_path)
     sizes = {"nodes": nodes, "rounds": rounds, "stages": stages}
@@ -282,9 +283,17 @@ def load_scenario(
             settings["seed"] = seed
         if nat and not settings.get("home"):
             settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
+        if data:
+            settings |= {"data": [str(path.absolute()) for path in data], "max_loss_merged": None}
         if clean:
             settings |= {"fault": [], "chaos": None, "hostile": None}
-        return parse_scenario(settings)
+        scenario = parse_scenario(settings)
+    if scenario.data:
+        from farandole.training.data.dataset import Bring, build_sampler  # imports numpy
+
+        text = Bring(tuple(map(Path, scenario.data)))
+        build_sampler(scenario.manifest(0.0), bytes(32), bytes(32), text).held_out_batch(0)
+    return scenario
 
 
 def _read(name_or_path: str) -> TomlFile:

@@ -14,14 +14,12 @@ from statistics import fmean
 from typing import Final
 
 import msgspec
-import torch
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.engine.learner import build_learner
 
 from ..play.judge import load_report
 from ..play.launch import Intruder, Testnet, play_and_report
+from ..play.merge import measuring_learner
 from ..play.report import Merged, PlayReport
 from ..play.scenario import HostileSettings, Scenario, ScenarioError
 from ..report.section import Grid
@@ -63,10 +61,11 @@ def conduct_of(report: PlayReport) -> Conduct:
     return Conduct(loss, *counts)
 
 
-def measure_members(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
+def measure_members(
+    manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path, data: Sequence[str]
+) -> Merged:
     """Measure the mean loss of the members' own weights, where other plays have the loss of their mean."""
-    torch.set_num_threads(1)
-    learner = build_learner(manifest, run_id=run_id, author=bytes(32), settings=TrainerSettings(device="cpu"))
+    learner = measuring_learner(manifest, run_id, data)
     losses = [learner.evaluate(VALIDATION_BATCHES)]
     for path in checkpoints:
         learner.checkpoint.load(path)

@@ -1,0 +1,65 @@
+"""A scenario is played on text of one's own, which all nodes train on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole.node.base.exits import Exit
+from farandole.testnet.play.launch import Testnet
+from farandole.testnet.play.scenario import load_scenario
+
+from ...patience import PATIENCE
+from .playing import silent
+
+SCENARIO = f"""
+nodes = 2
+rounds = 2
+start_interval = 0.0
+start_together = true
+timeout = {PATIENCE}
+max_loss_merged = 0.001 # of the scenario's own text: it does not count
+
+[run]
+name = "own text"
+model = "tiny"
+inner = {{learning_rate = 1e-2, warmup_steps = 0, batch_size = 4}}
+rounds = {{inner_steps = 12, round_seconds = 0, exchange_seconds = 20}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "there is no text at"), ("too short", "too little text to train on"), ("ab" * 5_000, "too little text is")],
+)
+def test_text_that_is_missing_or_too_little_is_refused_before_a_node_starts(
+    text: str | None, reason: str, tmp_path: Path
+) -> None:
+    mine, out = tmp_path / "mine.txt", tmp_path / "out"
+    if text is not None:
+        mine.write_text(text)
+    command = [sys.executable, "-m", "farandole.node", "testnet", "run", "demo", "--data", str(mine), "--out", str(out)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert refused.returncode == Exit.BAD_INPUT
+    assert reason in " ".join(refused.stderr.split())
+    assert not out.exists()
+
+
+async def test_all_nodes_train_on_the_text_that_is_named(tmp_path: Path) -> None:
+    scenario, texts = tmp_path / "scenario.toml", tmp_path / "texts"
+    scenario.write_text(SCENARIO)
+    texts.mkdir()
+    for number in range(60):  # of which some are held out
+        (texts / f"{number}.txt").write_text("ab" * (500 + number))
+    played = load_scenario(str(scenario), data=[texts])
+    assert played.manifest(0).data.source == "text"
+    report = await Testnet(played, tmp_path / "out", silent).play()
+    assert report.reasons == []
+    # A byte of Python's library costs a model about 3 nats after so few steps.
+    assert [node.rounds for node in report.nodes] == [2, 2]
+    assert all(node.loss_last is not None and node.loss_last < 1.5 for node in report.nodes), report.nodes
+    assert report.loss_merged is not None
+    assert report.loss_merged < 1.5
