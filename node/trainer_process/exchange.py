@@ -5,7 +5,7 @@ counters in the memory that both processes share (`farandole.node.base.system.me
 earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
 If `RoundEnd.aside` allows it, a side thread does this work while the next round's inner steps are taken
-(`farandole.training.outer.side_thread`). On a GPU it encodes, on a stream of its own; if averaging is done in the
+(`farandole.training.outer.round_end`). On a GPU it encodes, on a stream of its own; if averaging is done in the
 host's memory, it also judges and averages.
 """
 

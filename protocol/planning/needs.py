@@ -20,9 +20,9 @@ from typing import Final
 
 from ..exchange.exchange import DATA_UNTIL
 from ..rounds.pairing import WAIT_SHARE
-from ..run.manifest import Manifest, ModelConfig, RoundConfig
+from ..run.manifest import Manifest, ModelConfig
 from ..run.models import layers_of, parts_of, stage_parameters
-from ..run.rules import OPTIMIZER_VECTORS, encoded_bytes, required_bytes, required_vectors
+from ..run.rules import OPTIMIZER_VECTORS, RoundConfig, encoded_bytes, required_bytes, required_vectors
 from ..wire.safetensors import FP32_BYTES
 
 # Share of exchange_seconds that is always left for both contributions.

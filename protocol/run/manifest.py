@@ -22,14 +22,12 @@ from .families import HFConfig
 from .families.base import NumLayers
 from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
 from .roster import Roster
-from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, ScreeningRules, with_known
+from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, RoundConfig, ScreeningRules, with_known
 from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without
 # sections the shapes of some 1,000 parameters. Checked before anything is parsed.
 MAX_MANIFEST_BYTES = 64 * 1024
-# Each partner halves the variance between members: after eight it is a 256th, and inner steps wait for each exchange.
-MAX_PARTNERS = 8
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
@@ -152,30 +150,6 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deterministic: bool = False
     """Whether the same steps give the same bits on all machines of one class: one release of PyTorch, one kind of
     processor or GPU (`farandole.training.base.determinism`). Each trainer then computes on one thread."""
-
-
-class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Length of a round: a time box, a number of inner steps, or whichever ends first.
-
-    Boxes are the default, because nodes with boxes fall into step and take part at any speed. Without them, nodes whose
-    rounds end further apart than half of ``exchange_seconds`` do not meet, so this suits equal machines started
-    together.
-    """
-
-    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
-    """Most inner steps a round; 0: as many as fit into the box."""
-    round_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 60.0
-    """Length of a round's box; 0: no box, a round ends by its inner steps alone."""
-    exchange_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
-    """From the end of the inner steps, the longest that a node waits for a partner and its contribution."""
-    overlap: bool = False
-    """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
-    partners: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTNERS)] = 1
-    """Partners that a node meets one after another once its inner steps end. Each meeting counts as a round."""
-
-    def takes_steps(self, round_index: int) -> bool:
-        """Return whether a round has inner steps; otherwise it is another meeting right after the round before."""
-        return round_index % self.partners == 0
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

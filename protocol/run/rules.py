@@ -1,10 +1,11 @@
-"""Settings of the outer rules and the screening rules: the sections ``[outer]`` and ``[screening]`` of a run file.
+"""Settings of the ends of rounds: the sections ``[rounds]``, ``[outer]`` and ``[screening]`` of a run file.
 
-An outer rule decides what replicas send to each other and how their slow weights move by what they receive. A screening
-rule decides whether a partner's contribution is averaged, and how far. A rule's settings are a struct here, which the
-manifest holds; its code is the file of the same name in `farandole.training.outer` or `farandole.training.screening`.
-A rule of kind ``noloco`` has its settings in `NoLoCoConfig` and its mathematics in ``training/outer/noloco.py``. To add
-one, write both, and name the struct in `OuterRules` or `ScreeningRules`.
+`RoundConfig` says when a round ends. An outer rule decides what replicas send to each other and how their slow weights
+move by what they receive. A screening rule decides whether a partner's contribution is averaged, and how far. A rule's
+settings are a struct here, which the manifest holds; its code is the file of the same name in
+`farandole.training.outer` or `farandole.training.screening`. A rule of kind ``noloco`` has its settings in
+`NoLoCoConfig` and its mathematics in ``training/outer/noloco.py``. To add one, write both, and name the struct in
+`OuterRules` or `ScreeningRules`.
 
 The sizes of codecs and of a replica's vectors follow from these settings.
 """
@@ -25,8 +26,35 @@ from ..wire.safetensors import FP32_BYTES, MAX_HEADER_BYTES
 Codec = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
+# Each partner halves the variance between members: after eight it is a 256th, and inner steps wait for each exchange.
+MAX_PARTNERS = 8
+
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Length of a round: a time box, a number of inner steps, or whichever ends first.
+
+    Boxes are the default, because nodes with boxes fall into step and take part at any speed. Without them, nodes whose
+    rounds end further apart than half of ``exchange_seconds`` do not meet, so this suits equal machines started
+    together.
+    """
+
+    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    """Most inner steps a round; 0: as many as fit into the box."""
+    round_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 60.0
+    """Length of a round's box; 0: no box, a round ends by its inner steps alone."""
+    exchange_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
+    """From the end of the inner steps, the longest that a node waits for a partner and its contribution."""
+    overlap: bool = False
+    """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
+    partners: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTNERS)] = 1
+    """Partners that a node meets one after another once its inner steps end. Each meeting counts as a round."""
+
+    def takes_steps(self, round_index: int) -> bool:
+        """Return whether a round has inner steps; otherwise it is another meeting right after the round before."""
+        return round_index % self.partners == 0
 
 
 class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -28,8 +28,8 @@ from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_order import MeetingLimit
 from farandole.protocol.rounds.trainer_rounds import LoopConfig
 from farandole.protocol.rounds.training_loop import TrainingLoop
-from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
-from farandole.protocol.run.rules import NoLoCoConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.rules import NoLoCoConfig, RoundConfig
 from farandole.protocol.state.node_state import TrainingState
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor

@@ -36,7 +36,7 @@ from farandole.training.data.dataset import NOTHING, Bring
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import language_loss
 from farandole.training.outer.codec import Form, form_of
-from farandole.training.outer.partner import Exam
+from farandole.training.outer.contribution import Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..methods.compare import HELD_OUT_SHARE, write_kinds

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, RoundConfig, TokenizerConfig
-from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, ScreeningConfig
+from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, RoundConfig, ScreeningConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device, choose_device
 from farandole.training.data.batches import Found

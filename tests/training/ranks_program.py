@@ -37,7 +37,7 @@ from farandole.training.cluster.ranks import (
     whole_of,
 )
 from farandole.training.model.model import build_model
-from farandole.training.outer import partner
+from farandole.training.outer import contribution
 from farandole.training.screening.rule import Accept
 
 RUN_ID = b"r" * 32
@@ -289,7 +289,7 @@ def main(kind: str, judges: str, rank: int, num_ranks: int, file: str) -> None:
 
     In the next line, print the numbers of `play_rounds`.
     """
-    vars(partner)["_MAX_SECONDS"] = math.inf  # else a busy machine compares fewer losses
+    vars(contribution)["_MAX_SECONDS"] = math.inf  # else a busy machine compares fewer losses
     other, _, kind = kind.rpartition("-")
     if kind != "plain":
         distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)

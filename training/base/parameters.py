@@ -44,10 +44,6 @@ class Layout:
         """Return the range of fragment ``index`` of ``count`` in the flat vector; lengths differ by at most 1."""
         return slice(self.num_elements * index // count, self.num_elements * (index + 1) // count)
 
-    def largest_fragment(self, count: int) -> int:
-        """Elements of the largest of ``count`` fragments."""
-        return -(-self.num_elements // count)
-
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
         shapes = dict(zip(self.names, self.shapes, strict=True))

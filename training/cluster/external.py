@@ -4,7 +4,7 @@ Two threads take turns. In its turn the user's loop computes a gradient and take
 nothing but its next turn. In between the engine owns the parameters: it reads them for a contribution, and writes them
 at an outer step. `Turns` is the hand-off, strict as a coroutine's, so neither thread sees the parameters half written.
 
-The engine's weights are flat fp32 vectors of their own (`farandole.training.outer.fast_weights`), whatever type and
+The engine's weights are flat fp32 vectors of their own (`farandole.training.outer.outer_state`), whatever type and
 device the user's parameters have. They are copied from the user's parameters before a contribution, and to them after
 an outer step. What rounding to the user's type drops is kept and added again: without it every round would pull the
 slow weights towards numbers of that type.
@@ -41,7 +41,7 @@ from ..base.parameters import Layout
 from ..engine.engine import Engine, Until
 from ..engine.snapshot import Checkpoint
 from ..model.stages import build_module
-from ..outer.fast_weights import FastWeights
+from ..outer.outer_state import FastWeights
 from ..outer.round_end import RoundEnd
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 

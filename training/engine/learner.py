@@ -20,7 +20,7 @@ from ..data.batches import Batch, Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.model import Transformer, language_loss
 from ..model.stages import build_module
-from ..outer.partner import Exam
+from ..outer.contribution import Exam
 from .engine import Engine, Until
 from .replica import Replica
 

@@ -20,14 +20,14 @@ from ..base.device import Device, host_memory
 from ..base.parameters import flatten_, layout_of
 from ..inner.lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_, pieces
 from ..inner.optimizer import InnerOptimizer
-from ..outer.fast_weights import FastWeights, TrainedWeights
-from ..outer.partner import Exam, Measure
+from ..outer.contribution import Exam, Measure
+from ..outer.outer_state import FastWeights, TrainedWeights
 from ..outer.round_end import RoundEnd
 from .snapshot import Checkpoint
 
 
 class DeviceWeights:
-    """Trained weights (`training.outer.fast_weights.PartialWeights`): a flat vector (n,) fp32 on another device."""
+    """Trained weights (`training.outer.outer_state.PartialWeights`): a flat vector (n,) fp32 on another device."""
 
     def __init__(self, flat: Tensor) -> None:
         self.device = flat.device

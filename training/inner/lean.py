@@ -74,7 +74,7 @@ class Rounding:
 
 
 class LeanWeights:
-    """Trained weights (`farandole.training.outer.fast_weights.PartialWeights`): a flat vector (n,) bf16 on any device.
+    """Trained weights (`farandole.training.outer.outer_state.PartialWeights`): a flat vector (n,) bf16 on any device.
 
     Copies go piece by piece: whole vectors of another dtype would need a copy of them on the device.
     """

@@ -10,7 +10,9 @@ The other parts continue their inner steps until their turn, each with another p
 can be exchanged F times as often over the same link.
 
 Where inner steps move other weights than the flat vector (on a GPU, or of another dtype), the flat vector is a copy
-(`farandole.training.outer.fast_weights`).
+(`farandole.training.outer.outer_state`). While a GPU takes inner steps, a side thread can compute the end of the
+previous round in the host's memory. Some of its operations use what inner steps use (the weights, the module): they are
+handed over, to be done between two steps.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from __future__ import annotations
 import enum
 import math
 import statistics
+import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import torch
@@ -31,13 +37,10 @@ from farandole.protocol.run.rules import OuterConfig, ScreeningConfig
 from ..base.errors import CodecError, DivergedError
 from ..base.parameters import Layout
 from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
-from .codec import Buffer
-from .contribution import Contribution
+from .codec import Buffer, Result
+from .contribution import Contribution, Exam, Measure, PartnerContribution
 from .copying import copier_for
-from .fast_weights import FastWeights
-from .outer_state import OuterState
-from .partner import Exam, Measure, PartnerContribution
-from .side_thread import SideThread
+from .outer_state import FastWeights, OuterState
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
 WINDOW: Final = 16
@@ -87,6 +90,90 @@ class EndedRound:
     """The mean share of the schedule's learning rate at which these steps were taken."""
 
 
+class SideThread:
+    """The thread, its work in order, and the calls that it has handed over.
+
+    It begins with the first work. All methods except `call` are for the thread that takes inner steps.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "side thread", self._enter)
+        self._thread_id: int | None = None
+        self._under_way = deque[Future[None]]()
+        self._calls = SimpleQueue[Callable[[], None] | None]()
+        self._is_over = False
+
+    def _enter(self) -> None:
+        self._thread_id = threading.get_ident()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether work is under way, which may wait for `look`."""
+        return bool(self._under_way)
+
+    def do(self, work: Callable[[], None], *, is_aside: bool) -> None:
+        """Do ``work`` in the side thread, or now; in both cases after the work that was begun before."""
+        if is_aside:
+            self._under_way.append(self._thread.submit(work))
+        else:
+            self.settle()
+            work()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Call a function between two inner steps: the side thread waits until the other one has called it.
+
+        Returns what it returns and raises what it raises; raises `CancelledError` after `end`. Called in another thread
+        than the side thread, it makes the call at once.
+        """
+        if threading.get_ident() != self._thread_id:
+            return function()
+        answer = Future[Result]()
+        self._calls.put(partial(self._make, function, answer))
+        if self._is_over:  # `end` might not have seen it
+            raise CancelledError
+        return answer.result()
+
+    def _make(self, function: Callable[[], Result], answer: Future[Result]) -> None:
+        if self._is_over:
+            answer.cancel()
+            return
+        try:
+            answer.set_result(function())
+        except BaseException as error:  # whatever it is: the side thread raises it, and would wait for ever without it
+            answer.set_exception(error)
+
+    def look(self) -> None:
+        """Make the calls that were handed over; raise the error of finished work."""
+        self._make_calls()
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().result()
+
+    def _make_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                return
+            if call is not None:
+                call()
+
+    def settle(self) -> None:
+        """Wait until no work is under way, and make its calls; raises its error."""
+        while self._under_way:
+            work = self._under_way.popleft()
+            work.add_done_callback(lambda _: self._calls.put(None))
+            while not work.done():
+                if (call := self._calls.get()) is not None:
+                    call()
+            work.result()
+
+    def end(self) -> None:
+        """Give up the work that is under way, and cancel all calls: no inner steps follow."""
+        self._is_over = True
+        self._make_calls()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class RoundEnd:
     """The end of each round of one replica, whose fast weights are ``weights``, in the order of ``layout``.
 
@@ -114,7 +201,8 @@ class RoundEnd:
         """Names, shapes and codec of the parameters; partners must have the same layout."""
         self.weights = weights
         self.outer = OuterState(outer, theta, copier)
-        received = theta.new_empty(layout.largest_fragment(outer.fragments))
+        self._parts = [layout.fragment(index, outer.fragments) for index in range(outer.fragments)]
+        received = theta.new_empty(max(part.stop - part.start for part in self._parts))
         self.partner = PartnerContribution(
             rule_of(screening), self.outer.contributor.form, received, copier, exam or Exam()
         )
@@ -225,7 +313,7 @@ class RoundEnd:
     def contribution(self, fragment: int = 0) -> int:
         """Freeze this round's contribution for one fragment; return its size in bytes. Call `encode` next."""
         self.weights.read()
-        frozen = self.outer.contributor.freeze(self.layout.fragment(fragment, self.outer.settings.fragments))
+        frozen = self.outer.contributor.freeze(self._parts[fragment])
         self.ended = EndedRound(
             frozen,
             fragment,

@@ -31,7 +31,7 @@ from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
 from farandole.node.transfers.holdings import Holding
 from farandole.node.transfers.serve import MAX_SERVED, BlockService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
 from ..bulk.channels.parties import move

@@ -37,7 +37,8 @@ from farandole.protocol.rounds.training_loop import (
     REST_TIMEOUT,
     TrainingLoop,
 )
-from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.state.node_state import NodeState
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor

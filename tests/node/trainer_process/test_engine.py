@@ -20,8 +20,8 @@ from farandole.training.base.parameters import Layout
 from farandole.training.engine.engine import Engine, Until
 from farandole.training.engine.snapshot import Checkpoint
 from farandole.training.outer.codec import Buffer
-from farandole.training.outer.fast_weights import FastWeights
-from farandole.training.outer.partner import Exam, PartnerContribution
+from farandole.training.outer.contribution import Exam, PartnerContribution
+from farandole.training.outer.outer_state import FastWeights
 from farandole.training.outer.round_end import RoundEnd
 from farandole.training.screening.rule import Accept, Partner, ScreeningRule, Verdict
 

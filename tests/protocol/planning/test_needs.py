@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from farandole.protocol.planning.needs import activation_bytes, busy_share, largest_stage, needs_of
-from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig, RoundConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig, PipelineConfig
 from farandole.protocol.run.models import preset, stage_parameters
-from farandole.protocol.run.rules import DEFAULT_TOPK, Codec, NoLoCoConfig, encoded_bytes
+from farandole.protocol.run.rules import DEFAULT_TOPK, Codec, NoLoCoConfig, RoundConfig, encoded_bytes
 from farandole.training.outer.codec import form_of
 
 MBIT = 125_000

@@ -17,10 +17,10 @@ from farandole.protocol.planning.planning import (
     plan,
     reason_for,
 )
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, RoundConfig, StartConfig
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.rules import NoLoCoConfig, PlainConfig
+from farandole.protocol.run.rules import NoLoCoConfig, PlainConfig, RoundConfig
 
 HOME = Machine(USUAL_RATE, USUAL_RATE)
 GB = 1_000_000_000

@@ -32,8 +32,8 @@ from farandole.protocol.rounds.training_loop import (
     REST_TIMEOUT,
     TrainingLoop,
 )
-from farandole.protocol.run.manifest import Manifest, ModelConfig, RoundConfig, StartConfig
-from farandole.protocol.run.rules import NoLoCoConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
+from farandole.protocol.run.rules import NoLoCoConfig, RoundConfig
 from farandole.protocol.state.node_state import TrainingState
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor

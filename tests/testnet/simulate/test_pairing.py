@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.testnet.simulate.pairing import Capturing, PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)

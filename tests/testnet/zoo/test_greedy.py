@@ -18,7 +18,7 @@ from farandole.protocol.rounds.pairing_events import (
     SendMessage,
     StartExchange,
 )
-from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.messagepack import SESSION_BYTES
 from farandole.protocol.wire.timers import TimerFired
 from farandole.testnet.zoo.daemon import GreedyPairing

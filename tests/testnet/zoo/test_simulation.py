@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from farandole.protocol.checkpoints.sketches import NEAR
-from farandole.protocol.run.manifest import InnerConfig, Manifest, RoundConfig
-from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, PlainConfig, ScreeningRules
+from farandole.protocol.run.manifest import InnerConfig, Manifest
+from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, PlainConfig, RoundConfig, ScreeningRules
 from farandole.testnet.bench.members import manifest_of
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation

@@ -7,7 +7,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig, PipelineConfig, RoundConfig
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig, PipelineConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import ActivationError, DataError, NoSliceError, TrainingError
 from farandole.training.data.dataset import Sampler, Text

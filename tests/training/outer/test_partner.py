@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec
-from farandole.training.outer.partner import Exam
+from farandole.training.outer.contribution import Exam
 from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from farandole.training.outer.side_thread import SideThread
+from farandole.training.outer.round_end import SideThread
 
 from ...patience import PATIENCE
 

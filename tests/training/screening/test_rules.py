@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from farandole.protocol.run.rules import GuardConfig, ScreeningConfig, ScreeningRules
 from farandole.training.engine.learner import HeldOutLoss
-from farandole.training.outer import partner
+from farandole.training.outer import contribution
 from farandole.training.screening.rule import (
     MAX_NUMBERS,
     MAX_PEERS,
@@ -73,7 +73,7 @@ def test_a_verdicts_weight_and_clip_are_shares() -> None:
 def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partner, "_MAX_SECONDS", math.inf)  # else a busy machine measures on less text
+    monkeypatch.setattr(contribution, "_MAX_SECONDS", math.inf)  # else a busy machine measures on less text
     alice, bob = make_replica(ALICE), make_replica(BOB)
     for node in (alice, bob):
         node.learn()

@@ -16,7 +16,7 @@ from farandole.protocol.rounds.pairing_events import (
     SendMessage,
 )
 from farandole.protocol.rounds.pairing_messages import Agree, Message, Propose, decode_message, encode_message
-from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32

@@ -31,7 +31,7 @@ from farandole.protocol.rounds.pairing_messages import (
     encode_message,
 )
 from farandole.protocol.rounds.pairing_order import MeetingLimit
-from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, STEPS, Node, matched, only_proposal, started

@@ -34,7 +34,7 @@ from farandole.protocol.rounds.pairing_messages import (
     decode_message,
     encode_message,
 )
-from farandole.protocol.run.manifest import RoundConfig
+from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.trainer.trainer_messages import FinishRound
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.timers import SetTimer, TimerFired

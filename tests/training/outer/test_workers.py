@@ -4,8 +4,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from farandole.training.base.workers import each_piece, in_order, one_thread
 from farandole.training.outer import codec
+from farandole.training.outer.codec import each_piece, in_order, one_thread
 
 from ..conftest import ALICE, BOB, MakeReplica, exchange, sent
 
