@@ -124,7 +124,13 @@ _OPEN_PORT: Final = (
     "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP; or forward its TCP port "
     "4001 to this machine, and join with --port 4001 --announce /ip4/PUBLIC-IP/tcp/4001"
 )
-_NEWER_INVITE: Final = "ask any member for a newer invite (`farandole run invite`)"
+_NEWER_INVITE: Final = "ask for a newer invite (`farandole run invite`)"
+DIAL_MOVED: Final = "if a member's public address changed: `farandole dial ADDRESS`"
+_FIND_AGAIN: Final = f"{DIAL_MOVED}; or {_NEWER_INVITE}"
+WIDER_INVITE: Final = (
+    "in that network, check that its node runs; elsewhere, ask for an invite (`farandole run invite`) of a "
+    "node with a public address or a relay"
+)
 
 CHECKS: Final = (
     *("home", "node", "key", "disk", "memory", "torch", "data", "port", "invite", "bootstrap"),
@@ -230,9 +236,7 @@ CAUSES: Final = {
     "invite-none": _warning("none was given, and the folder knows no run", "give one: farandole doctor farandole1..."),
     "invite-empty": _failed("it names run {run}, and no peer to dial", _NEWER_INVITE),
     "invite-private": _warning(
-        "none of its peers answers, and each address is of a private network ({hosts}), so it leads to them only from "
-        "there",
-        "in that network, check that its peers run; elsewhere, ask for an invite with public or relayed addresses",
+        "it has only addresses of its maker's private network ({hosts}), and leads to no peer from here", WIDER_INVITE
     ),
     "invite-manifest": _ok("it is the manifest of run {run}, for its first node, which has no peers to ask"),
     "invite-manifest-damaged": _failed(
@@ -265,11 +269,11 @@ CAUSES: Final = {
     ),
     "bootstrap-refused": _failed(
         "{address} refuses: the machine is on, and no node listens there",
-        "ask its owner to start the node again; or " + _NEWER_INVITE,
+        "ask its owner to start the node again; " + _FIND_AGAIN,
     ),
     "bootstrap-silent": _failed(
         "{address} is silent for {seconds:g} s: it is off, this machine is offline, or a firewall drops the packets",
-        "check that this machine is online; ask its owner to start it again, or to open its port; or " + _NEWER_INVITE,
+        "check that this machine is online; ask its owner to start it again, or to open its port; " + _FIND_AGAIN,
     ),
     "bootstrap-filtered": _failed(
         "{address}: this network's firewall lets TCP out to port 443 only, and not to {port}",
@@ -279,8 +283,7 @@ CAUSES: Final = {
         "there is no way to {address}", "check that this machine is online (IPv6 may be missing)"
     ),
     "bootstrap-private": _failed(
-        "{address} is of a private network, to which there is no way from here",
-        "ask for an invite with public or relayed addresses",
+        "{address} is of its peer's private network; from here, it may be another machine's, or no one's", WIDER_INVITE
     ),
     "bootstrap-unresolved": _failed(
         "{address} has a name that does not resolve", "check this machine's DNS server; or " + _NEWER_INVITE
@@ -290,7 +293,8 @@ CAUSES: Final = {
         "page, as in hotels and trains, or the node is in this network",
         "open any web page in a browser and log in; or set another DNS server",
     ),
-    "bootstrap-stranger": _failed("another node than the invite says is at {address}", _NEWER_INVITE),
+    "bootstrap-moved": _warning("no peer that was known before answers at its last address", DIAL_MOVED),
+    "bootstrap-stranger": _failed("another node than the invite says is at {address}", _FIND_AGAIN),
     "bootstrap-no-handshake": _failed("the program at {address} is not a farandole node: {why}", _NEWER_INVITE),
     "run-fine": _ok("a peer has the manifest of run {run}: {name!r}"),
     "run-needs-text": _failed(

@@ -69,8 +69,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Format a count with its noun: ``1 peer``, ``1,200 peers``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Format a count with its noun: ``1 peer``, ``1,200 peers``, ``2 addresses``."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def mbit(rate: float) -> str:

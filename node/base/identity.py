@@ -118,3 +118,16 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock file at ``path``, as a node does from its start to its end."""
+    try:
+        if path.exists():
+            with locked(path):
+                return False
+    except IdentityInUseError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False

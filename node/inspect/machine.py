@@ -30,7 +30,7 @@ from farandole.training.base.host_memory import available_bytes, total_bytes
 
 from ..base.causes import Finding, found
 from ..base.figures import BYTES_PER_MBIT, mbit, size
-from ..base.identity import KEY_BYTES, IdentityInUseError, locked
+from ..base.identity import KEY_BYTES
 from ..base.requirements import exchange_line
 from ..base.settings import NodeSettings
 from ..base.system.files import others_may
@@ -83,19 +83,6 @@ def check_key(key: Path) -> Finding:
     if mode:
         return found("key-readable-by-others", key=key, mode=f"{mode:o}")
     return found("key-fine", key=key)
-
-
-def is_node_running(lock: Path) -> bool:
-    """Return whether a node runs with this folder's key."""
-    try:
-        if lock.exists():
-            with locked(lock):
-                return False
-    except IdentityInUseError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return False
 
 
 def check_disk(home: Path, needs: Needs | None = None) -> Finding:

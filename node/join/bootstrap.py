@@ -31,6 +31,7 @@ from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.figures import plural
 from ..base.settings import NodeSettings
 from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, receive_frame
+from ..mesh.addresses import PRIVATE, distance_class, hosts_of
 from ..mesh.host import Host
 from ..state.gossip import GossipService
 from ..status.journal import Journal
@@ -43,6 +44,7 @@ JOIN_TIMEOUT = 120.0
 # after the first pause are 250 a second, which one node can take.
 FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE = 4.0, 20.0
 NO_ANSWER = "no known address answers"
+ONLY_PRIVATE = "the invite has only addresses of its maker's private network"
 # Peers dialled at once; an address book holds hundreds.
 MAX_PARALLEL_DIALS = 16
 DHT_TIMEOUT = 15.0
@@ -160,7 +162,9 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
         journal.say("nobody to dial: waiting for others to join")
         return
     names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
-    tried = how_many(target.peers)
+    tried, addresses = how_many(target.peers), [address for known in target.peers.values() for address in known]
+    is_private = min(map(distance_class, addresses), default=None) == PRIVATE
+    obstacle = f"{ONLY_PRIVATE} ({hosts_of(addresses)}), none answers" if is_private else NO_ANSWER
     journal.announce("joining", f"dialling {tried} ({names})", "a bootstrap peer")
     for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
         failures = await dial(host, target.peers, is_one_enough=True)
@@ -176,7 +180,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
         times = "once" if attempt == 1 else f"{attempt} times"
         journal.announce(
             "joining",
-            f"{NO_ANSWER}: {tried} tried {times}, again in {pause:.0f} s",
+            f"{obstacle}: {tried} tried {times}, again in {pause:.0f} s",
             "a bootstrap peer",
         )
         await wait_for_anyone(host, pause)
@@ -184,8 +188,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
 
 def how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
     """Return the number of addresses and of peers as text."""
-    num_addresses = sum(map(len, peers.values()))
-    return f"{num_addresses} address{'' if num_addresses == 1 else 'es'} of {plural(len(peers), 'peer')}"
+    return f"{plural(sum(map(len, peers.values())), 'address')} of {plural(len(peers), 'peer')}"
 
 
 async def wait_for_anyone(host: Host, timeout: float) -> None:
@@ -248,14 +251,14 @@ async def _refusal_of_named(host: Host, target: Target) -> str:
     return ""
 
 
-async def find_members(host: Host, run_id: bytes) -> list[bytes]:
-    """Dial the members that the DHT knows, and return the reached ones."""
-    return await reachable_providers(host, run_key(run_id))
+async def find_members(host: Host, run_id: bytes, timeout: float = DHT_TIMEOUT) -> list[bytes]:
+    """Dial the members that the DHT knows, and return the reached ones; ``timeout``: of the search."""
+    return await reachable_providers(host, run_key(run_id), timeout)
 
 
-async def reachable_providers(host: Host, key: bytes) -> list[bytes]:
+async def reachable_providers(host: Host, key: bytes, timeout: float = DHT_TIMEOUT) -> list[bytes]:
     """Return the providers of the key in the DHT that could be dialled, without this node itself."""
-    providers = dict(await host.dht.find_providers(key, DHT_TIMEOUT))
+    providers = dict(await host.dht.find_providers(key, timeout))
     providers.pop(host.author, None)
     failures = await dial(host, providers)
     return [peer for peer in providers if peer not in failures]

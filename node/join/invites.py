@@ -14,7 +14,7 @@ from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, InviteError, en
 from farandole.protocol.wire.errors import ManifestError
 
 from ..base.control import call
-from ..mesh.addresses import IPV6, PRIVATE, distance_class, rank
+from ..mesh.addresses import IPV6, PRIVATE, distance_class, hosts_of, rank
 from ..status.status import NodeStatus
 
 # An invite to a run of invited members is good for a week by default.
@@ -96,12 +96,11 @@ def warnings_about(addresses: Sequence[str]) -> list[str]:
             "lets the port in; most do not until their owner opens it. For others, use `farandole relay` on a machine "
             "with a public IPv4 address"
         ]
-    hosts = ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses if address.count("/") > 1))
     return [
-        f"this invite has only private addresses ({hosts or 'none'}): it works in this network or on this machine "
-        "only. For others: forward a TCP port of the router to this machine, start the node again with --port PORT "
-        "--announce /ip4/PUBLIC-IP/tcp/PORT, and make another invite; or start `farandole relay` on a public machine, "
-        "and type the `farandole dial` line that it prints here"
+        f"this invite has only private addresses ({hosts_of(addresses) or 'none'}): it works in this network or on "
+        "this machine only. For others: forward a TCP port of the router to this machine, start the node again with "
+        "--port PORT --announce /ip4/PUBLIC-IP/tcp/PORT, and make another invite; or start `farandole relay` on a "
+        "public machine, and type the `farandole dial` line that it prints here"
     ]
 
 

@@ -58,6 +58,11 @@ def distance_class(address: str) -> int:
     return PRIVATE if not ip.is_global else IPV6 if ip.version == 6 else PUBLIC
 
 
+def hosts_of(addresses: Iterable[str]) -> str:
+    """Return the hosts of multiaddrs, each once, for display."""
+    return ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses if address.count("/") > 1))
+
+
 def multiaddr_of(ip: str, port: int) -> str:
     """Return an IP address and a TCP port as a multiaddr."""
     return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"

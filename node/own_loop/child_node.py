@@ -17,7 +17,7 @@ from typing import Final
 from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.control import NoNodeError, call
-from ..base.identity import IdentityInUseError, keep_private, locked, make_home
+from ..base.identity import is_locked, keep_private, make_home
 from ..base.settings import NodeSettings
 
 # Leaving: the farewell is gossiped. A trainer that saves too has `farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`.
@@ -46,21 +46,10 @@ def run_of_node(home: Path) -> str:
 def await_node(home: Path) -> str:
     """Return `run_of_node`; if a node is starting in this folder, once it answers, for `START_SECONDS` at most."""
     deadline = time.monotonic() + START_SECONDS
-    while not (run_id := run_of_node(home)) and _is_locked(home) and time.monotonic() < deadline:
+    lock = NodeSettings(home=home).lock
+    while not (run_id := run_of_node(home)) and is_locked(lock) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)  # in the loop's own thread, before anything trains
     return run_id
-
-
-def _is_locked(home: Path) -> bool:
-    """Return whether a process has this folder's lock, as a node has from its start on."""
-    lock = NodeSettings(home=home).lock
-    if not lock.exists():
-        return False
-    try:
-        with locked(lock):
-            return False
-    except IdentityInUseError:
-        return True
 
 
 class ChildNode:

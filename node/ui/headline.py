@@ -13,15 +13,10 @@ from typing import Final, Literal
 
 import trio
 
-from ..base.causes import clock_words, release_words
+from ..base.causes import DIAL_MOVED, WIDER_INVITE, clock_words, release_words
 from ..base.figures import count, duration, loss, plural
-from ..status.status import (
-    NO_START,
-    REFUSED_HERE,
-    REFUSED_THERE,
-    ExchangeStatus,
-    NodeStatus,
-)
+from ..join.bootstrap import ONLY_PRIVATE
+from ..status.status import NO_START, REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]
 
@@ -116,14 +111,16 @@ def _rules(status: NodeStatus, now: float) -> Iterator[Headline]:
         waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
         if since < USUAL_SECONDS:
             yield Headline("busy", waiting)
-        yield Headline("trouble", waiting, _JOIN, since)
+        is_private = status.phase_detail.startswith(ONLY_PRIVATE)
+        yield Headline("trouble", waiting, WIDER_INVITE if is_private else _JOIN, since)
     if is_relay and status.waits_for and not status.connected_peers:
         yield Headline("busy", f"waiting for {status.waits_for}")
     have_all_left = run.members_left and not run.members_gone and not run.members_heard
     if status.isolation and not status.connected_peers and not have_all_left:
         text = f"cut off from all other members: {status.isolation}"
         goes_on = "" if is_relay else ". Training goes on meanwhile"
-        yield Headline("trouble", text, f"check this machine's internet; `farandole doctor` says more{goes_on}")
+        remedy = f"check this machine's internet; {DIAL_MOVED}; `farandole doctor` says more{goes_on}"
+        yield Headline("trouble", text, remedy)
     yield from _exchange_troubles([exchange for exchange in status.recent_exchanges if exchange.partner])
     if status.phase in _JOINING:
         waiting = f"in the run, not training yet: {status.phase_detail or status.phase}"
@@ -163,8 +160,7 @@ def _alone(left: int, gone: int) -> Headline:
         they = "it" if left == 1 else "they"
         return Headline("busy", f"training alone: {others} {have} left; {they} may come back")
     text = f"{gone} of {left + gone} others {are} gone, {left} {have} left" if left else f"{others} {are} gone"
-    moved = "`farandole dial ADDRESS` reaches a member whose address has changed"
-    return Headline("trouble", f"training alone: {text}", f"{moved}; {invite}")
+    return Headline("trouble", f"training alone: {text}", f"{DIAL_MOVED}; {invite}")
 
 
 def _exchange_troubles(tried: Sequence[ExchangeStatus]) -> Iterator[Headline]:

@@ -122,18 +122,16 @@ def leave(home: Home) -> None:
     Example: [cyan]farandole leave[/cyan]
     """
     from ...base.control import call
-    from ...base.identity import IdentityInUseError, locked
+    from ...base.identity import is_locked
 
     call(home, "leave")
     typer.echo("leaving: the node saves and says farewell")
     deadline = time.monotonic() + LEAVE_TIMEOUT
     while time.monotonic() < deadline:
-        try:
-            with locked(NodeSettings(home=home).lock):  # the next one that runs here may have it now
-                typer.echo("left")
-                return
-        except IdentityInUseError:
-            time.sleep(0.2)  # the daemon cannot say that it is gone, and a lock that is waited for has no deadline
+        if not is_locked(NodeSettings(home=home).lock):  # the next one that runs here may have it now
+            typer.echo("left")
+            return
+        time.sleep(0.2)  # the daemon cannot say that it is gone, and a lock that is waited for has no deadline
     raise FarandoleError(f"the node still runs after {LEAVE_TIMEOUT:g} s; its log is {home / 'log'}")
 
 
@@ -150,7 +148,6 @@ def join(settings: NodeSettings) -> None:
     with importing_for_good():
         from ...daemon import run_node
 
-    say_warnings(stray_variables(os.environ))
     _run(settings, run_node, settings)
 
 
@@ -172,7 +169,6 @@ def start(settings: NodeSettings) -> None:
     with importing_for_good():
         from ...daemon import run_first_node
 
-    say_warnings(stray_variables(os.environ))
     _run(settings, run_first_node, settings)
 
 
@@ -211,7 +207,6 @@ def relay(
     with importing_for_good():
         from ...relay_node import run_relay
 
-    say_warnings(stray_variables(os.environ))
     _run(settings, run_relay, settings, given, page)
 
 
@@ -223,6 +218,7 @@ def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *argumen
     from ...base.logs import logging_to_file
     from ...base.system.tuning import give_memory_back
 
+    say_warnings(stray_variables(os.environ))
     give_memory_back()
     keep_private(settings.home)
     with logging_to_file(settings):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...base.exits import Exit
+from ...base.figures import plural
 from ...base.settings import NodeSettings
 from .options import AsJson, takes_settings
 from .output import print_json
@@ -76,9 +77,9 @@ def diagnosis_screen(diagnosis: Diagnosis, *, is_verbose: bool = False) -> Rende
     passed = [check for check in _checks(by_level[Level.OK]) if check not in others]
     parts: list[RenderableType] = [table] if table.row_count else []
     if passed and not is_verbose:
-        parts.append(Text(f"{_number(passed)} passed: {', '.join(passed)}"))
+        parts.append(Text(f"{plural(len(passed), 'check')} passed: {', '.join(passed)}"))
     if failed := _checks(by_level[Level.FAILED]):
-        verdict = Text(f"{_number(failed)} failed: {', '.join(failed)}", styles[Level.FAILED])
+        verdict = Text(f"{plural(len(failed), 'check')} failed: {', '.join(failed)}", styles[Level.FAILED])
     elif by_level[Level.WARNING] or by_level[Level.SKIPPED]:
         verdict = Text("no check failed", styles[Level.OK])
     else:
@@ -97,7 +98,3 @@ def diagnosis_screen(diagnosis: Diagnosis, *, is_verbose: bool = False) -> Rende
 
 def _checks(findings: Iterable[Finding]) -> list[str]:
     return list(dict.fromkeys(finding.check for finding in findings))
-
-
-def _number(checks: Sequence[str]) -> str:
-    return "1 check" if len(checks) == 1 else f"{len(checks)} checks"

@@ -25,6 +25,7 @@ from farandole.protocol.wire.identity import short_name
 from ...base.causes import CHECKS, Diagnosis, Finding, Level, found
 from ...base.control import call
 from ...base.errors import ListenError
+from ...base.identity import is_locked
 from ...base.settings import NodeSettings
 from ...daemon import NETWORK_KEY_FACT
 from ...inspect import machine
@@ -51,7 +52,7 @@ class Examination:
         self._settings = settings
         self._clock = clock
         self._findings: list[Finding] = []
-        self._is_running = machine.is_node_running(settings.lock)
+        self._is_running = is_locked(settings.lock)
         # What the invite and the folder say.
         self._run_id: bytes | None = None
         self._manifest: Manifest | None = None  # the run's, once a file, the folder or a peer has given it
@@ -181,12 +182,16 @@ class Examination:
 
     async def _look_for_peers(self, host: Host) -> None:
         doors = make_doors(self._named)
-        await self._check("bootstrap", knock_at_all, host, doors)
         peers = dict(list(self._remembered.items())[:MAX_REMEMBERED])
+        if is_named := bool(doors or not peers):
+            await self._check("bootstrap", knock_at_all, host, doors)
         for door in doors:
             if door.is_proved:
                 peers[door.peer] = [door.address, *peers.get(door.peer, [])]
         met = await meet(host, peers, self._run_id)
+        if not is_named:
+            cause = "fine" if met else "moved" if has_route() else "offline"
+            self._findings.append(found(f"bootstrap-{cause}", address="a peer that was known before"))
         if met:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._check, "run", self._look_at_run, host, met)

@@ -14,7 +14,6 @@ from typing import Final, Literal, TypeVar
 import trio
 
 from farandole.protocol.mesh.dialling import HTTPS_PORT, is_open_to_peers
-from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_global
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
@@ -23,8 +22,8 @@ from farandole.protocol.wire.identity import short_name
 
 from ...base.causes import Finding, describe_skew, found, lessen
 from ...base.errors import PeerUnreachableError, StrangerError
-from ...join.bootstrap import dial, fetch_manifest
-from ...mesh.addresses import PRIVATE, distance_class
+from ...join.bootstrap import dial, fetch_manifest, find_members
+from ...mesh.addresses import PRIVATE, distance_class, hosts_of
 from ...mesh.host import Host
 from ...mesh.reach.dialback import ask_time
 from ...mesh.reach.reachability import Examiner, Reachability
@@ -203,7 +202,7 @@ def judge_doors(doors: Sequence[Door], *, lets_out_443_only: bool = False) -> li
     if any(door.is_proved for door in doors):
         return [lessen(finding) for finding in findings]
     if all(distance_class(door.address) >= PRIVATE for door in doors):
-        findings.append(found("invite-private", hosts=", ".join(dict.fromkeys(door.host for door in doors))))
+        findings.append(found("invite-private", hosts=hosts_of(door.address for door in doors)))
     return findings
 
 
@@ -212,9 +211,10 @@ def _cause_of(door: Door, lets_out_443_only: bool) -> str:
         return "bootstrap-fine"
     if not door.ips:
         return "bootstrap-unresolved"
-    is_private = not any(map(is_global, door.ips))
-    if door.is_named and is_private:
+    if door.is_named and not any(map(is_global, door.ips)):
         return "bootstrap-login-page"
+    if distance_class(door.address) == PRIVATE:  # every home has such addresses, so its peer need not be what answers
+        return "bootstrap-private"
     match door.knock:
         case "open" if door.is_relayed:
             return "bootstrap-behind-relay"
@@ -225,7 +225,7 @@ def _cause_of(door: Door, lets_out_443_only: bool) -> str:
         case "refused":
             return "bootstrap-refused"
         case "no route":
-            return "bootstrap-private" if is_private else "bootstrap-no-route"
+            return "bootstrap-no-route"
     return "bootstrap-filtered" if lets_out_443_only and door.port != HTTPS_PORT else "bootstrap-silent"
 
 
@@ -236,10 +236,8 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
     """Dial the peers, and members that the DHT knows if few answer; return the connected ones."""
     await dial(host, peers)
     if run_id is not None and host.connected and len(host.connected) < NUM_ASKED:
-        found_peers = dict(await host.dht.find_providers(run_key(run_id), FIND_TIMEOUT))
-        found_peers.pop(host.author, None)
-        with trio.move_on_after(FIND_TIMEOUT):
-            await dial(host, found_peers)
+        with trio.move_on_after(2 * FIND_TIMEOUT):
+            await find_members(host, run_id, FIND_TIMEOUT)
     return list(host.connected)
 
 

@@ -125,6 +125,18 @@ async def test_a_newcomer_tries_until_somebody_is_there_and_says_so(
     assert len(refused) == len(two_addresses), "the log has each reason once, however often it tries"
 
 
+async def test_an_invite_of_another_homes_network_is_told_from_one_whose_peers_are_off(
+    newcomer: Host, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "DIAL_TIMEOUT", 0.1)
+    private = {bytes([9]) * 32: ["/ip4/192.168.1.10/tcp/1", "/ip4/10.0.0.7/tcp/1"]}
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, private), journal)
+        told = f"{joining.ONLY_PRIVATE} (192.168.1.10, 10.0.0.7), none answers: 2 addresses of 1 peer tried"
+        await until(lambda: journal.state.phase_detail.startswith(told))
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_newcomer_among_strangers_waits_for_a_member(newcomer: Host, journal: Journal) -> None:
     async with host_at_loopback() as stranger, trio.open_nursery() as nursery:
         await newcomer.connect(stranger.author, stranger.addresses)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from farandole.node.join.bootstrap import ONLY_PRIVATE
 from farandole.node.status.status import NO_START, REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
 from farandole.protocol.run.releases import ReleaseConflict
@@ -65,6 +66,11 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
             "not in the run yet, for 3 min 05 s: dialling 1 peer (12D3) -> farandole doctor",
         ),
         (
+            changed(phase="joining", phase_detail=f"{ONLY_PRIVATE} (192.168.1.10), none answers", is_member=False),
+            "not in the run yet, for 3 min 05 s: the invite has only addresses of its maker's private network "
+            "(192.168.1.10), none answers -> of a node with a public address or a relay",
+        ),
+        (
             changed(phase="fetching weights", phase_detail=NO_START, phase_since=NOW - USUAL_SECONDS),
             "in the run, not training yet: no node that is there has the weights -> --start FOLDER",
         ),
@@ -96,6 +102,10 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
         (
             changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s", connected_peers=0),
             "cut off from all other members: dialled all known peers 3 times -> farandole doctor",
+        ),
+        (
+            changed(isolation="no member answered", connected_peers=0),
+            "cut off from all other members -> if a member's public address changed: `farandole dial ADDRESS`",
         ),
         (
             changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered", connected_peers=0),

@@ -23,9 +23,10 @@ from rich.console import Console
 
 from farandole.node.app.commands.doctor import diagnosis_screen
 from farandole.node.app.doctor.examination import Examination, conclude
-from farandole.node.app.doctor.peers import find_skew, judge_doors, judge_nat, make_doors
+from farandole.node.app.doctor.peers import Knock, find_skew, judge_doors, judge_nat, make_doors
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, found
+from farandole.node.base.errors import StrangerError
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
 from farandole.node.base.settings import NodeSettings
@@ -135,6 +136,7 @@ async def test_a_bootstrap_peer_that_is_down_and_one_that_is_not(tmp_path: Path)
     diagnosis = await look(tmp_path, invite_to(*addresses))
     assert causes(diagnosis) == ["bootstrap-refused"]
     assert "newer invite" in of(diagnosis, "bootstrap").remedy
+    assert "public address changed: `farandole dial ADDRESS`" in of(diagnosis, "bootstrap").remedy
     assert of(diagnosis, "clock").level is Level.SKIPPED
     async with open_peer() as peer:
         diagnosis = await look(tmp_path, invite_to(*addresses, *peer.addresses))
@@ -154,6 +156,18 @@ async def test_an_invite_that_leads_to_its_peers_only_from_their_own_network(tmp
     assert "invite-private" not in [each.cause for each in judge_doors(doors)]
     doors[0].is_proved = True
     assert "invite-private" not in [each.cause for each in judge_doors(doors[:1])]
+
+
+@pytest.mark.parametrize(("knock", "error"), [("refused", None), ("open", StrangerError("another")), ("silent", None)])
+def test_a_machine_of_this_home_is_not_taken_for_the_inviters(knock: Knock, error: Exception | None) -> None:
+    """Two homes have a machine at 192.168.1.10, and this one's says nothing about the other's."""
+    (door,) = doors = make_doors([(bytes(32), f"/ip4/192.168.1.10/tcp/4001/p2p/{peer_id_of(bytes(32))}")])
+    door.ips, door.knock, door.error = [door.host], knock, error
+    told = " ".join(finding.words for finding in judge_doors(doors, lets_out_443_only=True))
+    for wrong in ("the machine is on", "start the node again", "another node than the invite says", "firewall"):
+        assert wrong not in told
+    assert "only addresses of its maker's private network (192.168.1.10)" in told
+    assert "`farandole run invite`) of a node with a public address or a relay" in told
 
 
 async def test_something_else_at_the_address_of_the_invite(tmp_path: Path) -> None:
@@ -244,7 +258,7 @@ async def test_a_manifest_in_place_of_an_invite(tmp_path: Path) -> None:
     assert (damaged.cause, str(path) in damaged.found) == ("invite-manifest-damaged", True)
 
 
-async def test_without_an_invite_the_folder_knows_its_run_and_peers(tmp_path: Path) -> None:
+async def test_without_an_invite_the_folder_knows_its_run_and_peers_until_these_move(tmp_path: Path) -> None:
     async with open_peer() as peer:
         async with open_store(tmp_path / "store.sqlite") as store:
             await store.put_fact(MANIFEST_FACT, SIGNED.encode())
@@ -253,7 +267,10 @@ async def test_without_an_invite_the_folder_knows_its_run_and_peers(tmp_path: Pa
             await book.save(is_last=True)
         diagnosis = await look(tmp_path, None)
     assert diagnosis.is_well
-    assert {"invite-stored", "run-fine"} <= set(causes(diagnosis, Level.OK))
+    assert {"invite-stored", "bootstrap-fine", "run-fine"} <= set(causes(diagnosis, Level.OK))
+    moved = of(await look(tmp_path, None), "bootstrap")
+    assert (moved.cause, moved.level) == ("bootstrap-moved", Level.WARNING)
+    assert "public address changed: `farandole dial ADDRESS`" in moved.remedy
 
 
 async def test_a_clock_that_is_an_hour_off(tmp_path: Path) -> None:
