@@ -61,7 +61,7 @@ ANSWER_TIMEOUT: Final = 10.0
 MAX_FRESH_SAVE: Final = 60.0
 # For a bulk channel, if one opens; a donor whose stream accepts nothing for this long is lost.
 PATIENCE: Final = Patience(route=6.0, answer=ANSWER_TIMEOUT, write=messages.SILENCE)
-# Blocks of one donor in memory: the ones in transit, one that is verified and written, and the next one.
+# Blocks of one donor in memory: the ones in transit, and the ones that are verified and written.
 NUM_BUFFERS: Final = MAX_OPEN + 2
 # Messages to a donor that it has not read yet.
 MAX_UNSAID: Final = 1_024
@@ -172,13 +172,12 @@ class DonorSession:
         are still expected over it.
         """
         bulk, pipe = self._bulk, self._bulk.pipe
-        come, coming = trio.open_memory_channel[tuple[int, memoryview]](NUM_BUFFERS)
         free = trio.Semaphore(NUM_BUFFERS)
 
         async def hear(payload: bytes) -> None:
             match messages.decode_given(payload):
                 case messages.Give(block) if block in self._asked and block not in self._buffers:
-                    await free.acquire()  # if none is, two blocks are here to be written: this waits for no transfer
+                    await free.acquire()  # if none is, blocks are here to be written: this waits for no transfer
                     start, end = block_range(self._size, block)
                     self._buffers[block] = memoryview(bytearray(end - start))
                     pipe.expect(block, self._buffers[block])
@@ -189,12 +188,11 @@ class DonorSession:
 
         def receive(block: int) -> None:
             self._asked.remove(block)
-            come.send_nowait((block, self._buffers.pop(block)))
+            nursery.start_soon(hand_on, block, self._buffers.pop(block))
 
-        async def hand_on() -> None:
-            async for block, memory in coming:
-                await on_block(block, memory)
-                free.release()
+        async def hand_on(block: int, memory: memoryview) -> None:
+            await on_block(block, memory)
+            free.release()
 
         async def tell_when_ready() -> None:
             await bulk.wait_routed()
@@ -202,7 +200,6 @@ class DonorSession:
 
         try:
             async with open_service_nursery() as nursery:
-                nursery.start_soon(hand_on)
                 nursery.start_soon(tell_when_ready)
                 bulk.begin(PATIENCE)
                 await bulk.run(hear, receive, received)
@@ -237,13 +234,13 @@ class FetchProgress:
 Show = Callable[[FetchProgress], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fetched:
-    """The result of a fetch."""
+    """The result of a fetch, so far."""
 
     num_by_donor: dict[bytes, int]
     """The blocks that each donor gave, including the ones that came twice."""
-    num_bytes: int
+    num_bytes: int = 0
     """The bytes that arrived, including the ones that came twice."""
 
 
@@ -296,68 +293,59 @@ async def fetch_checkpoint(
     run_sync = trio.to_thread.run_sync
     try:
         await run_sync(remove_partials, path, signed.id)
-        with contextlib.closing(await run_sync(PartialFile, partial_path(path, signed.id), index)) as file:
-            have = await run_sync(file.blocks)
-            async with open_service_nursery() as nursery:
-                # Patience starts when donors are asked: hashing the blocks of an earlier attempt may take minutes.
-                fetch = _Fetch(conditions, signed, donors, on_progress, accuse, file, have, nursery)
-                nursery.start_soon(fetch.watch)
-                selection = await fetch.run(wanted, is_prefix)
-            if is_prefix:
-                await run_sync(file.make_prefix, selection.blocks[-1] + 1, path)
-            else:
-                await run_sync(file.make, selection, path)
-        return Fetched(dict(fetch.num_by_donor), fetch.num_bytes)
+        file = await run_sync(PartialFile, partial_path(path, signed.id), index)
+        have = await run_sync(file.blocks)
+        async with open_service_nursery() as nursery:
+            # Patience starts when donors are asked: hashing the blocks of an earlier attempt may take minutes.
+            fetch = _Fetch(conditions, signed, donors, on_progress, accuse, file, have, nursery)
+            nursery.start_soon(fetch.watch)
+            selection = await fetch.run(wanted, is_prefix)
+        if is_prefix:
+            await run_sync(file.make_prefix, selection.blocks[-1] + 1, path)
+        else:
+            await run_sync(file.make, selection, path)
+        return fetch.fetched
     except OSError as error:
         raise PeerUnreachableError(f"the download cannot be stored: {error}") from error
     except RemoteProtocolError as error:
         raise PeerUnreachableError(f"its author made it no checkpoint: {error}") from error
 
 
+@dataclass(eq=False)
 class _Fetch:
-    """One fetch, from the first contact with the donors to the file."""
+    """One fetch, from the first contact with the donors to the file. ``have``: the blocks that are here."""
 
-    def __init__(
-        self,
-        conditions: Conditions,
-        signed: SignedIndex,
-        donors: Callable[[], Collection[bytes]],
-        on_progress: Show,
-        accuse: Callable[[bytes, str], None],
-        file: PartialFile,
-        have: set[int],
-        nursery: trio.Nursery,
-    ) -> None:
-        self.num_by_donor: Counter[bytes] = Counter()
-        self.num_bytes = 0
-        self._conditions = conditions
-        self._signed = signed
-        self._donors = donors
-        self._on_progress = on_progress
-        self._accuse = accuse
-        self._file = file
-        self._have = have
-        self._nursery = nursery
+    conditions: Conditions
+    signed: SignedIndex
+    donors: Callable[[], Collection[bytes]]
+    on_progress: Show
+    accuse: Callable[[bytes, str], None]
+    file: PartialFile
+    have: set[int]
+    nursery: trio.Nursery
+
+    def __post_init__(self) -> None:
+        self.fetched = Fetched(Counter())
         self._scopes: dict[bytes, trio.CancelScope] = {}  # of donors that were dialled
         self._sessions: dict[bytes, DonorSession] = {}  # of donors that give
         self._absent: set[bytes] = set()  # donors that do not have it
         self._needed: frozenset[int] = frozenset()
         self._problem = "nobody is known who has it"
-        self._download = messages.Download(trio.current_time(), have)
+        self._download = messages.Download(trio.current_time(), self.have)
         self._is_over = trio.Event()  # of the blocks that are needed now
         self._failure: PeerUnreachableError | None = None
 
     async def run(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
         """Fetch the header, and then the blocks of the wanted tensors."""
-        size = self._file.index.size
+        size, read = self.file.index.size, partial(trio.to_thread.run_sync, self.file.read_range)
         await self._fetch(range(1))
-        header_end = header_size(await trio.to_thread.run_sync(self._file.read_block, 0), size)
+        header_end = header_size(await read(*block_range(size, 0)), size)
         await self._fetch(blocks_between(0, header_end))
-        selection = select(parse_header(await trio.to_thread.run_sync(self._file.read, 0, header_end), size), wanted)
+        selection = select(parse_header(await read(0, header_end), size), wanted)
         blocks = range(selection.blocks[-1] + 1) if is_prefix else selection.blocks
         made = selection.size if selection.header and not is_prefix else 0
-        num_bytes = self._size_of(set(blocks) - self._have) + made
-        await trio.to_thread.run_sync(self._conditions.room.check, self._file.path.parent, num_bytes)
+        num_bytes = self._size_of(set(blocks) - self.have) + made
+        await trio.to_thread.run_sync(self.conditions.room.check, self.file.path.parent, num_bytes)
         await self._fetch(blocks)
         return selection
 
@@ -379,25 +367,25 @@ class _Fetch:
         rate, count, measured_at = 0.0, 0, trio.current_time()
         while True:
             now = trio.current_time()
-            if (names := tuple(self._donors())) != known:
+            if (names := tuple(self.donors())) != known:
                 known = names
                 self._carry_out(self._download.know(known, now))
             for donor, session in list(self._sessions.items()):
                 if session.has_advanced():
                     self._carry_out(self._download.heard(donor, now))
             self._carry_out(self._download.tick(now))
-            num_bytes = self._size_of(self._needed & self._have)
+            num_bytes = self._size_of(self._needed & self.have)
             if now >= measured_at + RATE_SECONDS:
                 newest = (num_bytes - count) / (now - measured_at)
                 rate += (newest - rate) * (RATE_WEIGHT if rate else 1.0)
                 count, measured_at = num_bytes, now
-            self._on_progress(FetchProgress(num_bytes, self._size_of(self._needed), rate, self._download.num_open))
+            self.on_progress(FetchProgress(num_bytes, self._size_of(self._needed), rate, self._download.num_open))
             await trio.sleep(TICK_SECONDS)
 
     def _size_of(self, blocks: Collection[int]) -> int:
         """Return the size of these blocks in bytes."""
-        is_last_among = self._file.index.num_blocks - 1 in blocks
-        return len(blocks) * BLOCK_BYTES - (is_last_among and -self._file.index.size % BLOCK_BYTES)
+        is_last_among = self.file.index.num_blocks - 1 in blocks
+        return len(blocks) * BLOCK_BYTES - (is_last_among and -self.file.index.size % BLOCK_BYTES)
 
     # Donors
 
@@ -406,7 +394,7 @@ class _Fetch:
             match output:
                 case messages.DialDonor(donor):
                     self._scopes[donor] = trio.CancelScope()
-                    self._nursery.start_soon(self._converse, donor, self._scopes[donor])
+                    self.nursery.start_soon(self._converse, donor, self._scopes[donor])
                 case messages.Tell(donor, message):
                     try:
                         self._sessions[donor].tell(message)
@@ -417,7 +405,7 @@ class _Fetch:
                     self._sessions.pop(donor, None)
                     self._scopes.pop(donor).cancel()
                     if wrong_block is not None:
-                        self._accuse(donor, f"gave wrong bytes for block {wrong_block} of a checkpoint")
+                        self.accuse(donor, f"gave wrong bytes for block {wrong_block} of a checkpoint")
         if not self._download.num_missing:
             self._is_over.set()
         elif self._download.is_hopeless(trio.current_time()):
@@ -425,12 +413,12 @@ class _Fetch:
 
     def _note_problem(self, donor: bytes, problem: object) -> None:
         self._problem = f"{short_name(donor)}: {problem or 'too slow'}"
-        logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._problem)
+        logger.info("checkpoint %s: %s", self.signed.id.hex()[:8], self._problem)
 
     async def _converse(self, donor: bytes, scope: trio.CancelScope) -> None:
         """Take blocks from a donor until it has nothing more to give."""
-        index, busy_seconds = self._file.index, None
-        question = BlockQuestion(self._conditions.run_id, index.stage, self._signed.id, has_index=True)
+        index, busy_seconds = self.file.index, None
+        question = BlockQuestion(self.conditions.run_id, index.stage, self.signed.id, has_index=True)
 
         def begin() -> None:
             num_held = min(answer.num_held, index.num_blocks)
@@ -438,8 +426,8 @@ class _Fetch:
 
         try:
             with scope:
-                async with open_donor(self._conditions, donor, question, index.size) as (stream, parser, answer):
-                    session = self._sessions[donor] = DonorSession(self._conditions, stream, index.size)
+                async with open_donor(self.conditions, donor, question, index.size) as (stream, parser, answer):
+                    session = self._sessions[donor] = DonorSession(self.conditions, stream, index.size)
                     await session.run(parser.take_rest(), begin, partial(self._take, donor, scope))
         except DonorBusyError as error:
             busy_seconds = error.seconds
@@ -452,14 +440,14 @@ class _Fetch:
             del self._scopes[donor]
             self._sessions.pop(donor, None)
             self._carry_out(self._download.lost(donor, trio.current_time(), busy_seconds))
-            donors = set(self._donors())
+            donors = set(self.donors())
             if donors and donors <= self._absent and not self._scopes:  # there are newer checkpoints: no wait for it
                 self._fail(f"nobody has it any more: {self._problem}")
 
     async def _take(self, donor: bytes, scope: trio.CancelScope, block: int, data: memoryview) -> None:
         """Take in data that a donor gave as this block."""
         try:
-            is_right = await trio.to_thread.run_sync(self._file.write, block, data)
+            is_right = await trio.to_thread.run_sync(self.file.write, block, data)
         except OSError as error:
             self._fail(f"the download cannot be stored: {error}")
             return
@@ -468,9 +456,9 @@ class _Fetch:
         if not is_right:
             self._carry_out(self._download.refused(donor, block, trio.current_time()))
             return
-        self._have.add(block)
-        self.num_by_donor[donor] += 1
-        self.num_bytes += len(data)
+        self.have.add(block)
+        self.fetched.num_by_donor[donor] += 1
+        self.fetched.num_bytes += len(data)
         self._carry_out(self._download.arrived(donor, block, trio.current_time()))
 
 

@@ -18,7 +18,6 @@ import math
 import os
 import random
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -37,12 +36,11 @@ from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.training.base.durable import replacing
 
 from ..base.errors import PeerUnreachableError
-from ..base.system.files import open_private
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from ..store.disk_space import save_seconds
 from ..store.folder import index_of
 from .fetch import DonorBusyError, Downloads, fresh_save_timeout
-from .partial_file import PARTIAL_SUFFIX, read
+from .partial_file import PARTIAL_SUFFIX, BlockFile
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +48,16 @@ logger = logging.getLogger(__name__)
 KEPT_PROOFS: Final = 2
 
 
-@dataclass(eq=False)
-class Holding:
-    """A checkpoint's first ``num_held`` blocks in an open file; closed when its last holder lets go of it."""
+class Holding(BlockFile):
+    """A checkpoint's first ``num_held`` blocks, as many as the file at ``path`` has."""
 
-    signed: SignedIndex
-    index: Index
-    num_held: int
-    _descriptor: int
-    _num_holders: int = 1
-
-    @classmethod
-    def open(cls, path: Path, signed: SignedIndex, index: Index) -> Holding:
-        """Open as much of the checkpoint as the file has. Blocks for a moment; raises `OSError`."""
-        descriptor = open_private(path, os.O_RDONLY)
-        try:
-            size = os.fstat(descriptor).st_size
-            num_held = index.num_blocks if size >= index.size else size // blocks.BLOCK_BYTES
-            if not num_held:
-                raise OSError(f"{path.name} holds no block of its checkpoint")
-        except BaseException:  # for any exception: no other code would close it
-            os.close(descriptor)
-            raise
-        return cls(signed, index, num_held, descriptor)
+    def __init__(self, path: Path, signed: SignedIndex, index: Index) -> None:
+        super().__init__(path, os.O_RDONLY)
+        self.signed = signed
+        self.index = index
+        self.num_held = index.num_blocks if self.size >= index.size else self.size // blocks.BLOCK_BYTES
+        if not self.num_held:
+            raise OSError(f"{path.name} holds no block of its checkpoint")
 
     @property
     def id(self) -> bytes:
@@ -81,22 +66,7 @@ class Holding:
 
     def read(self, block: int) -> bytes:
         """Read one of the blocks that are held. Blocks; raises `OSError`."""
-        return read(self._descriptor, *blocks.block_range(self.index.size, block))
-
-    def read_range(self, start: int, end: int) -> bytes:
-        """Read the file's bytes from ``start`` to ``end``. Blocks; raises `OSError`."""
-        return read(self._descriptor, start, end)
-
-    def hold(self) -> Holding:
-        """Add a holder."""
-        self._num_holders += 1
-        return self
-
-    def let_go(self) -> None:
-        """Remove a holder; the last one closes the file."""
-        self._num_holders -= 1
-        if not self._num_holders:
-            os.close(self._descriptor)
+        return self.read_range(*blocks.block_range(self.index.size, block))
 
 
 def open_own(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0, num_stages: int = 1) -> Holding:
@@ -119,12 +89,9 @@ def open_own(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0
         layout=layout,
         hashes=saved.hashes,
     )
-    holding = Holding.open(path, blocks.sign_index(key, index), index)
-    with contextlib.ExitStack() as unless_it_is_right:
-        unless_it_is_right.callback(holding.let_go)
-        if not index.is_block(0, holding.read(0)):  # which has the counters
-            raise OSError(f"{path.name} has been replaced since")
-        unless_it_is_right.pop_all()
+    holding = Holding(path, blocks.sign_index(key, index), index)
+    if not index.is_block(0, holding.read(0)):  # which has the counters
+        raise OSError(f"{path.name} has been replaced since")
     return holding
 
 
@@ -145,8 +112,8 @@ class Starts:
         self._folder = folder
         self._key = key
         self._run_id = run_id
-        self._own = deque[Holding]()
-        self._proofs = deque[Holding]()
+        self._own = deque[Holding](maxlen=KEPT_STARTS)
+        self._proofs = deque[Holding](maxlen=KEPT_PROOFS)
 
     async def open(self, saved: Saved) -> bytes | None:
         """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
@@ -155,13 +122,12 @@ class Starts:
         except (OSError, ConsolidatedError, ValueError) as error:
             logger.warning("the start of round %d cannot be given: %s", saved.round, error)
             return None
-        _keep(self._own, holding, KEPT_STARTS)
+        self._own.append(holding)
         return holding.id
 
     def find(self, question: BlockQuestion) -> Holding | None:
-        """Return the start that is asked for, held for the peer that asks."""
-        found = next((holding for holding in (*self._own, *self._proofs) if holding.id == question.id), None)
-        return None if found is None else found.hold()
+        """Return the start that is asked for."""
+        return next((holding for holding in (*self._own, *self._proofs) if holding.id == question.id), None)
 
     async def make_room(self, checkpoint_id: bytes) -> Path:
         """Return the path to fetch another node's start to; all other files but the proofs are removed."""
@@ -181,13 +147,7 @@ class Starts:
     def keep_proof(self, path: Path, signed: SignedIndex, index: Index) -> None:
         """Open the start of a false round as well, and close the oldest ones."""
         with contextlib.suppress(OSError):
-            _keep(self._proofs, Holding.open(path, signed, index), KEPT_PROOFS)
-
-
-def _keep(kept: deque[Holding], newest: Holding, count: int) -> None:
-    kept.append(newest)
-    while len(kept) > count:
-        kept.popleft().let_go()
+            self._proofs.append(Holding(path, signed, index))
 
 
 # Own checkpoints that are kept open in addition to announced ones: the newest, and the one that is being announced.
@@ -241,15 +201,15 @@ class Provider:
     # Questions of other nodes
 
     async def find(self, question: BlockQuestion) -> Holding | None:
-        """Return what is asked for, held for the peer that asks; the newest is saved again when it is old."""
+        """Return what is asked for; the newest is saved again when it is old."""
         if question.id is None and question.stage == self._membership.stage:
             return await self.find_own(question.stage)
         held = [each for each in (*self._own, self.copy) if each is not None and each.id == question.id]
-        found = next(iter(held), None) if question.id is not None else self.copy
-        return found.hold() if found is not None and found.index.stage == question.stage else None
+        found = self.copy if question.id is None else next(iter(held), None)
+        return found if found is not None and found.index.stage == question.stage else None
 
     async def find_own(self, stage: int) -> Holding | None:
-        """Return this node's own newest checkpoint of a stage, saved again when it is old, held for the caller."""
+        """Return this node's own newest checkpoint of a stage, saved again when it is old."""
         if stage != self._membership.stage:
             return None
         if self.newest is None or self._downloads.journal.state.round - self.newest.index.round > MAX_ROUNDS_OLDER:
@@ -262,7 +222,7 @@ class Provider:
             is_in_vain = self.save_rate is not None and save_seconds(size, self.save_rate) > patience
             with trio.move_on_after(0.0 if is_in_vain and self.newest is not None else patience):
                 await self._has_saved.wait()
-        return self.newest.hold() if self.newest is not None and self.newest.index.stage == stage else None
+        return self.newest if self.newest is not None and self.newest.index.stage == stage else None
 
     async def save_wanted(self) -> None:
         """Wait until a peer wants a newer checkpoint than there is."""
@@ -282,8 +242,7 @@ class Provider:
 
     def forget_own(self) -> None:
         """Close the checkpoints of the stage that this node has left."""
-        while self._own:
-            self._own.pop().let_go()
+        self._own.clear()
 
     async def run(self) -> None:
         """Open what the trainer saves, keep a copy, and announce both before the run forgets them, until cancelled."""
@@ -319,11 +278,8 @@ class Provider:
                 except OSError as error:  # a full disk: the checkpoint is there all the same
                     logger.warning("the index of %s is not written: %s", saved.path, error)
                 told = self._membership.told_checkpoints()
-                for older in self._own[: max(0, len(self._own) + 1 - NUM_OPEN)]:
-                    if older.id not in told:
-                        self._own.remove(older)
-                        older.let_go()
-                self._own.append(holding)
+                older = [each for each in self._own[: 1 - NUM_OPEN] if each.id in told]
+                self._own = [*older, *self._own[1 - NUM_OPEN :], holding]
                 self._announce(holding)
             self._has_saved.set()
 
@@ -341,7 +297,7 @@ class Provider:
         def open_copy(path: Path) -> Holding:
             with index_of(path).open("rb") as file:
                 raw = file.read(blocks.max_index_bytes(max_size) + 1)
-            return Holding.open(path, *blocks.decode_signed_index(raw, run_id, max_size))
+            return Holding(path, *blocks.decode_signed_index(raw, run_id, max_size))
 
         if not self._has_room():
             await self._take(None)
@@ -372,8 +328,6 @@ class Provider:
 
     async def _take(self, path: Path | None, holding: Holding | None = None) -> None:
         """Provide this copy, in this file, instead of older ones, and remove these; None: there is no room for any."""
-        if self.copy is not None:
-            self.copy.let_go()
         self.copy = holding
         if holding is not None:
             self._announce(holding)
@@ -416,7 +370,7 @@ class Provider:
 
         def keep() -> Holding:
             write_index(index_of(path), signed)
-            return Holding.open(path, signed, index)
+            return Holding(path, signed, index)
 
         with contextlib.suppress(OSError):  # the download says what is wrong
             await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))

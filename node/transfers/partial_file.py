@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from io import FileIO
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -22,23 +22,39 @@ from ..store.disk_space import Room
 PARTIAL_SUFFIX: Final = ".part"
 
 
-class PartialFile:
-    """The blocks of one checkpoint. Every method may block, and raises `OSError`."""
+class BlockFile:
+    """An open file with a checkpoint's bytes, closed once nothing refers to it. Methods may block, raise `OSError`."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        """Open it; if it is created, it is readable and writable by its owner alone."""
+        self._descriptor = open_private(path, flags)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def size(self) -> int:
+        """Return the size of the file in bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    def read_range(self, start: int, end: int) -> bytes:
+        """Read the bytes from ``start`` to ``end``, which the file must have."""
+        data = os.pread(self._descriptor, end - start, start)
+        while len(data) < end - start:
+            more = os.pread(self._descriptor, end - start - len(data), start + len(data))
+            if not more:
+                raise OSError(errno.EIO, f"the file ends before byte {end}")
+            data += more
+        return data
+
+
+class PartialFile(BlockFile):
+    """The blocks of one checkpoint that are here."""
 
     def __init__(self, path: Path, index: Index) -> None:
-        """Open it, or create it, readable and writable by its owner alone."""
+        """Open it, or create it."""
+        super().__init__(path, os.O_RDWR | os.O_CREAT)
         self.path = path
         self.index = index
-        self._file = FileIO(open_private(path, os.O_RDWR | os.O_CREAT), "r+")
-        try:
-            self._file.truncate(index.size)
-        except BaseException:  # for any exception: no other code would close it
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file and keep it for later. It may be closed already."""
-        self._file.close()
+        os.ftruncate(self._descriptor, index.size)
 
     def blocks(self) -> set[int]:
         """Return the blocks that are here and valid. Blocks that are entirely holes are skipped, not hashed."""
@@ -46,12 +62,12 @@ class PartialFile:
         block = 0
         while block < self.index.num_blocks:
             try:
-                block = os.lseek(self._file.fileno(), block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
+                block = os.lseek(self._descriptor, block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
             except OSError as error:
                 if error.errno == errno.ENXIO:  # only a hole is left
                     break
                 raise
-            if self.index.is_block(block, self.read_block(block)):
+            if self.index.is_block(block, self.read_range(*block_range(self.index.size, block))):
                 found.add(block)
             block += 1
         return found
@@ -62,54 +78,33 @@ class PartialFile:
             return False
         position = block * BLOCK_BYTES
         while data:
-            num_written = os.pwrite(self._file.fileno(), data, position)
+            num_written = os.pwrite(self._descriptor, data, position)
             data, position = data[num_written:], position + num_written
         return True
-
-    def read_block(self, block: int) -> bytes:
-        """Read the bytes at a block's place."""
-        return self.read(*block_range(self.index.size, block))
-
-    def read(self, start: int, end: int) -> bytes:
-        """Read the bytes from ``start`` to ``end``."""
-        return read(self._file.fileno(), start, end)
 
     def make(self, selection: Selection, path: Path) -> None:
         """Turn the selection into the file at ``path``, durably and atomically; this file cannot be used afterwards."""
         if not selection.header:
             self._take_name(path)
-        else:
-            Room().check(path.parent, selection.size)
-            with replacing(path) as file:
-                _write_all(file, selection.header)
-                for start, end in selection.pieces:
-                    for block in blocks_between(start, end):
-                        first, last = block_range(self.index.size, block)
-                        _write_all(file, self.read(max(start, first), min(end, last)))
-            self.close()
-            self.path.unlink(missing_ok=True)
+            return
+        Room().check(path.parent, selection.size)
+        with replacing(path) as file:
+            file.write(selection.header)
+            for start, end in selection.pieces:
+                for block in blocks_between(start, end):
+                    first, last = block_range(self.index.size, block)
+                    file.write(self.read_range(max(start, first), min(end, last)))
+        self.path.unlink(missing_ok=True)
 
     def make_prefix(self, num_blocks: int, path: Path) -> None:
         """Turn the first blocks into the file at ``path``, durably and atomically; this file is then of no use."""
-        self._file.truncate(block_range(self.index.size, num_blocks - 1)[1])
+        os.ftruncate(self._descriptor, block_range(self.index.size, num_blocks - 1)[1])
         self._take_name(path)
 
     def _take_name(self, path: Path) -> None:
-        sync_file(self._file.fileno())
-        self.close()
+        sync_file(self._descriptor)
         self.path.replace(path)
         sync_folder(path.parent)
-
-
-def read(descriptor: int, start: int, end: int) -> bytes:
-    """Read a part of a file, which must have it; raises `OSError`."""
-    data = os.pread(descriptor, end - start, start)
-    while len(data) < end - start:
-        more = os.pread(descriptor, end - start - len(data), start + len(data))
-        if not more:
-            raise OSError(errno.EIO, f"the file ends before byte {end}")
-        data += more
-    return data
 
 
 def partial_path(path: Path, checkpoint_id: bytes) -> Path:
@@ -127,9 +122,3 @@ def remove_partials(path: Path, kept: bytes | None = None) -> None:
     for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
         if kept is None or leftover != partial_path(path, kept):
             leftover.unlink(missing_ok=True)
-
-
-def _write_all(file: FileIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -64,7 +64,7 @@ FORGETTING: Final = 0.9
 PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=messages.BLOCK_TIMEOUT)
 
 Find = Callable[[messages.BlockQuestion], Awaitable[Holding | None]]
-"""Returns the checkpoint that is asked for, held for the peer that asks; None if it is not here."""
+"""Returns the checkpoint that is asked for; None if it is not here."""
 
 
 class BlockService:
@@ -109,10 +109,7 @@ class BlockService:
                 if (holding := await self._find(question)) is None:
                     await _answer(stream, messages.Absent())
                     return
-                try:
-                    await self._give(stream, parser, question, turn, holding)
-                finally:
-                    holding.let_go()
+                await self._give(stream, parser, question, turn, holding)
         finally:
             del self._served[peer]
 

@@ -44,10 +44,9 @@ from farandole.training.engine.sketch import Read, Sketcher, header_of
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, receive_frame
-from ..base.system.files import open_private
 from .fetch import Downloads
 from .holdings import Holding
-from .partial_file import read
+from .partial_file import BlockFile
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ MAX_WAIT: Final = 60.0
 REST: Final = 4.0
 
 FindOwn = Callable[[int], Awaitable[Holding | None]]
-"""Returns this node's own newest checkpoint of a stage, held for the caller; None if there is none."""
+"""Returns this node's own newest checkpoint of a stage; None if there is none."""
 
 
 class SketchService:
@@ -101,8 +100,6 @@ class SketchService:
                                 sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
                             except (OSError, RemoteProtocolError) as error:  # the node's own trainer says more
                                 logger.debug("no sketch: %s", error)
-                            finally:
-                                holding.let_go()
                             self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
             finally:
                 self._num_waiting -= 1
@@ -124,12 +121,8 @@ async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
 
 async def sketch_path(path: Path, seed: bytes) -> bytes:
     """Compute the sketch of the file at a path. See `sketch_file`."""
-    descriptor = await trio.to_thread.run_sync(open_private, path, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
-        return await sketch_file(lambda start, end: read(descriptor, start, end), size, seed)
-    finally:
-        os.close(descriptor)
+    file = await trio.to_thread.run_sync(BlockFile, path, os.O_RDONLY)
+    return await sketch_file(file.read_range, file.size, seed)
 
 
 async def ask_for_sketch(host: StreamHost, member: bytes, question: SketchQuestion) -> Sketch | None:

@@ -52,9 +52,8 @@ class Start:
 
     def __init__(self, start: StartConfig, downloads: Downloads) -> None:
         self._start = start
+        self._downloads = downloads
         self._files = downloads.files
-        self._host = downloads.host
-        self._conditions = downloads.conditions
         self._membership = downloads.membership
         self._journal = downloads.journal
         self._folder = self._files.settings.home / "start"
@@ -75,14 +74,14 @@ class Start:
             total_tokens=index.tokens,
             inner_steps=index.inner_steps,
         )
-        await self._host.dht.provide(self._start.checkpoint)
+        await self._downloads.host.dht.provide(self._start.checkpoint)
         while True:
             await self._membership.announcer.tell_start(notice)
             await trio.sleep(TELL_INTERVAL)
 
     def find(self, question: BlockQuestion) -> Holding | None:
-        """Return the whole checkpoint, held for the peer that asks for its id; None if it is another or not here."""
-        return self._held.hold() if self._held is not None and question.id == self._start.checkpoint else None
+        """Return the whole checkpoint if its id is asked for; None if it is another or not here."""
+        return self._held if question.id == self._start.checkpoint else None
 
     def path_of(self, stage: int) -> Path | None:
         """Return the path of the file with a stage's weights, None if it is not here."""
@@ -140,7 +139,7 @@ class Start:
                 signed, index = decode_signed_index(raw, self._start.run, max_file_bytes(self._files.manifest))
                 if signed.id != self._start.checkpoint:
                     raise RemoteProtocolError("it is another checkpoint's")
-                return Holding.open(self._whole, signed, index)
+                return Holding(self._whole, signed, index)
             except (OSError, RemoteProtocolError) as error:
                 why = f"cannot be used ({error}): it is taken anew"
                 self._journal.warn(f"the starting checkpoint in {self._folder} {why}")
@@ -166,11 +165,11 @@ class Start:
 
     async def _fetch(self, stage: int) -> bool:
         """Fetch a stage's weights from the announced holders, or if none, providers in the DHT; then from members."""
-        wanted_id = self._start.checkpoint
+        wanted_id, conditions = self._start.checkpoint, self._downloads.conditions
         holders = self._membership.start_holders(wanted_id)
         if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
             self._asked_dht_at = trio.current_time()
-            holders = await reachable_providers(self._host, wanted_id)
+            holders = await reachable_providers(self._downloads.host, wanted_id)
         others = list(self._membership.everyone.difference(holders))  # may announce it soon
         names, is_whole = names_of_stage(self._files.manifest.model, stage), self._files.num_stages == 1
         path = self._whole if is_whole else self._part(stage)
@@ -184,13 +183,18 @@ class Start:
         for donor in [*holders, *random.sample(others, len(others))][:MAX_ASKED]:
             try:
                 signed, index = await ask_for_index(
-                    self._conditions, donor, 0, max_file_bytes(self._files.manifest), wanted_id, self._start.run
+                    conditions,
+                    donor,
+                    0,
+                    max_file_bytes(self._files.manifest),
+                    wanted_id,
+                    self._start.run,
                 )
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if is_whole:
                     await trio.to_thread.run_sync(write_index, path.with_name(INDEX_NAME), signed)
                 await fetch_checkpoint(
-                    self._conditions,
+                    conditions,
                     signed,
                     index,
                     partial(known, donor),

@@ -144,11 +144,11 @@ async def open_liar(
     made, index = signed_index
     held = bytes([number % 256]) * 32 if is_judge else made.id
     notice = CheckpointNotice(index.round, index.stage, held, index.size, index.tokens, index.inner_steps)
-    holding = Holding.open(path, made, index)
+    holding = Holding(path, made, index)
 
     async def find(question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
-        return holding.hold() if question.id in (None, made.id) else None
+        return holding if question.id in (None, made.id) else None
 
     async with open_pusher(run_id, victims, key_of(number)) as pusher:
         BlockService(Conditions(pusher.host, run_id), find).register()

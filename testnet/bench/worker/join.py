@@ -55,7 +55,7 @@ class JoiningNode:
 
     async def _find(self, question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
-        return None if self._holding is None else self._holding.hold()
+        return None if self._holding is None else self._holding
 
     async def meet(self, addresses: list[str]) -> dict[str, Any]:
         """Add the others' addresses."""
@@ -65,7 +65,7 @@ class JoiningNode:
 
     async def hold(self, path: str) -> dict[str, Any]:
         """Offer this checkpoint, whose index is next to it, from now on."""
-        self._holding = Holding.open(Path(path), *_read_index(Path(path)))
+        self._holding = Holding(Path(path), *_read_index(Path(path)))
         return {}
 
     async def fetch(self, path: str, target: str, donors: list[str]) -> dict[str, Any]:

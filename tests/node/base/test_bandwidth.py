@@ -239,7 +239,7 @@ async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> Non
 
     async def find(question: BlockQuestion) -> Holding:
         await trio.lowlevel.checkpoint()
-        return holding.hold()
+        return holding
 
     with trio.fail_after(PATIENCE):
         async with (

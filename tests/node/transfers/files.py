@@ -56,7 +56,7 @@ def signed_index_of(content: bytes, round_index: int = 7) -> tuple[SignedIndex, 
 
 def hold(path: Path, content: bytes) -> Holding:
     path.write_bytes(content)
-    return Holding.open(path, *signed_index_of(content))
+    return Holding(path, *signed_index_of(content))
 
 
 def is_required(name: str) -> bool:
@@ -68,7 +68,7 @@ def finder(holding: Holding) -> Callable[[BlockQuestion], Awaitable[Holding | No
 
     async def find(question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
-        return holding.hold()
+        return holding
 
     return find
 

@@ -48,7 +48,7 @@ class Member:
         await trio.lowlevel.checkpoint()
         if self.holding is None or question.id not in (None, self.holding.id):
             return None
-        return self.holding.hold()
+        return self.holding
 
 
 @contextlib.asynccontextmanager
@@ -140,7 +140,7 @@ async def test_all_of_a_checkpoint_is_the_same_file_and_a_prefix_can_be_given(tm
         assert (tmp_path / "whole").read_bytes() == CONTENT
         await fetch(newcomer, [donor], tmp_path / "prefix", is_prefix=True)
         assert (tmp_path / "prefix").read_bytes() == CONTENT[: NUM_WANTED * BLOCK_BYTES]
-        third.holding = Holding.open(tmp_path / "prefix", *signed_index_of(CONTENT))
+        third.holding = Holding(tmp_path / "prefix", *signed_index_of(CONTENT))
         assert third.holding.num_held == NUM_WANTED
         await fetch(newcomer, [third], tmp_path / "ours")
         assert is_what_was_wanted(tmp_path / "ours")
@@ -149,7 +149,7 @@ async def test_all_of_a_checkpoint_is_the_same_file_and_a_prefix_can_be_given(tm
 async def test_a_donor_that_dies_costs_no_block_that_it_gave(tmp_path: Path) -> None:
     async with open_members(3) as (newcomer, first, second):
         first.holding = hold(tmp_path / "theirs", CONTENT)
-        second.holding = first.holding.hold()
+        second.holding = first.holding
         fetch_slowly(newcomer)
         async with trio.open_nursery() as nursery:
 
@@ -188,7 +188,7 @@ async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(
     async with open_members(3) as (newcomer, liar, donor):
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         (tmp_path / "lies").write_bytes(CONTENT[: 3 * BLOCK_BYTES] + bytes(len(CONTENT) - 3 * BLOCK_BYTES))
-        liar.holding = Holding.open(tmp_path / "lies", *signed_index_of(CONTENT))
+        liar.holding = Holding(tmp_path / "lies", *signed_index_of(CONTENT))
         honest, donor.holding = donor.holding, None  # otherwise it may have given all before the liar is asked
         accused: list[bytes] = []
 

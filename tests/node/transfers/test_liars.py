@@ -168,7 +168,7 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
         nonlocal num_found
         num_found += 1
         await trio.lowlevel.checkpoint()
-        return holding.hold()
+        return holding
 
     nobody: Any = None
     service = BlockService(Conditions(nobody, RUN), find)

@@ -39,7 +39,7 @@ def finding(holding: Holding) -> Callable[[int], Awaitable[Holding | None]]:
 
     async def find_own(stage: int) -> Holding | None:
         await trio.lowlevel.checkpoint()
-        return holding.hold() if stage == 0 else None
+        return holding if stage == 0 else None
 
     return find_own
 

@@ -63,7 +63,6 @@ async def test_what_is_damaged_is_taken_anew_from_the_folder_named(
         assert start.path_of(0) == tmp_path / "start" / CHECKPOINT_NAME
         held = start.find(question)
         assert held is not None
-        held.let_go()
         (tmp_path / "start" / INDEX_NAME).write_bytes(b"half of")
     assert "cannot be used" in journal.warnings[-1]
     assert model.checkpoint.exists()
