@@ -12,7 +12,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 FOLDERS: Final = ("/proc", "/sys", "/var")
 ALLOWED: Final = {
-    "node/base/system/memory.py": "on Linux; elsewhere shared memory has a name",
+    "node/trainer/channel.py": "on Linux; elsewhere shared memory has a name",
     "node/base/system/processes.py": "where there is none, nothing is known",
     "training/base/determinism.py": "where there is none, other words name the processor",
 }

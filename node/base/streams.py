@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
+
+import trio
 
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
+from farandole.protocol.wire.identity import peer_id_of
+
+from .errors import PeerUnreachableError
 
 # Most bytes that a stream hands over at once: all that one pass of the connection's reader has read, so a reader that
 # keeps up leaves nothing unread.
@@ -61,6 +67,18 @@ class StreamHost(Protocol):
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """Open a stream, connecting if needed, or raise `PeerUnreachableError`."""
+
+
+@contextmanager
+def expecting_answer(peer: bytes, timeout: float) -> Iterator[None]:
+    """Wait for a peer; raise `PeerUnreachableError` if it is late, breaks off, or says what no honest peer says."""
+    try:
+        with trio.fail_after(timeout):
+            yield
+    except trio.TooSlowError as error:
+        raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
+    except (RemoteProtocolError, trio.BrokenResourceError) as error:
+        raise PeerUnreachableError(f"{peer_id_of(peer)} gives no answer: {error!r}") from error
 
 
 async def read_exactly(read: Callable[[int], Awaitable[bytes | bytearray]], size: int) -> bytes:

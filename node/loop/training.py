@@ -29,12 +29,12 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 from ..base.bandwidth import Shaping
 from ..base.driver import Driver
 from ..base.requirements import slow_steps
-from ..base.system.memory import SharedCounter
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import Outgoing
 from ..state.membership import Membership
 from ..state.messenger import Messenger
 from ..status.journal import Journal
+from ..trainer.channel import SharedCounter
 from ..trainer.script import ScriptDoor
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
 from ..transfers.holdings import Provider

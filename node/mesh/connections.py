@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Final
 
 import trio
 
@@ -18,11 +19,14 @@ from farandole.protocol.wire.token_bucket import TokenBucket
 from ..base.errors import PeerUnreachableError
 from .addresses import dial_target
 from .admission import STRANGER_SECONDS, FloodedNetworks, Turns
-from .upgrading import NEGOTIATION_TIMEOUT, Negotiation, ProtocolHandlers
+from .links import NEGOTIATION_TIMEOUT, Negotiation
 from .yamux import CLOSE_TIMEOUT, Libp2pStream, MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
 
+IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"
+PUSH_PROTOCOL: Final = "/ipfs/id/push/1.0.0"
+PING_PROTOCOL: Final = "/ipfs/ping/1.0.0"
 # Connections in all: a node keeps a dozen and dials partners in addition. With unfinished handshakes and bulk channels
 # they fit into the 1,024 descriptors that a process has by default.
 MAX_CONNECTIONS = 512
@@ -38,6 +42,56 @@ STREAM_BURST, STREAMS_PER_SECOND = 128.0, 32.0
 MAX_HANDLERS_PER_CONNECTION = 256
 # Handlers may read what came before a connection ended; then they are cancelled.
 HANDLER_GRACE = 5.0
+
+
+Handler = Callable[[Libp2pStream], Awaitable[None]]
+
+
+class ProtocolHandlers:
+    """The handlers of one host."""
+
+    def __init__(self) -> None:
+        self.admits: Callable[[bytes, str], bool] = lambda peer, protocol: True
+        """Whether a peer may open streams of a protocol; to others it is one that this node does not serve."""
+        self._handlers: dict[str, tuple[Handler, int | None]] = {}
+
+    @property
+    def protocols(self) -> list[str]:
+        """The protocols that this node serves."""
+        return list(self._handlers)
+
+    def set(self, protocol: str, handler: Handler, max_bytes: int | None = None) -> None:
+        """Serve a protocol. A stream on which the peer sends more than ``max_bytes`` is reset."""
+        self._handlers[protocol] = (handler, max_bytes)
+
+    def remove(self, protocol: str) -> None:
+        """Stop serving a protocol."""
+        self._handlers.pop(protocol, None)
+
+    async def serve(self, stream: Libp2pStream, note_negotiated: Callable[[], None]) -> None:
+        """Agree on a protocol for a stream that a peer has opened, and run its handler. Raises nothing.
+
+        The stream is closed when the handler returns, and reset when it raises, which is logged unless the error is
+        the peer's fault or the network's.
+        """
+        try:
+            try:
+                with trio.fail_after(NEGOTIATION_TIMEOUT):
+                    offered = [protocol for protocol in self._handlers if self.admits(stream.peer, protocol)]
+                    stream.protocol = await Negotiation(stream.receive_some, stream.send_all).answer(offered)
+                handler, max_bytes = self._handlers[stream.protocol]
+            finally:
+                note_negotiated()
+            if max_bytes is not None:
+                stream.limit(max_bytes)
+            await handler(stream)
+            await stream.aclose()
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("a stream of %s ended: %r", stream.protocol, error)
+        except Exception:  # a defect of ours: it costs this stream, and neither the others nor the host
+            logger.exception("the handler of %s failed", stream.protocol)
+        finally:
+            stream.reset()
 
 
 class Connection:

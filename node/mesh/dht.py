@@ -34,10 +34,10 @@ from farandole.protocol.wire.token_bucket import PeerMeters
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT
 from .addresses import MAX_ADDRESSES
+from .connections import ProtocolHandlers
 from .dialler import Dialler
 from .libp2p_parts import DhtMessage as Message
 from .libp2p_parts import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
-from .upgrading import ProtocolHandlers
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)

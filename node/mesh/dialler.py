@@ -19,13 +19,13 @@ from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, parse
 from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, short_name
 
 from ..base.errors import PeerUnreachableError, StrangerError
-from ..base.streams import DIAL_TIMEOUT
+from ..base.streams import DIAL_TIMEOUT, expecting_answer
 from .addresses import MAX_ADDRESSES, KnownAddresses, OwnAddresses, dial_target, is_circuit_to
 from .connections import ConnectionPool
 from .gate import Gate
 from .libp2p_parts import HopMessage, PeerId, RelayStatus, StopMessage, encode_delimited, receive_message
 from .links import RawLink, Socket, connect_from
-from .upgrading import Upgrader, expecting_answer
+from .upgrading import Upgrader
 from .yamux import Libp2pStream, MuxedConn
 
 logger = logging.getLogger(__name__)

@@ -43,9 +43,8 @@ from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encode
 
 from ..base.errors import NotAdmittedError, PeerUnreachableError
-from ..base.streams import receive_frame
-from .connections import Connection, ConnectionPool
-from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers, expecting_answer
+from ..base.streams import expecting_answer, receive_frame
+from .connections import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, Connection, ConnectionPool, ProtocolHandlers
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)

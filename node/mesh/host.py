@@ -34,14 +34,14 @@ from ..base.project import VERSION
 from ..base.system.sockets import NO_IPV6, listen_alone, share_port
 from .addresses import OwnAddresses, multiaddr_of
 from .admission import Site, site_of
-from .connections import ConnectionPool
+from .connections import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ConnectionPool, ProtocolHandlers
 from .dht import Dht
 from .dialler import Dialler
 from .gate import Gate
 from .libp2p_parts import Identify, encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
 from .links import Socket
 from .relay_client import RelayClient
-from .upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ProtocolHandlers, Upgrader
+from .upgrading import Upgrader
 from .yamux import CLOSE_TIMEOUT, Libp2pStream
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,11 @@
 """What carries a connection: a TCP socket, or a circuit through a relay; and the messages of Noise on it.
 
 Dials may leave from the listening port: then a NAT's mapping of that port is known, and two such dials can meet.
+
+Both ends agree on what a connection is upgraded to, and on the protocol of each stream, by multistream-select 1.0
+(github.com/multiformats/multistream-select): one end proposes protocol ids, and the other echoes the one that it
+accepts, or answers that it knows none. Messages are bounded in size and number for any peer: py-libp2p 0.8.1 allocates
+whatever length it reads.
 """
 
 from __future__ import annotations
@@ -9,17 +14,20 @@ import math
 import os
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Container
 from typing import Final, cast
 
 import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.run.invite import NONCE_BYTES, cipher_of
+from farandole.protocol.wire.errors import RemoteProtocolError
 
+from ..base.streams import read_delimited
 from ..base.system.sockets import leave_nothing, prefer_congestion_control, share_port
 from .addresses import multiaddr_of
 from .admission import Site, Turns, site_of
-from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession
+from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession, encode_delim
 
 # Everything read from a connection until it is authenticated and multiplexed. Noise XX and the negotiation take about
 # 600 bytes; one Noise message is at most 65,537.
@@ -29,6 +37,15 @@ MAX_HANDSHAKE_BYTES: Final = 64 * 1024
 READ_BYTES: Final = 120 * 1024
 # Of a message of Noise, which precedes it.
 LENGTH_BYTES: Final = 2
+MULTISTREAM: Final = "/multistream/1.0.0"
+# A message is a protocol id; go-libp2p allows 1,024 bytes too.
+MAX_NEGOTIATION_BYTES: Final = 1024
+# Messages of one negotiation: the greeting, and proposals; a peer that knows farandole proposes one.
+MAX_NEGOTIATION_MESSAGES: Final = 16
+NEGOTIATION_TIMEOUT: Final = 8.0
+NOT_AVAILABLE: Final = "na"
+# A peer that has dialled proposes its first protocol within a round trip of the greetings.
+ROLE_PAUSE: Final = 0.7
 
 
 class RawLink(ABC):
@@ -234,3 +251,69 @@ class NoiseSession:
         """Send a message as far as this needs no wait. The link's `flush` sends the rest; send nothing else before."""
         sealed = self._state.encrypt(message)
         self._link.write_now(len(sealed).to_bytes(LENGTH_BYTES, "big") + sealed)
+
+
+class Negotiation:
+    """One negotiation on a connection or a stream."""
+
+    def __init__(self, receive: Callable[[int], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
+        """``receive``: returns at most that many bytes, none at the end."""
+        self._receive = receive
+        self._send = send
+        self._num_received = 0
+
+    async def propose(self, protocol: str) -> None:
+        """Agree on this protocol; raise `RemoteProtocolError` if the peer does not speak it, or says why it refuses."""
+        await self._greet(protocol)
+        await self._expect(protocol)
+
+    async def answer(self, protocols: Container[str]) -> str:
+        """Accept the first proposal that is in ``protocols``; raise `RemoteProtocolError` if there is none."""
+        await self._greet()
+        while (proposal := await self._next()) not in protocols:
+            await self._say(NOT_AVAILABLE)
+        await self._say(proposal)
+        return proposal
+
+    async def find_role(self, protocol: str) -> bool:
+        """Negotiate on an accepted connection whose other end may be a peer that waits for us.
+
+        Return whether it waits: then it proposes nothing, and we are the initiator. A peer that dials in the usual way
+        proposes at once.
+        """
+        await self._greet()
+        proposal = None
+        with trio.move_on_after(ROLE_PAUSE):
+            proposal = await self._next()
+        if proposal not in (None, protocol):
+            raise RemoteProtocolError("the peer proposes something else")
+        await self._say(protocol)
+        if proposal is None:
+            await self._expect(protocol)
+        return proposal is None
+
+    async def _greet(self, *proposal: str) -> None:
+        await self._say(MULTISTREAM, *proposal)
+        if await self._next() != MULTISTREAM:
+            raise RemoteProtocolError("the peer does not speak multistream-select")
+
+    async def _expect(self, protocol: str) -> None:
+        answer = await self._next()
+        if answer == NOT_AVAILABLE:
+            raise RemoteProtocolError(f"the peer does not speak {protocol}")
+        if answer != protocol:
+            raise RemoteProtocolError(f"the peer refuses {protocol}: {answer!r}")
+
+    async def _next(self) -> str:
+        self._num_received += 1
+        if self._num_received > MAX_NEGOTIATION_MESSAGES:
+            raise RemoteProtocolError("too many negotiation messages")
+        message = await read_delimited(self._receive, MAX_NEGOTIATION_BYTES)
+        if message is None:
+            raise RemoteProtocolError("the peer ended the negotiation")
+        if not message.endswith(b"\n"):
+            raise RemoteProtocolError("a negotiation message without its newline")
+        return message[:-1].decode(errors="replace")
+
+    async def _say(self, *texts: str) -> None:
+        await self._send(b"".join(encode_delim(text.encode()) for text in texts))

@@ -25,11 +25,11 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of_bytes, short_name
 
 from ..base.errors import PeerUnreachableError
-from ..base.streams import DIAL_TIMEOUT
+from ..base.streams import DIAL_TIMEOUT, expecting_answer
 from .addresses import distance_class
+from .connections import ProtocolHandlers
 from .dialler import CIRCUIT_TIMEOUT, Circuit, Dialler, agree
 from .libp2p_parts import HopMessage, RelayStatus, StopMessage, encode_delimited, multiaddr_texts, receive_message
-from .upgrading import ProtocolHandlers, expecting_answer
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import trio
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ..base.nurseries import open_service_nursery
-from ..base.system.memory import open_shared_memory, place_for_others
 from ..base.system.sockets import bound_socket, serve_door
+from .channel import open_shared_memory, place_for_others
 from .trainer import SHARED, STOP, Trainer, TrainerError
 
 # Loops that have connected and are not yet accepted: a person starts one, and perhaps another by mistake.

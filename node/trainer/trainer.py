@@ -21,8 +21,8 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
-from ..base.system.memory import counted_size, map_shared_memory, open_shared_memory
 from ..base.system.processes import ask_where, count_oom_kills, signal_name, start_child
+from .channel import counted_size, map_shared_memory, open_shared_memory
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """A round's exchange in the trainer: its contribution goes into shared memory, and the partner's comes from it.
 
 A contribution is sent while it is encoded, and the partner's is decoded while it arrives. The progress of both is in
-counters in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
+counters in the memory that both processes share (`farandole.node.trainer.channel.SharedCounter`). A count of an
 earlier exchange is ignored: each exchange has a number of its own, the counter's epoch.
 
 If `RoundEnd.aside` allows it, a side thread does this work while the next round's inner steps are taken
@@ -22,7 +22,7 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.outer.round_end import Aside, RoundEnd
 from farandole.training.screening.rule import Encounter, Refuse
 
-from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
+from ..trainer.channel import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
 
 _draw = random.SystemRandom().random
 

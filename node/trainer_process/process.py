@@ -32,9 +32,8 @@ from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import Learner, build_learner, replay_round
 from farandole.training.engine.stage_worker import build_stage_worker
 
-from ..base.system.memory import map_shared_memory
 from ..store.disk_space import text_room
-from ..trainer.channel import TrainerSocket
+from ..trainer.channel import TrainerSocket, map_shared_memory
 from .checkpoints import Checkpoints, recorder_of
 from .exchange import EngineExchange
 

@@ -1,7 +1,7 @@
 """The messages between the mesh process and the trainer process: msgspec structs over a socket pair.
 
 Commands go to the trainer, reports come back. Tensors do not travel here: contributions are in two shared memory files
-(`farandole.node.base.system.memory`), one for the node's own and one for the received one. A counter at a file's end
+(`farandole.node.trainer.channel`), one for the node's own and one for the received one. A counter at a file's end
 has the progress: the process that fills the file stores it, and the other reads it.
 """
 
@@ -68,7 +68,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     manifest: bytes
     settings: TrainerSettings
     outgoing: int | str = 0
-    """Places of the shared memory (`farandole.node.base.system.memory`)."""
+    """Places of the shared memory (`farandole.node.trainer.channel`)."""
     incoming: int | str = 0
     activations: int | str = 0
     """Slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""

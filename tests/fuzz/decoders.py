@@ -23,7 +23,7 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
 from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
 from farandole.node.mesh.libp2p_parts import encode_delimited, multiaddr_texts, receive_message
-from farandole.node.mesh.upgrading import MULTISTREAM, Negotiation
+from farandole.node.mesh.links import MULTISTREAM, Negotiation
 from farandole.protocol import programs
 from farandole.protocol.checkpoints import block_transfer, blocks, sketches
 from farandole.protocol.exchange import exchange, pipe

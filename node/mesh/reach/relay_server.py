@@ -20,6 +20,7 @@ from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes,
 
 from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError
+from ...base.streams import expecting_answer
 from ..addresses import MAX_ADDRESSES
 from ..admission import site_of
 from ..dialler import agree
@@ -41,7 +42,6 @@ from ..libp2p_parts import (
     multiaddr_bytes,
     receive_message,
 )
-from ..upgrading import expecting_answer
 from ..yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from farandole.node.base.system.memory import SharedCounter, counted_size
 from farandole.node.bulk.exchange_service import Judge
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.loop import training as training_module
@@ -23,6 +22,7 @@ from farandole.node.loop.rest_service import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Parts, Training
 from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord
+from farandole.node.trainer.channel import SharedCounter, counted_size
 from farandole.node.trainer.trainer import TrainerError
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.rounds import pairing_events as pairing

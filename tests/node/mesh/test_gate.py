@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import NotAdmittedError, PeerUnreachableError
 from farandole.node.base.streams import receive_frame
+from farandole.node.mesh.connections import IDENTIFY_PROTOCOL
 from farandole.node.mesh.gate import (
     ADMISSION_PROTOCOL,
     MAX_INTRODUCTION_BYTES,
@@ -23,7 +24,6 @@ from farandole.node.mesh.gate import (
     decode_introduction_answer,
 )
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import HOP_PROTOCOL
 from farandole.protocol.run.invitations import InviteSecret, decode_admission, invite_members, sign_pass, sign_witness

@@ -28,11 +28,10 @@ from trio.testing import wait_all_tasks_blocked
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import upgrading
-from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
+from farandole.node.mesh.connections import IDENTIFY_PROTOCOL, MAX_CONNECTIONS_PER_PEER, PING_PROTOCOL
 from farandole.node.mesh.host import MAX_IDENTIFY_BYTES
 from farandole.node.mesh.libp2p_parts import receive_message
-from farandole.node.mesh.links import Socket
-from farandole.node.mesh.upgrading import IDENTIFY_PROTOCOL, PING_PROTOCOL, Negotiation
+from farandole.node.mesh.links import Negotiation, Socket
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
 from farandole.protocol.wire.errors import RemoteProtocolError

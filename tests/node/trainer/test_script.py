@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.base.system.memory import MAX_EPOCHS, SharedCounter, counted_size, map_shared_memory
 from farandole.node.base.system.sockets import connect
-from farandole.node.trainer.channel import TrainerSocket
+from farandole.node.trainer.channel import MAX_EPOCHS, SharedCounter, TrainerSocket, counted_size, map_shared_memory
 from farandole.node.trainer.script import ANOTHER, ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
 from farandole.protocol.trainer import trainer_messages as messages

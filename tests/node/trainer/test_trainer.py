@@ -20,10 +20,10 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.system.memory import SharedCounter
 from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.trainer import trainer as trainer_module
+from farandole.node.trainer.channel import SharedCounter
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.checkpoints.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig

@@ -10,8 +10,13 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory, open_shared_memory
-from farandole.node.trainer.channel import TrainerSocket
+from farandole.node.trainer.channel import (
+    SharedCounter,
+    TrainerSocket,
+    counted_size,
+    map_shared_memory,
+    open_shared_memory,
+)
 from farandole.node.trainer_process.process import TrainerProcess, make_engine
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages

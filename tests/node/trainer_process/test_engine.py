@@ -11,8 +11,8 @@ from blake3 import blake3
 from safetensors.torch import load_file
 from torch import Tensor
 
-from farandole.node.base.system.memory import SharedCounter
 from farandole.node.store.run_file import manifest_of
+from farandole.node.trainer.channel import SharedCounter
 from farandole.protocol.run.rules import GuardConfig, PlainConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.training.base.device import choose_device
