@@ -23,7 +23,7 @@ HOME_VARIABLE = "FARANDOLE_HOME"
 # All addresses of this machine, on any port.
 DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
 # A tighter cap cannot promise a newcomer the slowest download that it waits for: 50 kbit/s, half of what is left for
-# bulk whatever else goes on (`farandole.node.transfers.serve`), the other half being for an exchange.
+# bulk whatever else goes on (`farandole.node.transfers.giver`), the other half being for an exchange.
 MIN_CAP_MBIT: Final = 0.5
 
 # Lease of a router's port mapping: a router that is switched off forgets it anyway, and one whose node is gone should

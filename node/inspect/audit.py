@@ -29,7 +29,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from ..trainer.trainer import Trainer, open_trainer
-from ..transfers.fetch import ask_for_index, fetch_checkpoint
+from ..transfers.receiver import ask_for_index, fetch_checkpoint
 from .peek import Visit, open_visit
 
 # Entries come within this time after the first members have given theirs, in seconds.

@@ -44,7 +44,7 @@ from ..state.gossip import GossipService
 from ..state.messenger import open_messenger
 from ..state.store import open_store
 from ..status.journal import Journal
-from ..transfers.fetch import Conditions
+from ..transfers.receiver import Conditions
 
 # A person waits: a peer that restarts, or whose line loses packets, is dialled again soon, up to this number of times.
 DIAL_ATTEMPTS: Final = 3

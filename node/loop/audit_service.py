@@ -26,8 +26,8 @@ from farandole.protocol.wire.identity import peer_id_of
 from ..base.errors import PeerUnreachableError
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
-from ..transfers.fetch import DonorBusyError, Downloads, ask_for_index, fetch_checkpoint
-from ..transfers.holdings import Starts
+from ..transfers.giver import Starts
+from ..transfers.receiver import DonorBusyError, Downloads, ask_for_index, fetch_checkpoint
 from .rest_service import Rest
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from ..status.journal import Journal
 from ..trainer.channel import SharedCounter
 from ..trainer.script import ScriptDoor
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
-from ..transfers.holdings import Provider
+from ..transfers.giver import Provider
 from .activation_links import Worker
 from .audit_service import AuditService
 from .lease_service import LeaseService

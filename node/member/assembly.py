@@ -42,9 +42,8 @@ from ..state.gossip import GossipService
 from ..state.membership import Announcer, Membership
 from ..state.messenger import Messenger
 from ..store.disk_space import Room, WeightFiles
-from ..transfers.fetch import Conditions, Downloads
-from ..transfers.holdings import Holding, Starts
-from ..transfers.serve import BlockService
+from ..transfers.giver import BlockService, Holding, Starts
+from ..transfers.receiver import Conditions, Downloads
 from ..transfers.sketches import SketchService
 from ..transfers.start import Start
 from ..transfers.weights import Weights

@@ -33,8 +33,8 @@ from ..join.bootstrap import reachable_providers
 from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
-from .fetch import Downloads, FetchProgress, ask_for_index, fetch_checkpoint
-from .holdings import TELL_INTERVAL, Holding, write_index
+from .giver import TELL_INTERVAL, Holding, write_index
+from .receiver import Downloads, FetchProgress, ask_for_index, fetch_checkpoint
 
 # Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0

@@ -169,7 +169,7 @@ RATE_WEIGHT = 0.3
 # A block that a donor owes is also requested from another one that is likely to have it in half the time.
 HELP_RATIO = 2.0
 # A donor that owes blocks and sends no byte for this long is dropped. A donor that its owner has capped, and that is in
-# an exchange, rests for two seconds between two pieces (`farandole.node.transfers.serve`).
+# an exchange, rests for two seconds between two pieces (`farandole.node.transfers.giver`).
 SILENCE = 15.0
 # The slowest rate at which a node gives, in bytes a second: 50 kbit/s, its share of the tightest cap.
 MIN_RATE = 6_250

@@ -21,9 +21,8 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
 from farandole.node.state.store import open_store
-from farandole.node.transfers.fetch import Conditions
-from farandole.node.transfers.holdings import Holding
-from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers.giver import BlockService, Holding
+from farandole.node.transfers.receiver import Conditions
 from farandole.node.transfers.sketches import SketchService
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index

@@ -24,8 +24,8 @@ from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.store.folder import CheckpointFolder
-from farandole.node.transfers import fetch as downloads
-from farandole.node.transfers.fetch import Fetched
+from farandole.node.transfers import receiver as downloads
+from farandole.node.transfers.receiver import Fetched
 from farandole.node.transfers.weights import WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest

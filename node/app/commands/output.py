@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farandole.protocol.run.manifest import Manifest, SignedManifest
 
     from ...status.status import NodeStatus
-    from ...transfers.fetch import FetchProgress
+    from ...transfers.receiver import FetchProgress
 
 
 def print_json(value: object) -> None:

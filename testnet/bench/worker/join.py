@@ -21,9 +21,8 @@ from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
 from farandole.node.store.folder import index_of
-from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
-from farandole.node.transfers.holdings import Holding
-from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers.giver import BlockService, Holding
+from farandole.node.transfers.receiver import Conditions, fetch_checkpoint
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.run.rules import NoLoCoConfig, is_required

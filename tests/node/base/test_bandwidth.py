@@ -27,9 +27,8 @@ from farandole.node.base.bandwidth import (
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.mesh.host import open_host
-from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
-from farandole.node.transfers.holdings import Holding
-from farandole.node.transfers.serve import MAX_SERVED, BlockService
+from farandole.node.transfers.giver import MAX_SERVED, BlockService, Holding
+from farandole.node.transfers.receiver import Conditions, fetch_checkpoint
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES

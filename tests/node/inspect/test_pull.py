@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull
-from farandole.node.transfers.fetch import Conditions, Fetched
-from farandole.node.transfers.partial_file import partial_path
+from farandole.node.transfers.receiver import Conditions, Fetched, partial_path
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.epochs.lease_claims import EpochProgress
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest

@@ -17,11 +17,10 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.status.journal import Journal
 from farandole.node.store.disk_space import WeightFiles
-from farandole.node.transfers import fetch as downloads
+from farandole.node.transfers import receiver as downloads
 from farandole.node.transfers import sketches as comparing
-from farandole.node.transfers.fetch import Conditions, DonorBusyError, Downloads, Fetched
-from farandole.node.transfers.holdings import Holding
-from farandole.node.transfers.partial_file import partial_path
+from farandole.node.transfers.giver import Holding
+from farandole.node.transfers.receiver import Conditions, DonorBusyError, Downloads, Fetched, partial_path
 from farandole.node.transfers.weights import Weights
 from farandole.protocol.checkpoints import sketches
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion

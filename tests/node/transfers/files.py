@@ -11,7 +11,7 @@ from typing import Any
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.giver import Holding
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
 from farandole.protocol.wire.identity import public_bytes

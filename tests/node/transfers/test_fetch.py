@@ -18,11 +18,17 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
 from farandole.node.store.disk_space import Room, used_bytes
-from farandole.node.transfers import serve as giving
-from farandole.node.transfers.fetch import Conditions, Fetched, FetchProgress, ask_for_index, fetch_checkpoint
-from farandole.node.transfers.holdings import Holding
-from farandole.node.transfers.partial_file import PartialFile, partial_path
-from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers import giver as giving
+from farandole.node.transfers.giver import BlockService, Holding
+from farandole.node.transfers.receiver import (
+    Conditions,
+    Fetched,
+    FetchProgress,
+    PartialFile,
+    ask_for_index,
+    fetch_checkpoint,
+    partial_path,
+)
 from farandole.protocol.checkpoints import block_transfer as download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks

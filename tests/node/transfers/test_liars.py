@@ -13,8 +13,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.transfers.fetch import LOST, Conditions, DonorSession, ask_for_index, open_donor
-from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers.giver import BlockService
+from farandole.node.transfers.receiver import LOST, Conditions, DonorSession, ask_for_index, open_donor
 from farandole.protocol.checkpoints.block_transfer import (
     MAX_WANTED,
     BlockQuestion,

@@ -13,9 +13,9 @@ from trio.testing import MockClock
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.transfers import serve as giving
-from farandole.node.transfers.fetch import Conditions, fetch_checkpoint
-from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers import giver as giving
+from farandole.node.transfers.giver import BlockService
+from farandole.node.transfers.receiver import Conditions, fetch_checkpoint
 from farandole.protocol.checkpoints.block_transfer import BLOCK_TIMEOUT, MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
 from farandole.protocol.exchange.pipe import Pipe, Route
 from farandole.protocol.wire.framing import frame

@@ -17,7 +17,7 @@ from trio.testing import MockClock
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host
 from farandole.node.transfers import sketches as sketching
-from farandole.node.transfers.holdings import Holding
+from farandole.node.transfers.giver import Holding
 from farandole.node.transfers.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
 from farandole.protocol.checkpoints.sketches import SKETCH_PROTOCOL, SketchQuestion, encode_answer, values_of
 from farandole.protocol.wire.framing import frame

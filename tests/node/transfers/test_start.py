@@ -19,9 +19,8 @@ from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import start as starting
-from farandole.node.transfers.fetch import Conditions, Downloads
-from farandole.node.transfers.holdings import Holding
-from farandole.node.transfers.serve import BlockService
+from farandole.node.transfers.giver import BlockService, Holding
+from farandole.node.transfers.receiver import Conditions, Downloads
 from farandole.node.transfers.start import Start
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index

@@ -1,4 +1,4 @@
-"""Checkpoints that this node can give: open files, each with its signed index.
+"""Gives checkpoints to peers, and keeps the ones that it can give: open files, each with its signed index.
 
 They stay open so that an announced one remains readable when its file is replaced or removed: a trainer saves again,
 and keeps two, long before all peers have heard of the newest. A node gives what its trainer saved (once more if it is
@@ -8,6 +8,15 @@ old), the copy that it keeps of another node's checkpoint (`Provider`), and the 
 if the model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost. A copy
 lies in the folder of the node's own checkpoints. It consists of the author's first blocks, up to the last that a
 newcomer needs, and the author's index; so it survives a restart.
+
+Serving blocks does no harm to this node's own training. A few peers are served at once, each over a stream and, where
+there is a route, a bulk channel. They share the node's upload round-robin: under a bandwidth cap the shaper serves
+pieces in the order of the requests, and each peer has one piece at a time in flight. Peers over the limit get a
+retry-after. A peer that has been served for a while then makes room. So no peer has to wait for another's whole
+checkpoint, and no slow reader keeps others out.
+
+While the node's own exchange runs, blocks get a tenth of the time: the run's rounds come first. For that, only a small
+part of the data may wait in the kernel, where it would go before the exchange.
 """
 
 from __future__ import annotations
@@ -18,6 +27,7 @@ import math
 import os
 import random
 from collections import deque
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -25,22 +35,35 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.checkpoints import block_transfer as messages
 from farandole.protocol.checkpoints import blocks
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
+from farandole.protocol.exchange.pipe import BULK_FROM, Pipe, RouteStep
 from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
 from farandole.protocol.wire.errors import RemoteProtocolError
+from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes, short_name
 from farandole.training.base.durable import replacing
 
 from ..base.errors import PeerUnreachableError
+from ..base.streams import Stream, receive_frame
+from ..bulk.exchange_service import ExchangeService
+from ..bulk.pipe import BulkPipe, Outgoing, Patience
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from ..store.disk_space import save_seconds
 from ..store.folder import index_of
-from .fetch import DonorBusyError, Downloads, fresh_save_timeout
-from .partial_file import PARTIAL_SUFFIX, BlockFile
+from .receiver import (
+    ANSWER_TIMEOUT,
+    PARTIAL_SUFFIX,
+    BlockFile,
+    Conditions,
+    DonorBusyError,
+    Downloads,
+    fresh_save_timeout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +76,13 @@ class Holding(BlockFile):
 
     def __init__(self, path: Path, signed: SignedIndex, index: Index) -> None:
         super().__init__(path, os.O_RDONLY)
+        self.path = path
+        self.id = signed.id
         self.signed = signed
         self.index = index
         self.num_held = index.num_blocks if self.size >= index.size else self.size // blocks.BLOCK_BYTES
         if not self.num_held:
             raise OSError(f"{path.name} holds no block of its checkpoint")
-
-    @property
-    def id(self) -> bytes:
-        """Return the checkpoint's id."""
-        return self.signed.id
 
     def read(self, block: int) -> bytes:
         """Read one of the blocks that are held. Blocks; raises `OSError`."""
@@ -152,8 +172,8 @@ class Starts:
 
 # Own checkpoints that are kept open in addition to announced ones: the newest, and the one that is being announced.
 NUM_OPEN: Final = 2
-# A newcomer that asks for weights waits for the answer (`fetch.ANSWER_TIMEOUT`); a save must be shorter. For a large
-# checkpoint both ends wait longer (`fetch.fresh_save_timeout`).
+# A newcomer that asks for weights waits for the answer (`receiver.ANSWER_TIMEOUT`); a save must be shorter. For a large
+# checkpoint both ends wait longer (`receiver.fresh_save_timeout`).
 FRESH_SAVE_TIMEOUT: Final = 6.0
 # An announcement of a held checkpoint lives for a day (`farandole.protocol.state.entries`), and a copy of a stage that
 # no node holds any more may have to wait longer than that for a node.
@@ -304,7 +324,7 @@ class Provider:
         # One, unless that life was killed between making a new one and removing the old.
         for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
             with contextlib.suppress(OSError, RemoteProtocolError):
-                await self._take(path, await trio.to_thread.run_sync(open_copy, path))
+                await self._take(await trio.to_thread.run_sync(open_copy, path))
                 break
         pause = interval = self._files.settings.backup_seconds
         provided, provide_after = None, -math.inf
@@ -326,12 +346,12 @@ class Provider:
     def _has_room(self) -> bool:
         return self._files.plan(self._membership.stage).has_copy
 
-    async def _take(self, path: Path | None, holding: Holding | None = None) -> None:
-        """Provide this copy, in this file, instead of older ones, and remove these; None: there is no room for any."""
+    async def _take(self, holding: Holding | None) -> None:
+        """Provide this copy instead of older ones, and remove these; None: there is no room for any."""
         self.copy = holding
         if holding is not None:
             self._announce(holding)
-        await trio.to_thread.run_sync(self._remove, path)
+        await trio.to_thread.run_sync(self._remove, holding and holding.path)
 
     def _remove(self, kept: Path | None, suffix: str = "*") -> None:
         """Remove the files of all copies but the one kept."""
@@ -378,6 +398,184 @@ class Provider:
         await trio.to_thread.run_sync(self._remove, path, f".*{PARTIAL_SUFFIX}")
         if await self._downloads.fetch(signed, index, (author,), path, lambda progress: None, is_copy=True) is not None:
             try:
-                await self._take(path, await trio.to_thread.run_sync(keep))
+                await self._take(await trio.to_thread.run_sync(keep))
             except OSError as error:
                 logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
+
+
+# Service to peers
+
+# Peers served at once. With an upload cap, as many as get more than `MIN_SHARE` of half of it, the other half being for
+# exchanges, but at least one.
+MAX_SERVED: Final = 4
+MIN_SHARE: Final = 64 * 1024
+# A peer that asks for nothing for this long has what it needs, or waits for another's blocks.
+IDLE_TIMEOUT: Final = 20.0
+# The minimum time for which a peer is served while others wait: on a line of 20 Mbit/s that is 75 MB. Then it has this
+# long to take the block that is in flight.
+TURN_SECONDS: Final = 30.0
+GRACE_SECONDS: Final = 10.0
+# Retry-after for a peer that is served over another stream: that may be about to close.
+CLOSING_SECONDS: Final = 0.5
+# Retry-after for a peer whose turn is over: others have come by then.
+TURNED_OUT_SECONDS: Final = 5.0
+# Retry-after for all peers while this node saves its month's traffic, which takes hours: other donors serve them.
+SAVING_SECONDS: Final = 30.0
+# Where a block takes long, or an exchange runs, blocks move in pieces of this size: a tenth of a second on a line of
+# 20 Mbit/s. No more than this waits in the kernel of a channel.
+PIECE_BYTES: Final = 256 * 1024
+LONG_SECONDS: Final = 0.1
+# A rest between two pieces while an exchange runs: nine times as long as the piece took, but short enough that the
+# waiting peer does not take this node for dead (`block_transfer.SILENCE`).
+REST: Final = 9.0
+MAX_REST: Final = 2.0
+# The share of the slowest piece's pace that is kept at the next one.
+FORGETTING: Final = 0.9
+# The peer that needs blocks opens the channel, and takes what it has asked for.
+PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=messages.BLOCK_TIMEOUT)
+
+Find = Callable[[BlockQuestion], Awaitable[Holding | None]]
+"""Returns the checkpoint that is asked for; None if it is not here."""
+
+
+class BlockService:
+    """Serves blocks of the checkpoints that ``find`` finds, of one run. ``exchanges`` take precedence."""
+
+    def __init__(self, conditions: Conditions, find: Find, exchanges: ExchangeService | None = None) -> None:
+        self._conditions = conditions
+        self._find = find
+        self._exchanges = exchanges
+        rate = conditions.shaping.up.rate
+        self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
+        self._served: dict[bytes, _Turn] = {}
+        """The peers that are served, in the order in which they came."""
+
+    def register(self) -> None:
+        """Register the protocol's handler on the host."""
+        self._conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Serve one peer, until it has what it needs. Peers that had their turn are asked to make room for another."""
+        parser, peer, shaping = FrameParser(messages.MAX_MESSAGE_BYTES), stream.peer, self._conditions.shaping
+        with trio.fail_after(ANSWER_TIMEOUT):
+            question = messages.decode_question(await receive_frame(stream, parser))
+        refusal: messages.Absent | messages.Busy | None = None
+        if question.run_id != self._conditions.run_id:
+            refusal = messages.Absent()
+        elif not shaping.may_spend(blocks.BLOCK_BYTES):
+            refusal = messages.Busy(SAVING_SECONDS)
+        elif peer in self._served:
+            refusal = messages.Busy(CLOSING_SECONDS)
+        elif len(self._served) >= self._max_served:
+            oldest = next(iter(self._served.values()))
+            oldest.end_after_turn()
+            refusal = messages.Busy(max(1.0, oldest.ends_at - trio.current_time()))
+        if refusal is not None:
+            await _answer(stream, refusal)
+            return
+        turn = self._served[peer] = _Turn(self._conditions, self._exchanges)
+        try:
+            with turn.scope:
+                stream.is_bulk = False
+                if (holding := await self._find(question)) is None:
+                    await _answer(stream, messages.Absent())
+                    return
+                channels, size = self._conditions.channels, holding.index.size
+                index = b"" if question.has_index else blocks.encode_signed_index(holding.signed)
+                with channels.expecting(peer) if channels else contextlib.nullcontext():
+                    await _answer(stream, messages.Here(holding.num_held, index), messages.max_answer_bytes(size))
+                    await turn.give(stream, parser.take_rest(), holding)
+        finally:
+            del self._served[peer]
+
+
+class _Turn:
+    """The time for which a peer is served, and the blocks that it gets in it: at the pace that exchanges leave."""
+
+    def __init__(self, conditions: Conditions, exchanges: ExchangeService | None) -> None:
+        self.scope = trio.CancelScope()
+        self.ends_at = trio.current_time() + TURN_SECONDS
+        self._conditions = conditions
+        self._shaping = conditions.shaping
+        self._exchanges = exchanges
+        self._pace = 0.0  # seconds a byte
+        self._gives_until = math.inf
+
+    def end_after_turn(self) -> None:
+        """End the service after its turn, because others are waiting."""
+        self._gives_until = self.ends_at
+        self.scope.deadline = max(trio.current_time(), self.ends_at) + GRACE_SECONDS
+
+    async def give(self, stream: Stream, received: bytes, holding: Holding) -> None:
+        """Give blocks until the peer goes, falls silent, or others have their turn.
+
+        ``received`` was read from the stream before.
+        """
+        pipe = Pipe(False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=holding.index.size >= BULK_FROM)
+        channels, shaping = self._conditions.channels, self._shaping
+        max_unsent = None if shaping.up.rate else PIECE_BYTES  # a cap already limits what waits in the kernel
+        bulk = BulkPipe(pipe, stream, channels, shaping, max_unsent, self.piece_bytes, self.rest)
+        wanted, has_more = messages.Wanted(holding.num_held), trio.lowlevel.ParkingLot()
+
+        async def hear(payload: bytes) -> None:
+            message = messages.decode_asked(payload)
+            match message:
+                case _ if bulk.pipe.step is RouteStep.UNROUTED:
+                    raise RemoteProtocolError(f"{type(message).__name__} before the route")
+                case messages.Want():
+                    wanted.add(message)
+                    has_more.unpark_all()
+                case messages.Forget(block):
+                    wanted.forget(block)
+
+        async def read() -> None:
+            await bulk.run(hear, received=received)
+            nursery.cancel_scope.cancel()
+
+        def announce(block: int, data: memoryview) -> tuple[bytes, Outgoing]:
+            bulk.pipe.offer(block, data.nbytes)
+            return bulk.pipe.send_message(messages.encode(messages.Give(block))), Outgoing(data)
+
+        bulk.begin(PATIENCE)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                while trio.current_time() < self._gives_until and self._shaping.may_spend(blocks.BLOCK_BYTES):
+                    if not wanted:
+                        with trio.move_on_after(IDLE_TIMEOUT) as patience:
+                            await has_more.park()
+                        if patience.cancelled_caught:
+                            break
+                        continue
+                    block = wanted.pop()
+                    data = memoryview(await trio.to_thread.run_sync(holding.read, block))
+                    with trio.fail_after(messages.BLOCK_TIMEOUT):
+                        await bulk.send(partial(announce, block, data))
+                else:
+                    bulk.post(bulk.pipe.send_message(messages.encode(messages.Busy(TURNED_OUT_SECONDS))))
+                    with trio.fail_after(ANSWER_TIMEOUT):
+                        await bulk.drain()
+                nursery.cancel_scope.cancel()
+        except* (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass  # the cause does not matter: the peer asks again, or asks another donor
+        finally:
+            bulk.close()
+
+    def piece_bytes(self) -> int:
+        """Return the maximum size of the next piece over a channel."""
+        is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
+        return PIECE_BYTES if self._pace * blocks.BLOCK_BYTES > LONG_SECONDS or is_exchanging else blocks.BLOCK_BYTES
+
+    async def rest(self, num_bytes: int, seconds: float) -> None:
+        """Wait while an exchange runs, after a piece of ``num_bytes`` that took ``seconds``."""
+        # That is the line's pace only where the piece had to wait: after a rest there is room in buffers.
+        rate = self._shaping.up.rate
+        self._pace = max(seconds / num_bytes, FORGETTING * self._pace, 1 / rate if rate else 0.0)
+        if self._exchanges is not None:
+            with trio.move_on_after(min(REST * self._pace * num_bytes, MAX_REST)):
+                await self._exchanges.wait_quiet()
+
+
+async def _answer(stream: Stream, message: messages.Answered, max_bytes: int = messages.MAX_MESSAGE_BYTES) -> None:
+    with trio.fail_after(ANSWER_TIMEOUT):
+        await stream.send_all(frame(messages.encode(message), max_bytes))
