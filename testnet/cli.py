@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import msgspec
 import typer
 
 from farandole.node.app.commands.output import print_json
@@ -130,6 +129,8 @@ def run_testnet(
         typer.echo(f"no loss.png: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
     _print_verdict(report, folder, console)
     if as_json:
+        import msgspec  # not for ``--help``, which all of farandole has
+
         print_json(msgspec.to_builtins(report))
     if testnet.is_interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
@@ -149,6 +150,8 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
         say(f"  - {reason}")
     console.print("[bold red]FAIL" if made.reasons else "[bold green]PASS")
     if as_json:
+        import msgspec
+
         print_json(msgspec.to_builtins(made))
     raise typer.Exit(Exit.VERDICT_FAILED if made.reasons else Exit.OK)
 

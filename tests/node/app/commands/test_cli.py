@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import signal
@@ -68,8 +69,7 @@ class FakeNode:
         async def dashboard(params: dict[str, Any]) -> object:
             return {"url": "http://127.0.0.1:8710/", "token": "secret"}
 
-        handlers = {"status": status, "leave": leave, "invite": invite, "network_key": invite}
-        handlers["dashboard"] = dashboard
+        handlers = {"status": status, "leave": leave, "invite": invite, "network_key": invite, "dashboard": dashboard}
         with locked(self.home / "lock"):
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve_control, self.home / "control.sock", handlers)
@@ -243,12 +243,8 @@ def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) ->
 def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list[str]:
     """Return which of the modules a command imports."""
     script = (
-        "import sys\n"
-        "from farandole.node.cli import main\n"
-        "try:\n"
-        "    main(sys.argv[1:])\n"
-        "except SystemExit:\n"
-        f"    print(*(m for m in {names} if m in sys.modules), file=sys.stderr)\n"
+        "import atexit, sys; from farandole.node.cli import main; "
+        f"atexit.register(lambda: print([m for m in {names} if m in sys.modules], file=sys.stderr)); main(sys.argv[1:])"
     )
     result = subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -256,9 +252,8 @@ def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list
         capture_output=True,
         text=True,
         timeout=60,
-        check=True,
     )
-    return result.stderr.splitlines()[-1].split()
+    return list(ast.literal_eval(result.stderr.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["status"], ["run", "plan", "tiny"]])
@@ -282,21 +277,17 @@ def test_a_defect_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "defect of farandole" in note
 
 
-def extension(name: str, value: str) -> EntryPoint:
-    return EntryPoint(name, value, EXTENSIONS)
-
-
 def test_an_extension_that_cannot_be_loaded_leaves_the_others_commands_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     application = typer.Typer()
     application.command("id")(lambda: None)
-    extensions = [
-        extension("missing", "farandole.no_such_module:app"),
-        extension("wrong", "farandole.node.cli:EXTENSIONS"),
-        extension("testnet", "farandole.testnet.cli:testnet_app"),
-    ]
-    add_extensions(application, extensions)
+    extensions = {
+        "missing": "farandole.no_such_module:app",
+        "wrong": "farandole.node.cli:EXTENSIONS",
+        "testnet": "farandole.testnet.cli:testnet_app",
+    }
+    add_extensions(application, [EntryPoint(*each, EXTENSIONS) for each in extensions.items()])
     warnings = capsys.readouterr().err.splitlines()
     assert warnings[0].startswith("warning: the commands of 'missing' cannot be loaded: ")
     assert warnings[1].startswith("warning: the commands of 'wrong' cannot be loaded: ")
