@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import trio
 
+from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
 from .base.bandwidth import Shaping
+from .base.config.file import keep_limits
 from .base.control import ControlError, Handler
 from .base.figures import BYTES_PER_MBIT
 from .base.quiet_hours import QuietHoursError
 from .base.settings import MIN_CAP_MBIT
-from .loop.rest_service import NoticeError, RestService
+from .loop.rest_service import RestService
 from .member.run_member import RunMember
-from .state.credentials import CredentialsError, Revoked
-from .state.store import StoreError
+from .state.credentials import Revoked
+from .status.journal import Journal
 
 # A node with its manifest is in its run within seconds, unless all whom it dials are silent: it is looked for so long.
 LOOKS_FOR_RUN: Final = 60
@@ -69,11 +72,7 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         if member.credentials is None:
             return ""
         uses, expires_at, quota = _taken(params, uses=int, expires_at=float, quota=int)
-        try:
-            secret = await member.credentials.invite(uses, expires_at, quota)
-        except (CredentialsError, StoreError) as error:
-            raise ControlError("cannot_invite", str(error)) from error
-        return secret.encode().hex()
+        return (await member.credentials.invite(uses, expires_at, quota)).encode().hex()
 
     async def network_key(params: dict[str, Any]) -> object:
         """Return the network key of a private run in hex; empty where strangers may connect."""
@@ -87,12 +86,12 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         names, is_admitted, keeps_invites = _taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
         try:
             keys = [bytes.fromhex(str(name)) for name in names]
-            if is_admitted:
-                await member.credentials.restore(keys)
-                return []
-            told = await member.credentials.revoke(keys, keeps_invites=keeps_invites)
-        except (CredentialsError, StoreError, ValueError) as error:
-            raise ControlError("cannot_revoke", str(error)) from error
+        except ValueError as error:
+            raise ControlError("bad_request", str(error)) from error
+        if is_admitted:
+            await member.credentials.restore(keys)
+            return []
+        told = await member.credentials.revoke(keys, keeps_invites=keeps_invites)
         return [_row_of(each, member.gossip.state.creator) for each in told]
 
     async def roster(params: dict[str, Any]) -> object:
@@ -104,17 +103,25 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         """Publish a notice of the creator."""
         member = await in_run()
         action, text = _taken(params, action=str, text=str)
-        try:
-            await member.notices.publish(action, text)
-        except NoticeError as error:
-            raise ControlError("cannot_notify", str(error)) from error
+        await member.notices.publish(action, text)
         return "done"
 
     return {"invite": invite, "network_key": network_key, "admit": admit, "roster": roster, "notice": notice}
 
 
+async def kept(home: Path, journal: Journal, words: str, limits: Mapping[str, object]) -> str:
+    """Keep limits that hold already for later starts; say and return ``words``, and whether that has succeeded."""
+    try:
+        await trio.to_thread.run_sync(keep_limits, home, limits)
+        words += "; kept for later starts"
+    except (OSError, ManifestError) as error:
+        words += f"; until this node ends, since this cannot be kept: {error}"
+    journal.say(words)
+    return words
+
+
 def set_caps(shaping: Shaping, params: Mapping[str, object]) -> str:
-    """Set the caps in Mbit/s (0: none) that ``params`` name, until the node ends; return all caps in words.
+    """Set the caps in Mbit/s (0: none) that ``params`` name; return all caps in words.
 
     Raises `ControlError` for anything that is no cap.
     """
@@ -129,13 +136,13 @@ def set_caps(shaping: Shaping, params: Mapping[str, object]) -> str:
     for shaper, cap in caps.items():
         shaper.set_rate(cap * BYTES_PER_MBIT)
     up, down = (f"at most {cap:g} Mbit/s" if cap else "without a cap" for cap in caps.values())
-    return f"until this node ends: upload {up}, download {down}"
+    return f"upload {up}, download {down}"
 
 
 def change_quiet_hours(keeper: RestService, params: Mapping[str, object]) -> str:
-    """Keep the quiet hours that ``hours`` in ``params`` lists, with commas between them, until the node ends.
+    """Rest in the quiet hours that ``hours`` in ``params`` lists, with commas between them; an empty text ends them.
 
-    An empty text ends them. Returns them in words. Raises `ControlError` for anything else that is no quiet hours.
+    Returns them in words. Raises `ControlError` for anything else that is no quiet hours.
     """
     text = params.get("hours")
     if not isinstance(text, str):
@@ -145,4 +152,4 @@ def change_quiet_hours(keeper: RestService, params: Mapping[str, object]) -> str
         keeper.change_hours(hours)
     except QuietHoursError as error:
         raise ControlError("bad_request", str(error)) from error
-    return f"until this node ends: quiet hours {', '.join(hours)}" if hours else "until this node ends: no quiet hours"
+    return f"quiet hours {', '.join(hours)}" if hours else "no quiet hours"

@@ -21,7 +21,7 @@ import trio
 
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.planning.needs import needs_of
-from farandole.protocol.run.invite import InviteError, decode_invite, split_address
+from farandole.protocol.run.invite import decode_invite, split_address
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.errors import FarandoleError, ManifestError
@@ -37,7 +37,7 @@ from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError
 from .base.settings import NodeSettings
 from .base.system.processes import STOP_SIGNALS
-from .control_methods import admission_handlers, change_quiet_hours, set_caps
+from .control_methods import admission_handlers, change_quiet_hours, kept, set_caps
 from .inspect import machine
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook, keep_ports, load_ports
@@ -220,13 +220,11 @@ async def open_control(
         address = params.get("address")
         if not isinstance(address, str):
             raise ControlError("bad_request", "address is a multiaddr's text")
+        _, peer = split_address(address)
+        if peer == host.author:
+            raise ControlError("bad_request", "this is the node's own address")
         try:
-            _, peer = split_address(address)
-            if peer == host.author:
-                raise ControlError("bad_request", "this is the node's own address")
             await host.connect(peer, [address])
-        except InviteError as error:
-            raise ControlError("bad_request", str(error)) from error
         except PeerUnreachableError as error:
             raise ControlError("unreachable", f"{short_name(peer)} does not answer at {address}: {error}") from error
         daemon.book.note_reached(peer, host.dialler.known.to_keep(peer))
@@ -234,9 +232,8 @@ async def open_control(
         return f"connected to {peer_id_of(peer)}"
 
     async def limit(params: dict[str, Any]) -> object:
-        words = set_caps(mesh.shaping, params)
-        journal.say(words)
-        return words
+        changed = {name: cap for name, cap in params.items() if name in ("upload_mbit", "download_mbit")}
+        return await kept(settings.home, journal, set_caps(mesh.shaping, params), changed)
 
     page: PageAddress | None = None
 
@@ -345,7 +342,7 @@ async def be_node(daemon: Daemon) -> None:
 
 def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Handler]:
     """Return the handlers of what the owner of a node in a run asks of it, on the page as well."""
-    journal, rest = daemon.journal, daemon.rest
+    rest = daemon.rest
 
     async def pause(params: dict[str, Any]) -> object:
         await rest_service.pause()
@@ -357,14 +354,10 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
 
     async def quiet(params: dict[str, Any]) -> object:
         words = change_quiet_hours(rest_service, params)
-        journal.say(words)
-        return words
+        return await kept(daemon.settings.home, daemon.journal, words, {"quiet_hours": rest.quiet_hours})
 
     async def invitation(params: dict[str, Any]) -> object:
-        try:
-            return await trio.to_thread.run_sync(own_invite, daemon.settings.home)
-        except FarandoleError as error:
-            raise ControlError("cannot_invite", str(error)) from error
+        return await trio.to_thread.run_sync(own_invite, daemon.settings.home)
 
     return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
 

@@ -63,8 +63,8 @@ async def serve_control(
 ) -> None:
     """Serve requests at ``path`` until cancelled; started once the socket listens.
 
-    The caller holds the home's lock. A handler refuses with `ControlError`; whatever else it raises is logged, and
-    costs the request only.
+    The caller holds the home's lock. A handler refuses with a `FarandoleError`, which may be a `ControlError`; whatever
+    else it raises is logged, and costs the request only.
     """
 
     async def serve(connection: trio.SocketStream) -> None:
@@ -112,8 +112,8 @@ async def answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
     try:
         with trio.fail_after(REQUEST_TIMEOUT):
             return msgspec.json.encode({"ok": await handler(request.params)}) + b"\n"
-    except ControlError as error:
-        return refusal(error.code, str(error))
+    except FarandoleError as error:
+        return refusal(getattr(error, "code", "refused"), str(error))
     except trio.TooSlowError:
         return refusal("timeout", f"{request.method} took more than {REQUEST_TIMEOUT:g} s")
     except Exception as error:  # whatever a handler raises fails this request, and not the node

@@ -181,11 +181,8 @@ async def check_ports(listen: Sequence[str], kept: Mapping[str, int], *, is_runn
 
 def check_torch_is_there() -> list[Finding]:
     """Return a finding if PyTorch is not installed, without importing it, which takes seconds."""
-    return (
-        []
-        if find_spec("torch") is not None
-        else [found("torch-broken", why="it is not installed", python=sys.executable)]
-    )
+    is_there = find_spec("torch") is not None
+    return [] if is_there else [found("torch-broken", why="it is not installed", python=sys.executable)]
 
 
 async def check_torch(device: str) -> Finding:

@@ -123,7 +123,7 @@ class RestService:
         await self._remember(b"")
 
     def change_hours(self, hours: Sequence[str]) -> None:
-        """Keep other quiet hours until the node ends. Raises `QuietHoursError`."""
+        """Rest in other quiet hours. Raises `QuietHoursError`."""
         self._hours = [parse_quiet_hours(text) for text in hours]
         self._rest.quiet_hours = tuple(hours)
         self._look_at_clock()

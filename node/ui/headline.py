@@ -24,18 +24,16 @@ Level = Literal["well", "busy", "trouble"]
 USUAL_SECONDS: Final = 30.0
 # A single failed exchange is normal; this number in a row has a cause.
 FAILURES_IN_A_ROW: Final = 3
-_REFUSED_HERE: Final = f"failed: {REFUSED_HERE}"
-_REFUSED_THERE: Final = f"failed: {REFUSED_THERE}"
 # Beginning of an exchange's verdict, the text to show if the last verdicts all begin so, and the remedy. Where two
 # contributions are far apart both ends refuse, and it is chance whose verdict comes first.
 _REFUSALS: Final = (
     (
-        (_REFUSED_HERE,),
+        (f"failed: {REFUSED_HERE}",),
         "this node refuses what its partners send",
         "nothing to do, if the loss below falls; else `farandole peers` shows whose differs, theirs or ours",
     ),
     (
-        (_REFUSED_THERE, _REFUSED_HERE),
+        (f"failed: {REFUSED_THERE}", f"failed: {REFUSED_HERE}"),
         "others refuse this node's contributions",
         "if its loss is far from the others' below, stop it, move away the folder `checkpoints` and join again",
     ),

@@ -50,6 +50,8 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
 
         async with joined(tmp_path / "bob", "--data", str(texts)) as bob_again:
             await bob_again.says("resting: paused")
+            status = await bob_again.status()
+            assert (status.upload_mbit, status.quiet_hours) == (50, [another_day])
             assert "training" in await bob_again.ask("resume")
             await bob_again.says("averaged with", alice.name)
 

@@ -11,7 +11,7 @@ import typer
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from ...base.config.file import CONFIG_NAME, SETTINGS, config_text
+from ...base.config.file import CONFIG_NAME, SETTINGS, config_text, read_limits
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, stray_variables, takes_settings
 from .output import print_json
@@ -49,7 +49,8 @@ def init_config(
 @config_app.command("show")
 @takes_settings(*(setting.name for setting in SETTINGS), must_exist=False)
 def show_config(settings: NodeSettings, context: typer.Context, config: Path, as_json: AsJson = False) -> None:
-    """Print every setting, and where its value comes from: a flag, the environment, the settings file or the default.
+    """Print every setting, and where its value comes from: a flag, the environment, `farandole limit`, the settings
+    file or the default.
 
     Add flags of `farandole join` to see their effect. Exit code 3 if the file is wrong: each fault is named with its
     line. Whether its devices, paths and addresses exist, farandole doctor finds out.
@@ -61,6 +62,7 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
 
     given = {setting.name: context.get_parameter_source(setting.name) for setting in SETTINGS}
     sources = {name: "default" if how is None else _SOURCES.get(how.name, "default") for name, how in given.items()}
+    sources |= {name: "farandole limit" for name in read_limits(settings.home) if sources[name] == "file"}
     values = {setting.name: getattr(settings, setting.name) for setting in SETTINGS}
     if as_json:
         shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}

@@ -13,6 +13,7 @@ import typer
 
 from farandole.protocol.wire.errors import FarandoleError
 
+from ...base.config.file import LIMITS_NAME
 from ...base.config.setting import settings_of
 from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
@@ -75,7 +76,9 @@ def limit(
         typer.Option(help='22:00-07:30, or "Sat-Sun 09:00-18:00"; none: no quiet hours. Repeatable.'),
     ] = None,
 ) -> None:
-    """Change the limits of the running node until it ends. The settings file sets them permanently.
+    """Change the limits of the running node, now and for its later starts; without options, show what is kept.
+
+    A flag or an environment variable of `farandole join` goes before a kept limit, and that before the settings file.
 
     Examples: [cyan]farandole limit --upload-mbit 2[/cyan];
     [cyan]farandole limit --upload-mbit 0 --download-mbit 0[/cyan];
@@ -86,7 +89,10 @@ def limit(
     caps = {"upload_mbit": upload_mbit, "download_mbit": download_mbit}
     given = {name: cap for name, cap in caps.items() if cap is not None}
     if not given and not quiet_hours:
-        raise typer.BadParameter("say which limit to change: --upload-mbit, --download-mbit or --quiet-hours")
+        path = home / LIMITS_NAME
+        if not path.exists():
+            raise typer.BadParameter("none is kept: say which to set, --upload-mbit, --download-mbit or --quiet-hours")
+        typer.echo(f"kept for later starts, in {path}:\n{path.read_text(encoding='utf-8')}", nl=False)
     if quiet_hours:
         typer.echo(call(home, "quiet", hours="" if quiet_hours == ["none"] else ", ".join(quiet_hours)))
     if given:

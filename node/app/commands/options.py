@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import inspect
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 import typer
 from typer.core import TyperArgument, TyperOption
 
-from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config
+from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config, read_limits
 from ...base.config.setting import PANELS, VARIABLE_PREFIX, Setting, settings_of
 from ...base.settings import HOME_VARIABLE, NodeSettings, default_home
 
@@ -52,6 +53,18 @@ ComputesOn = Annotated[
 ]
 
 
+def _read_limits(context: typer.Context, home: Path) -> Path:
+    """Take from the kept limits what no flag or variable gives; ``--config`` may be read before or after this."""
+    if not context.resilient_parsing:
+        context.default_map = {**(context.default_map or {}), **read_limits(Path(home))}
+    return home
+
+
+# The folder of a node whose settings are wanted.
+_SETTINGS_HOME = copy.copy(get_args(Home)[1])
+_SETTINGS_HOME.callback = _read_limits
+
+
 def _read_config(context: typer.Context, path: Path | None) -> Path:
     """Take from the settings file what no flag or variable gives; only a file named by the user must exist."""
     for parameter in context.command.params:
@@ -59,7 +72,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path:
             parameter.show_envvar = True  # no help is asked for: errors must name a variable with a wrong value
     place = path or Path(context.params["home"]) / CONFIG_NAME
     if not context.resilient_parsing and (path or place.exists()):
-        context.default_map = read_config(place)
+        context.default_map = {**read_config(place), **(context.default_map or {})}
     return place
 
 
@@ -139,7 +152,7 @@ def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = Fal
             hints["help_all"] = HelpAll
             own.append(_parameter("help_all", HelpAll, False))
         parameters = [
-            _parameter("home", Home, inspect.Parameter.empty),
+            _parameter("home", Annotated[Path, _SETTINGS_HOME], inspect.Parameter.empty),
             _parameter("config", ConfigFile, None),
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
             *(

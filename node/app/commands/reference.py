@@ -43,7 +43,7 @@ _SETTINGS: Final = """\
 What a volunteer decides about a node. Each is a key in the settings file (`config.toml` in the node's folder, or what
 `--config` or `FARANDOLE_CONFIG` names), a flag, and an environment variable: `upload_mbit`, `--upload-mbit`,
 `FARANDOLE_UPLOAD_MBIT`; a switch has two flags, `--relay` and `--no-relay`. Order of precedence: flag, environment
-variable, settings file, default. `farandole config init` writes a file with all of them, and
+variable, `farandole limit`, settings file, default. `farandole config init` writes a file with all of them, and
 `farandole config show` checks it and shows where each value comes from.
 For a setting with several values, repeat the flag, separate the values by spaces in the variable (paths by `:`), or
 write a list in the file. Relative paths in the file start at its folder.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import textwrap
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -17,11 +19,13 @@ from .setting import Setting, settings_of
 
 CONFIG_NAME: Final = "config.toml"
 CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
+LIMITS_NAME: Final = "limits.toml"
 SETTINGS: Final = settings_of(NodeSettings)
 _WIDTH: Final = 100
+_writing_limits: Final = threading.Lock()
 _HEAD: Final = """\
 # Settings of a farandole node. Remove the # before a setting to use it; the node reads this file when it starts.
-# Order of precedence: flag, environment variable, this file, default.
+# Order of precedence: flag, environment variable, `farandole limit`, this file, default.
 # Relative paths start at this file's folder. To check this file: farandole config show
 """
 
@@ -57,6 +61,26 @@ def _placed(value: Any, kind: Any, folder: Path) -> Any:
     if kind is Path:
         return str(folder / Path(value).expanduser())
     return [_placed(part, Path, folder) for part in value] if Path in get_args(kind) else value
+
+
+def read_limits(home: Path) -> dict[str, Any]:
+    """Return the limits that `keep_limits` wrote into a node's folder, as `read_config` does."""
+    path = home / LIMITS_NAME
+    return read_config(path) if path.exists() else {}
+
+
+def keep_limits(home: Path, changed: Mapping[str, object]) -> None:
+    """Keep limits that were set while a node ran, for its later starts; what is not in ``changed`` stays.
+
+    Raises `OSError`, or `ManifestError` if the file is damaged; it is then as before.
+    """
+    from farandole.training.base.durable import replacing
+
+    with _writing_limits:
+        kept = {**read_limits(home), **changed}
+        lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in kept.items()]
+        with replacing(home / LIMITS_NAME) as file:
+            file.write("".join(lines).encode())
 
 
 def config_text() -> str:

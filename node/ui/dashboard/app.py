@@ -28,7 +28,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...base.control import ControlError
+from farandole.protocol.wire.errors import FarandoleError
+
 from ...status.status import NodeStatus
 from ..exposition import CONTENT_TYPE, metrics_text
 from .views import RunHistory, members_view, overview
@@ -130,7 +131,7 @@ class Dashboard:
             return JSONResponse({"ok": msgspec.to_builtins(await action(params))}, headers=_HEADERS)
         except msgspec.MsgspecError as error:
             return _problem(400, f"not the parameters of an action: {error}")
-        except ControlError as error:
+        except FarandoleError as error:
             return _problem(409, str(error))
 
 

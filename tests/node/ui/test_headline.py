@@ -101,11 +101,8 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
         ),
         (
             changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s", connected_peers=0),
-            "cut off from all other members: dialled all known peers 3 times -> farandole doctor",
-        ),
-        (
-            changed(isolation="no member answered", connected_peers=0),
-            "cut off from all other members -> if a member's public address changed: `farandole dial ADDRESS`",
+            "cut off from all other members: dialled all known peers 3 times -> check this machine's internet; if a "
+            "member's public address changed: `farandole dial ADDRESS`; `farandole doctor` says more",
         ),
         (
             changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered", connected_peers=0),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from farandole.node.base.config.file import keep_limits
 from farandole.node.base.exits import Exit
 
 from .conftest import Run
@@ -24,18 +25,21 @@ def file(home: Path) -> Path:
     return home / "config.toml"
 
 
-def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(
+def test_a_flag_goes_before_a_variable_before_what_is_kept_before_the_file_before_the_default(
     run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = [shown(run)["slow"]]
     file.write_text("slow = 2")
     told.append(shown(run)["slow"])
+    keep_limits(file.parent, {"slow": 2.5})
+    told += [shown(run)["slow"], shown(run, "--config", file)["slow"]]
     monkeypatch.setenv("FARANDOLE_SLOW", "3")
     told.append(shown(run)["slow"])
     told.append(shown(run, "--slow", "4")["slow"])
     assert told == [
         {"value": 1.0, "source": "default"},
         {"value": 2.0, "source": "file"},
+        *[{"value": 2.5, "source": "farandole limit"}] * 2,
         {"value": 3.0, "source": "environment"},
         {"value": 4.0, "source": "flag"},
     ]

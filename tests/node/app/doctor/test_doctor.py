@@ -278,10 +278,9 @@ async def test_a_clock_that_is_an_hour_off(tmp_path: Path) -> None:
         invite = invite_to(*peer.addresses, *other.addresses, *third.addresses)
         diagnosis = await look(tmp_path, invite, lambda: time.time() - HOUR)
     assert causes(diagnosis) == ["clock-off"]
-    assert of(diagnosis, "clock").found.startswith(
-        "this machine's clock is 60 min behind, as the clocks of 3 peers show"
-    )
-    assert "timedatectl set-ntp true" in of(diagnosis, "clock").remedy
+    clock = of(diagnosis, "clock")
+    assert clock.found.startswith("this machine's clock is 60 min behind, as the clocks of 3 peers show")
+    assert "timedatectl set-ntp true" in clock.remedy
 
 
 def test_peers_that_contradict_each_other_about_the_time() -> None:
@@ -436,24 +435,21 @@ def test_streams_are_judged_by_their_names_and_not_opened(tmp_path: Path, monkey
     assert (finding.cause, "pip install 'datasets" in finding.remedy) == ("data-no-package", True)
 
 
-def hash_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = OwnModel(function="package.models:build", ends={"weight": (1,)})
+    right, wrong = (hashlib.sha256(content).hexdigest() for content in (b"file", b"other"))
     manifest = Manifest(
         "tiny",
         msgspec.structs.replace(MODEL, own=own, width=0, num_heads=0, hidden=0),
         data=DataConfig(source="text"),
-        tokenizer=TokenizerConfig("tokenizers", hash_of(b"file")),
+        tokenizer=TokenizerConfig("tokenizers", right),
     )
     needs = [finding.cause for finding in check_needs(manifest, NodeSettings(home=tmp_path))]
     assert needs == ["run-needs-text", "run-needs-tokenizer", "run-needs-model"]
     settings = NodeSettings(
         home=tmp_path, stream=["owner/name"], tokenizer=tmp_path / "t.json", allow_model=["package.models:build"]
     )
-    for content, words in ((None, "cannot be read (No such file"), (b"other", f"has SHA-256 {hash_of(b'other')}")):
+    for content, words in ((None, "cannot be read (No such file"), (b"other", f"has SHA-256 {wrong}")):
         if content is not None:
             (tmp_path / "t.json").write_bytes(content)
         (finding,) = check_needs(manifest, settings)
@@ -513,14 +509,6 @@ def test_the_command_says_it_as_json_and_by_its_exit_code(
     assert "chmod 600" in capsys.readouterr().out
 
 
-def report(*findings: Finding) -> list[str]:
-    """Return the lines of a report at the terminal."""
-    console = Console(width=200, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(diagnosis_screen(conclude(findings)))
-    return [line.rstrip() for line in captured.get().splitlines()]
-
-
 def test_the_report_shows_failures_then_warnings_and_folds_what_passed() -> None:
     findings = (
         found("home-fine", home="/home/bob"),
@@ -529,7 +517,10 @@ def test_the_report_shows_failures_then_warnings_and_folds_what_passed() -> None
         found("invite-none"),
         found("bootstrap-none"),
     )
-    assert report(*findings) == [
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(diagnosis_screen(conclude(findings)))
+    assert [line.rstrip() for line in captured.get().splitlines()] == [
         "key     failed   /home/bob/key can be read by others (mode 640)",
         "                 -> chmod 600 /home/bob/key",
         "invite  warning  none was given, and the folder knows no run",
