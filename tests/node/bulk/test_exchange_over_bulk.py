@@ -114,7 +114,6 @@ async def test_a_channel_that_is_too_slow_says_so_with_figures(
 # Contributions that are sent while they are encoded, and decoded while they arrive
 
 LARGE = BULK_FROM + 1
-SECOND_BYTES = LARGE // 4  # a slow encoder's bytes per second, so that it takes five
 
 
 @pytest.fixture(params=[SIZE, LARGE], ids=["stream", "channel"])

@@ -22,8 +22,6 @@ from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback
 
-PUBLIC_DHT = "/ipfs/kad/1.0.0"
-
 
 @asynccontextmanager
 async def open_mesh(number: int) -> AsyncIterator[list[Host]]:

@@ -41,7 +41,6 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SAVED = messages.Saved(0, 0, 0)
-OWN_SIGNALS = machine.Signal.SAVE, machine.Signal.RESTART
 PEERS = [bytes([number]) * 32 for number in range(1, 4)]
 # Rounding error of sums of times.
 ROUNDING = 1e-6

@@ -86,9 +86,4 @@ async def run() -> None:
 
 
 if __name__ == "__main__":
-    if "-v" in sys.argv:
-        import logging
-
-        logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, format="%(relativeCreated)d %(name)s %(message)s")
-        logging.getLogger("farandole").setLevel(logging.DEBUG)
     trio.run(run)

@@ -94,17 +94,23 @@ def has_let_go(node: Node, relay: Node) -> Callable[[], bool]:
     return lambda: relay.name not in node.told["relays"] and relay.name not in node.told["paths"]
 
 
+async def acquaint(relays: list[Node], others: list[Node]) -> None:
+    """Let all dial the relays, until the others have reservations."""
+    for relay in relays[1:]:
+        await relay.dial(relays[0])
+    for relay in relays:
+        for node in others:
+            await node.dial(relay)
+    for node in others:
+        await until(has_relays(node))
+
+
 async def test_who_can_punch_becomes_direct_the_others_stay_relayed_and_a_new_address_is_found(lab: Lab) -> None:
     kinds = ("open", "open", "port-restricted", "carrier", "symmetric", "symmetric")
     with trio.fail_after(PATIENCE):
         async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
             one, two, near, far, hard, harder = nodes
-            for node in (two, near, far, hard, harder):
-                await node.dial(one)
-            for node in (near, far, hard, harder):
-                await node.dial(two)
-            for node in (near, far, hard, harder):
-                await until(has_relays(node))
+            await acquaint([one, two], [near, far, hard, harder])
             verdicts = ["public"] * 2 + ["punchable"] * 2 + ["relay only"] * 2
             # With one witness the verdicts may differ.
             await until(lambda: [node.told["kind"] for node in nodes] == verdicts)
@@ -127,12 +133,7 @@ async def test_homes_with_other_versions_of_ip_meet_through_relays_with_both(lab
     with trio.fail_after(PATIENCE):
         async with open_nodes(homes, lab.leash) as nodes:
             one, two, old, new, both = nodes
-            for node in (two, old, new, both):
-                await node.dial(one)
-            for node in (old, new, both):
-                await node.dial(two)
-            for node in (old, new, both):
-                await until(has_relays(node))
+            await acquaint([one, two], [old, new, both])
             circuits = [address for address in both.told["addresses"] if "/p2p-circuit" in address]
             assert all(address.startswith("/ip4/") for address in circuits), "few peers have nothing but IPv6"
             await old.dial(new)
@@ -148,11 +149,7 @@ async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab:
     with trio.fail_after(PATIENCE):
         async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
             *relays, hard, harder = nodes
-            for relay in relays[1:]:
-                await relay.dial(relays[0])
-            for relay in relays:
-                await hard.dial(relay)
-                await harder.dial(relay)
+            await acquaint(relays, [hard, harder])
             by_name = {relay.name: relay for relay in relays}
             for how in (signal.SIGKILL, signal.SIGSTOP):
                 await until(has_relays(harder))

@@ -25,16 +25,8 @@ PATHS = {"bob": "relayed", "carol": ""}  # carol is not connected
 
 def status(**changes: Any) -> NodeStatus:
     fields: dict[str, Any] = dict.fromkeys(NodeStatus.__struct_fields__, 0) | {
-        "phase": "training",
-        "losses": [],
-        "loss_first": None,
-        "partners": {},
-        "paths": {},
-        "run": RUN,
-        "members": [],
-        "recent_exchanges": [],
-        "resources": None,
-        "pid": 1,
+        **{"phase": "training", "run": RUN, "pid": 1, "loss_first": None, "resources": None},
+        **{"losses": [], "partners": {}, "paths": {}, "members": [], "recent_exchanges": []},
     }
     return NodeStatus(**{**fields, **changes})
 

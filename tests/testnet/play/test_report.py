@@ -45,16 +45,9 @@ MERGED = Merged(loss_start=5.5, loss=2.1, spread=0.02, bits_per_byte_start=7.9, 
 
 
 def scenario(**settings: Any) -> Scenario:
-    return parse_scenario(
-        {
-            "run": {"name": "a", "model": "tiny"},
-            "nodes": 3,
-            "rounds": ROUNDS,
-            "min_partners": 2,
-            "max_loss_merged": 2.6,
-            **settings,
-        }
-    )
+    run = {"name": "a", "model": "tiny"}
+    usual = {"run": run, "nodes": 3, "rounds": ROUNDS, "min_partners": 2, "max_loss_merged": 2.6}
+    return parse_scenario({**usual, **settings})
 
 
 def judge(

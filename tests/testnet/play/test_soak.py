@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.play.launch import Testnet
-from farandole.testnet.play.report import PlayReport
+from farandole.testnet.play.report import PlayReport, course_lines
 from farandole.testnet.play.scenario import load_scenario, parse_scenario
 
 from .playing import silent
@@ -21,14 +21,7 @@ PLAYED_HERE = ("stages-unequal", "stages-unequal-pinned", "hour")
 
 
 def figures(report: PlayReport) -> str:
-    exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
-    alone = sum(node.exchanges_alone for node in report.nodes)
-    failed = sum(node.exchanges_failed for node in report.nodes)
-    return (
-        f"{report.name}: {report.verdict} in {report.seconds:.0f} s, {exchanges} exchanges, {alone} steps alone, "
-        f"{failed} exchanges failed, merged loss {report.loss_merged or 0:.3f}, "
-        f"wedged {sum(node.wedged for node in report.nodes)}"
-    )
+    return "\n".join((f"{report.name}: {report.verdict}", *course_lines(report)))
 
 
 @pytest.mark.soak
@@ -42,22 +35,13 @@ async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("start", range(NUM_STARTS))
 async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) -> None:
-    scenario = parse_scenario(
-        {
-            "nodes": 8,
-            "rounds": 6,
-            "seed": start,
-            "start_interval": 0.0,
-            "min_partners": 1,
-            "run": {
-                "name": f"start {start}",
-                "model": "tiny",
-                "inner": {"batch_size": 4, "warmup_steps": 10, "learning_rate": 3e-3},
-                "rounds": {"round_seconds": 3.0, "exchange_seconds": 10.0},
-            },
-        }
-    )
-    report = await Testnet(scenario, tmp_path / "out", silent).play()
+    run = {
+        **{"name": f"start {start}", "model": "tiny"},
+        "inner": {"batch_size": 4, "warmup_steps": 10, "learning_rate": 3e-3},
+        "rounds": {"round_seconds": 3.0, "exchange_seconds": 10.0},
+    }
+    settings = {"run": run, "nodes": 8, "rounds": 6, "seed": start, "start_interval": 0.0, "min_partners": 1}
+    report = await Testnet(parse_scenario(settings), tmp_path / "out", silent).play()
     print(f"\n{figures(report)}")
     assert not any(node.wedged for node in report.nodes)
     assert report.reasons == []
@@ -73,14 +57,8 @@ async def test_stages_learn_as_well_as_the_whole_model(nodes: int, stages: int, 
     assert report.reasons == []
     origins = [node for node in report.nodes if node.pipeline and node.pipeline.stage == 0]
     steps = round(sum(node.inner_steps for node in origins) / len(origins) / staged.rounds)
-    rounds = {**staged.run["rounds"], "inner_steps": steps}
-    settings = {
-        "nodes": len(origins),
-        "rounds": staged.rounds,
-        "min_partners": 1,
-        "timeout": 600.0,
-        "run": {**staged.run, "rounds": rounds},
-    }
+    run = {**staged.run, "rounds": {**staged.run["rounds"], "inner_steps": steps}}
+    settings = {"run": run, "nodes": len(origins), "rounds": staged.rounds, "min_partners": 1, "timeout": 600.0}
     whole = await Testnet(parse_scenario(settings), tmp_path / "whole", silent).play()
     print(f"{figures(whole)}; {report.tokens} tokens in stages, {whole.tokens} whole")
     assert whole.reasons == []
