@@ -4,16 +4,25 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from farandole.protocol.planning.planning import complete
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import RoundConfig
-from farandole.testnet.simulate.pairing import Capturing, PairingScenario, simulate
+from farandole.testnet.simulate.pairing import MODEL, Capturing, PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
 OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
 SEVERAL = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, partners=2)
 STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
+CHOSEN = complete(Manifest("chosen", MODEL), ()).rounds
+SHORT = RoundConfig(inner_steps=0, round_seconds=2.0, exchange_seconds=4.0, overlap=True)
+WAITING = RoundConfig(inner_steps=0, round_seconds=2.0, exchange_seconds=4.0)
+MEDIUM = RoundConfig(inner_steps=0, round_seconds=4.0, exchange_seconds=8.0, overlap=True)
+ATTACKED = {"chosen": CHOSEN, "boxed": BOXED, "steps": STEPS, "short": SHORT, "waiting": WAITING, "medium": MEDIUM}
+"""The rounds in which hostile members are simulated."""
 EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
 # A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
 MAX_DEVIATION = 5.0
@@ -70,40 +79,23 @@ def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
     assert report.coherence > 0.9
 
 
-@pytest.mark.parametrize("rounds", [BOXED, STEPS])
+@pytest.mark.parametrize("rounds", [CHOSEN, BOXED, STEPS])
 def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig) -> None:
-    honest = simulate(PairingScenario(16, rounds, 1_800.0, start_spread=5.0), seed=1)
-    attacked = simulate(PairingScenario(16, rounds, 1_800.0, start_spread=5.0, num_capturing=1), seed=1)
+    seconds = 60 * (rounds.round_seconds or 30.0)
+    honest = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0), seed=1)
+    attacked = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0, num_capturing=1), seed=1)
     # Each node loses a round, then one of 3, one of 5, one of 9, and so on.
     assert attacked.rounds > 0.8 * honest.rounds
     assert attacked.alone <= 0.12 * attacked.rounds
     assert chi_square(attacked.pairs, 16) < MAX_DEVIATION
 
 
-def boxed(round_seconds: float, exchange_seconds: float, *, overlap: bool) -> RoundConfig:
-    return RoundConfig(0, round_seconds, exchange_seconds, overlap)
-
-
-def kept(
-    rounds: RoundConfig,
-    num_honest: int,
-    num_hostile: int,
-    capturing: Capturing,
-    claimed_seconds: float | None,
-    key_seconds: float,
-) -> float:
+def kept(rounds: RoundConfig, num_honest: int, **hostile: Any) -> float:
     """Return how often nodes averaged with an honest one, as a share of what they do without hostile members."""
     honest = PairingScenario(
         num_honest, rounds, 360.0, step_seconds=(0.1, 0.1), start_spread=2.0, transfer_seconds=(0.05, 0.2)
     )
-    attacked = dataclasses.replace(
-        honest,
-        num_capturing=num_hostile,
-        capturing=capturing,
-        claimed_seconds=claimed_seconds,
-        key_seconds=key_seconds,
-    )
-    return averaged(attacked) / averaged(honest)
+    return averaged(dataclasses.replace(honest, **hostile)) / averaged(honest)
 
 
 @functools.cache
@@ -113,33 +105,29 @@ def averaged(scenario: PairingScenario) -> int:
 
 
 @pytest.mark.parametrize(
-    ("capturing", "claimed_seconds", "key_seconds"),
+    "hostile",
     [
-        ("absent", None, math.inf),
-        ("absent", 1.0, math.inf),
-        ("absent", 1.0, 20.0),
-        ("mute", None, math.inf),
-        ("mute", None, 20.0),
+        {"capturing": "absent"},
+        {"capturing": "absent", "claimed_seconds": 1.0},
+        {"capturing": "absent", "claimed_seconds": 1.0, "key_seconds": 20.0},
+        {"capturing": "mute"},
+        {"capturing": "mute", "key_seconds": 20.0},
     ],
 )
 @pytest.mark.parametrize(
     ("rounds", "num_honest", "num_absent"),
     [
-        (boxed(2.0, 4.0, overlap=True), 4, 1),
-        (boxed(2.0, 4.0, overlap=False), 4, 1),
-        (boxed(4.0, 8.0, overlap=True), 12, 4),
+        (CHOSEN, 12, 4),
+        (SHORT, 4, 1),
+        (WAITING, 4, 1),
+        (MEDIUM, 12, 4),
     ],
 )
 def test_members_that_never_follow_through_cost_at_most_a_tenth(
-    rounds: RoundConfig,
-    num_honest: int,
-    num_absent: int,
-    capturing: Capturing,
-    claimed_seconds: float | None,
-    key_seconds: float,
+    rounds: RoundConfig, num_honest: int, num_absent: int, hostile: dict[str, Any]
 ) -> None:
     """They know the code: they say what harms most, propose twice to no node that waits for them, and change keys."""
-    assert kept(rounds, num_honest, num_absent, capturing, claimed_seconds, key_seconds) >= 0.9
+    assert kept(rounds, num_honest, num_capturing=num_absent, **hostile) >= 0.9
 
 
 @pytest.mark.parametrize("key_seconds", [math.inf, 20.0])
@@ -147,16 +135,17 @@ def test_members_that_never_follow_through_cost_at_most_a_tenth(
 @pytest.mark.parametrize(
     ("rounds", "num_honest", "num_hostile"),
     [
-        (boxed(2.0, 4.0, overlap=True), 4, 1),
-        (boxed(4.0, 8.0, overlap=True), 12, 4),
-        (boxed(10.0, 10.0, overlap=True), 12, 4),
+        (CHOSEN, 12, 4),
+        (SHORT, 4, 1),
+        (MEDIUM, 12, 4),
     ],
 )
 def test_members_that_begin_and_hold_an_exchange_cost_little(
     rounds: RoundConfig, num_honest: int, num_hostile: int, capturing: Capturing, key_seconds: float
 ) -> None:
     """Each takes a whole round of a node, and a key that is left before its failure shows is a stranger's."""
-    assert kept(rounds, num_honest, num_hostile, capturing, None, key_seconds) >= 0.85
+    hostile = {"num_capturing": num_hostile, "capturing": capturing, "key_seconds": key_seconds}
+    assert kept(rounds, num_honest, **hostile) >= 0.85
 
 
 @pytest.mark.parametrize(
@@ -170,9 +159,7 @@ def test_what_keeps_absent_members_out_costs_honest_ones_nothing_in_short_rounds
 
     Transfers of up to three quarters of a round fail most: 3.9 % of rounds are alone.
     """
-    scenario = PairingScenario(
-        12, boxed(2.0, 4.0, overlap=True), 400.0, step_seconds, start_spread=2.0, transfer_seconds=transfer_seconds
-    )
+    scenario = PairingScenario(12, SHORT, 400.0, step_seconds, start_spread=2.0, transfer_seconds=transfer_seconds)
     report = simulate(scenario, seed=1)
     assert report.alone <= 0.04 * report.rounds
 
@@ -180,6 +167,7 @@ def test_what_keeps_absent_members_out_costs_honest_ones_nothing_in_short_rounds
 @pytest.mark.parametrize(
     ("rounds", "num_honest", "num_greedy"),
     [
+        (CHOSEN, 16, 7),
         (BOXED, 16, 2),
         (BOXED, 16, 7),
         (STEPS, 16, 4),
@@ -190,7 +178,7 @@ def test_what_keeps_absent_members_out_costs_honest_ones_nothing_in_short_rounds
 def test_who_proposes_to_all_at_once_gets_at_most_half_more_than_its_share(
     rounds: RoundConfig, num_honest: int, num_greedy: int
 ) -> None:
-    seconds = 1_000.0  # 28 rounds
+    seconds = 34 * (rounds.round_seconds or 30.0)  # at least 28 rounds
     scenario = PairingScenario(
         num_honest, rounds, seconds, start_spread=5.0, num_capturing=num_greedy, capturing="exchange"
     )
