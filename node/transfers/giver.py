@@ -89,11 +89,18 @@ class Holding(BlockFile):
         return self.read_range(*blocks.block_range(self.index.size, block))
 
 
-def open_own(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0, num_stages: int = 1) -> Holding:
-    """Open a checkpoint that this node's trainer has written, and sign its index.
+async def open_own(
+    saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0, num_stages: int = 1
+) -> Holding | None:
+    """Open a checkpoint that this node's trainer has written, and sign its index; None if it is not there any more."""
+    try:
+        return await trio.to_thread.run_sync(_open_saved, saved, key, run_id, stage, num_stages)
+    except (OSError, ConsolidatedError, ValueError) as error:
+        logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
+        return None
 
-    Raises `OSError`, `ConsolidatedError` or `ValueError` if it is not there any more.
-    """
+
+def _open_saved(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int, num_stages: int) -> Holding:
     path = Path(saved.path)
     with open_tensors(path) as file:
         layout = bytes.fromhex(file.metadata.get("layout", ""))
@@ -137,10 +144,7 @@ class Starts:
 
     async def open(self, saved: Saved) -> bytes | None:
         """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
-        try:
-            holding = await trio.to_thread.run_sync(open_own, saved, self._key, self._run_id)
-        except (OSError, ConsolidatedError, ValueError) as error:
-            logger.warning("the start of round %d cannot be given: %s", saved.round, error)
+        if (holding := await open_own(saved, self._key, self._run_id)) is None:
             return None
         self._own.append(holding)
         return holding.id
@@ -267,7 +271,7 @@ class Provider:
     async def run(self) -> None:
         """Open what the trainer saves, keep a copy, and announce both before the run forgets them, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._open_saved)
+            nursery.start_soon(self._open_own)
             nursery.start_soon(self._keep_copy)
             while True:
                 await trio.sleep(TELL_INTERVAL)
@@ -278,7 +282,7 @@ class Provider:
     def _announce(self, holding: Holding) -> None:
         self._membership.announcer.checkpoint_held(holding.id, holding.index, is_copy=holding is self.copy)
 
-    async def _open_saved(self) -> None:
+    async def _open_own(self) -> None:
         while True:
             await self._has_unopened.wait()
             self._has_unopened = trio.Event()
@@ -286,15 +290,10 @@ class Provider:
             saved, stage = self._unopened
             if stage != self._membership.stage:
                 continue
-            try:
-                holding = await trio.to_thread.run_sync(
-                    open_own, saved, self._key, self._downloads.conditions.run_id, stage, self._files.num_stages
-                )
-            except (OSError, ConsolidatedError, ValueError) as error:
-                logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
-            else:
+            run_id, num_stages = self._downloads.conditions.run_id, self._files.num_stages
+            if (holding := await open_own(saved, self._key, run_id, stage, num_stages)) is not None:
                 try:
-                    await trio.to_thread.run_sync(write_index, index_of(Path(saved.path)), holding.signed)
+                    await trio.to_thread.run_sync(write_index, index_of(holding.path), holding.signed)
                 except OSError as error:  # a full disk: the checkpoint is there all the same
                     logger.warning("the index of %s is not written: %s", saved.path, error)
                 told = self._membership.told_checkpoints()

@@ -25,7 +25,7 @@ from ..base.device import Device
 from ..base.host_memory import available_bytes
 from ..base.parameters import NO_PARTS, Layout
 from ..inner.optimizer import InnerOptimizer
-from ..outer.copying import Copier, Wait, copier_for
+from ..outer.contribution import Copier, Wait, copier_for
 from ..outer.round_end import RoundEnd
 from .blocks import Content
 from .checkpoint import Counters, load_checkpoint, load_start, save_checkpoint
@@ -139,7 +139,7 @@ class Checkpoint:
         vectors = outer.state() | self._means()
         if outer.settings.fragments > 1:
             vectors[FAST] = self._round_end.weights.flat
-        return vectors | outer.saved()
+        return vectors | outer.contributor.saved()
 
     def _means(self) -> dict[str, Tensor]:
         return {} if self._optimizer is None else self._optimizer.state()

@@ -26,8 +26,7 @@ from farandole.protocol.run.rules import SLOW, OuterConfig
 from farandole.protocol.wire.safetensors import FP32_BYTES
 
 from .codec import each_piece, one_thread, slices
-from .contribution import Contribution, Contributor
-from .copying import Copier, copier_for
+from .contribution import Contribution, Contributor, Copier, copier_for
 from .rule import Meeting, OuterRule, OwnVectors, rule_of
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
@@ -235,10 +234,6 @@ class OuterState:
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""
         return self._rule.sends_fast_weights and made.sent.data_ptr() != made.theta.data_ptr()
-
-    def saved(self) -> dict[str, Tensor]:
-        """Return this replica's own vectors for a checkpoint, which no other replica needs: (n,), by name."""
-        return self.contributor.saved()
 
     def state(self) -> dict[str, Tensor]:
         """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""

@@ -38,8 +38,7 @@ from ..base.errors import CodecError, DivergedError
 from ..base.parameters import Layout
 from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
 from .codec import Buffer, Result
-from .contribution import Contribution, Exam, Measure, PartnerContribution
-from .copying import copier_for
+from .contribution import Contribution, Exam, Measure, PartnerContribution, copier_for
 from .outer_state import FastWeights, OuterState
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.

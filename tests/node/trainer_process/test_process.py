@@ -25,7 +25,7 @@ from farandole.training.engine import snapshot
 from farandole.training.engine.learner import HeldOutLoss, Learner, build_learner
 from farandole.training.engine.replica import Replica
 from farandole.training.outer import round_end
-from farandole.training.outer.copying import DeviceCopier, Wait
+from farandole.training.outer.contribution import DeviceCopier, Wait
 from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
 
 from ...patience import PATIENCE

@@ -23,7 +23,7 @@ from farandole.training.engine import snapshot
 from farandole.training.engine.blocks import BlockHasher, content_of, first_difference
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.snapshot import SnapshotMemory
-from farandole.training.outer.copying import copier_for
+from farandole.training.outer.contribution import copier_for
 
 from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, rewrite, train
 

@@ -19,7 +19,7 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.model.model import build_model
 from farandole.training.outer import codec
-from farandole.training.outer.copying import CudaCopier, copier_for
+from farandole.training.outer.contribution import CudaCopier, copier_for
 from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, refusal

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec, round_end
-from farandole.training.outer.copying import Copier, DeviceCopier, Wait
+from farandole.training.outer.contribution import Copier, DeviceCopier, Wait
 from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train
