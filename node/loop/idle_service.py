@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
@@ -171,6 +172,7 @@ class IdleWatch:
 READ_TIMEOUT: Final = 5.0
 
 
+@dataclass(eq=False)
 class IdleService:
     """Looks at the machine whether others use it.
 
@@ -178,34 +180,26 @@ class IdleService:
     ``clock`` gives seconds.
     """
 
-    def __init__(
-        self,
-        trainer_pid: Callable[[], int | None],
-        warn: Callable[[str], None],
-        *,
-        looks_at_gpu: bool = True,
-        clock: Callable[[], float] = trio.current_time,
-    ) -> None:
-        self._watch = IdleWatch()
-        self._trainer_pid = trainer_pid
-        self._warn = warn
-        self._looks_at_gpu = looks_at_gpu
-        self._clock = clock
-        self._gpu = GpuProbe()
-        self._has_warned = False
+    trainer_pid: Callable[[], int | None]
+    warn: Callable[[str], None]
+    looks_at_gpu: bool = True
+    clock: Callable[[], float] = trio.current_time
+    _watch: IdleWatch = field(default_factory=IdleWatch)
+    _gpu: GpuProbe = field(default_factory=GpuProbe)
+    _has_warned: bool = False
 
     async def look(self) -> str:
         """Return why the node must rest, for display; empty if it may train."""
-        own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
+        own = {os.getpid()} | ({pid} if (pid := self.trainer_pid()) is not None else set())
         users: Sequence[str] = ()
-        if self._looks_at_gpu:
+        if self.looks_at_gpu:
             try:
                 users = await self._gpu.users(own)
             except ProbeError as error:
                 if not self._has_warned:
-                    self._warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
+                    self.warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
                 self._has_warned = True
         on_battery = None
         with trio.move_on_after(READ_TIMEOUT):
             on_battery = await in_a_thread_left_alone(is_on_battery)
-        return self._watch.look(on_battery, users, self._clock())
+        return self._watch.look(on_battery, users, self.clock())

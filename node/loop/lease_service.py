@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -42,33 +43,24 @@ _Saved = tuple[bytes, list[tuple[int, Lease]]]
 """The hash of the text, and what `Leases.saved` gave."""
 
 
+@dataclass(eq=False)
 class LeaseService:
     """One node's leases, in a run that counts epochs."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        author: bytes,
-        gossip: GossipService,
-        store: Store,
-        journal: Journal,
-        membership: Membership,
-    ) -> None:
-        self.over = trio.Event()
-        """Set when all epochs of the run are over."""
-        self._manifest = manifest
-        self._author = author
-        self._gossip = gossip
-        self._state = gossip.state
-        self._store = store
-        self._journal = journal
-        self._membership = membership
-        self._leases: Leases | None = None
-        self._send: Callable[[messages.DrawSlices], None] | None = None
-        self._unsaid: deque[tuple[int, Lease]] = deque()
-        self._acquaintance = Acquaintance()
-        self._restored: _Saved | None = None
-        self._saved_at = 0.0
+    manifest: Manifest
+    author: bytes
+    gossip: GossipService
+    store: Store
+    journal: Journal
+    membership: Membership
+    over: trio.Event = field(default_factory=trio.Event)
+    """Set when all epochs of the run are over."""
+    _leases: Leases | None = None
+    _send: Callable[[messages.DrawSlices], None] | None = None
+    _unsaid: deque[tuple[int, Lease]] = field(default_factory=deque)
+    _acquaintance: Acquaintance = field(default_factory=Acquaintance)
+    _restored: _Saved | None = None
+    _saved_at: float = 0.0
 
     def status(self) -> DataStatus | None:
         """Return the state of the data, for display; None at a node that has no leases."""
@@ -88,20 +80,20 @@ class LeaseService:
     async def restore(self) -> None:
         """Read what an earlier life has saved; call it before a trainer begins."""
         try:
-            raw = await self._store.get_fact(LEASES_FACT)
+            raw = await self.store.get_fact(LEASES_FACT)
             if raw is not None:
                 self._restored = msgspec.msgpack.decode(raw, type=_Saved)
         except (StoreError, msgspec.MsgspecError) as error:
-            self._journal.warn(f"what was leased of the data is not known any more: {error}")
+            self.journal.warn(f"what was leased of the data is not known any more: {error}")
 
     async def run(self) -> None:
         """Follow the run and keep the leases, until cancelled."""
         while True:
             if self._leases is None:
                 # A stage that draws no data: note when the members that draw some have reached its end.
-                said = (self._state.payload(author, Lease) for author in self._membership.origins())
+                said = (self.gossip.state.payload(author, Lease) for author in self.membership.origins())
                 epoch = median_epoch(lease for lease in said if lease is not None)
-                if epoch is not None and epoch >= self._manifest.data.epochs:
+                if epoch is not None and epoch >= self.manifest.data.epochs:
                     self.over.set()
             else:
                 self._tick(self._leases)
@@ -134,28 +126,28 @@ class LeaseService:
 
     def _begin_leases(self, corpus: bytes, num_slices: int) -> Leases:
         self._leases = leases = Leases(
-            self._author,
+            self.author,
             corpus,
             num_slices,
-            self._manifest.data.epochs,
-            exchange_seconds=self._manifest.rounds.exchange_seconds,
+            self.manifest.data.epochs,
+            exchange_seconds=self.manifest.rounds.exchange_seconds,
         )
-        start = self._manifest.start
+        start = self.manifest.start
         epochs = None if start is None else start.epochs
         if epochs is not None and bytes.fromhex(epochs.corpus) != corpus:
-            self._journal.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
+            self.journal.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
         elif epochs is not None:  # as if this node had published the progress of the run that this one goes on from
             done = [Lease(epochs.epoch, corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
             for index, lease in enumerate((Lease(epochs.epoch, corpus), *done)):
-                leases.hear(self._author, index, lease)
+                leases.hear(self.author, index, lease)
             if self._restored is None:  # an earlier life of this run is further
                 share = leases.done.count / leases.sections.num_slices
                 where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
-                self._journal.say(f"the data goes on in {where}, {share:.0%} of it done")
+                self.journal.say(f"the data goes on in {where}, {share:.0%} of it done")
         if self._restored is not None and self._restored[0] == corpus:
             for index, lease in self._restored[1]:
-                leases.hear(self._author, index, lease)
-        leases.follow(self._state)
+                leases.hear(self.author, index, lease)
+        leases.follow(self.gossip.state)
         return leases
 
     def trained(self, report: messages.SlicesTrained) -> None:
@@ -171,23 +163,23 @@ class LeaseService:
     # The machine
 
     def _tick(self, leases: Leases) -> None:
-        leases.follow(self._state)
-        origins = self._membership.origins()  # the live members that draw data, and what weighs their claims
-        found = ((author, self._state.payload(author, Beat)) for author in origins)
+        leases.follow(self.gossip.state)
+        origins = self.membership.origins()  # the live members that draw data, and what weighs their claims
+        found = ((author, self.gossip.state.payload(author, Beat)) for author in origins)
         beats = {author: beat for author, beat in found if beat is not None}
-        tokens = self._manifest.inner.batch_size * self._manifest.model.context
+        tokens = self.manifest.inner.batch_size * self.manifest.model.context
         partners = {author: beat.partner for author, beat in beats.items()}
-        proven = self._acquaintance.proven(self._membership.partners.keys(), partners)
+        proven = self._acquaintance.proven(self.membership.partners.keys(), partners)
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
         num_strangers, epoch = len(leases.strangers), leases.epoch
-        standing = Standing(origins, proven, speeds, self._gossip.liveness.period)
+        standing = Standing(origins, proven, speeds, self.gossip.liveness.period)
         self._carry_out(leases.tick(standing, trio.current_time()))
         if leases.is_over:
             self.over.set()
         elif leases.epoch != epoch:
-            self._journal.say(f"epoch {leases.epoch + 1} of {leases.num_epochs} begins")
+            self.journal.say(f"epoch {leases.epoch + 1} of {leases.num_epochs} begins")
         if len(leases.strangers) > num_strangers:
-            self._journal.warn(
+            self.journal.warn(
                 f"{len(leases.strangers)} of {len(origins)} other nodes train on another text than this one, and "
                 "share no slices with it: all should name the same files or folders with --data"
             )
@@ -202,7 +194,7 @@ class LeaseService:
     async def _say(self) -> None:
         """Publish in order, since `leave` may be called while `run` is publishing."""
         while self._unsaid:
-            await self._gossip.publish(Kind.LEASE, *self._unsaid.popleft())
+            await self.gossip.publish(Kind.LEASE, *self._unsaid.popleft())
 
     async def _save(self) -> None:
         if self._leases is None:
@@ -210,6 +202,6 @@ class LeaseService:
         self._saved_at = trio.current_time()
         saved: _Saved = (self._leases.corpus, self._leases.saved())
         try:
-            await self._store.put_fact(LEASES_FACT, msgspec.msgpack.encode(saved))
+            await self.store.put_fact(LEASES_FACT, msgspec.msgpack.encode(saved))
         except StoreError as error:
-            self._journal.warn(f"{error}; after a restart this node may not know which data it had leased")
+            self.journal.warn(f"{error}; after a restart this node may not know which data it had leased")

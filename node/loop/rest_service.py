@@ -8,6 +8,7 @@ relays and gives checkpoints, but has no trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from datetime import datetime
 from typing import Final
 
@@ -17,7 +18,7 @@ import trio
 from farandole.protocol.state.entries import Kind, Notice
 from farandole.protocol.wire.errors import FarandoleError
 
-from ..base.quiet_hours import QuietHours, parse_quiet_hours, quiet_until
+from ..base.quiet_hours import parse_quiet_hours, quiet_until
 from ..state.gossip import GossipService
 from ..state.store import Store, StoreError
 from ..status.journal import Journal
@@ -70,6 +71,7 @@ IN_USE: Final = "in use"
 LOOK_INTERVAL: Final = 5.0
 
 
+@dataclass(eq=False)
 class RestService:
     """Pauses the node by hand, in the quiet hours, and while others use the machine.
 
@@ -77,27 +79,20 @@ class RestService:
     local time; ``warn`` shows a warning to the owner. ``idle``: None if it does not matter who uses the machine.
     """
 
-    def __init__(
-        self,
-        rest: Rest,
-        store: Store,
-        hours: Sequence[str],
-        clock: Callable[[], datetime],
-        warn: Callable[[str], None],
-        idle: IdleService | None = None,
-    ) -> None:
-        self._rest = rest
-        self._store = store
-        self._clock = clock
-        self._idle = idle
-        self._warn = warn
-        self._hours: list[QuietHours] = []
+    rest: Rest
+    store: Store
+    hours: InitVar[Sequence[str]]
+    clock: Callable[[], datetime]
+    warn: Callable[[str], None]
+    idle: IdleService | None = None
+
+    def __post_init__(self, hours: Sequence[str]) -> None:
         self.change_hours(hours)
 
     async def begin(self) -> None:
         """Rest if an earlier life was paused by hand, or in quiet hours; call it before anything else."""
-        if await self._store.get_fact(PAUSED_FACT):
-            self._rest.set(BY_HAND, PAUSED)
+        if await self.store.get_fact(PAUSED_FACT):
+            self.rest.set(BY_HAND, PAUSED)
         self._look_at_clock()
 
     async def run(self) -> None:
@@ -109,34 +104,34 @@ class RestService:
     async def look(self) -> None:
         """Rest, or rest no more, by the clock and the machine; the first look is before anything is trained."""
         self._look_at_clock()
-        if self._idle is not None:
-            self._rest.set(IN_USE, await self._idle.look())
+        if self.idle is not None:
+            self.rest.set(IN_USE, await self.idle.look())
 
     async def pause(self) -> None:
         """Pause until `resume`, in later lives too."""
-        self._rest.set(BY_HAND, PAUSED)
+        self.rest.set(BY_HAND, PAUSED)
         await self._remember(b"1")
 
     async def resume(self) -> None:
         """End a pause by hand. It does not end the quiet hours, which the owner has set as well."""
-        self._rest.set(BY_HAND, "")
+        self.rest.set(BY_HAND, "")
         await self._remember(b"")
 
     def change_hours(self, hours: Sequence[str]) -> None:
         """Rest in other quiet hours. Raises `QuietHoursError`."""
         self._hours = [parse_quiet_hours(text) for text in hours]
-        self._rest.quiet_hours = tuple(hours)
+        self.rest.quiet_hours = tuple(hours)
         self._look_at_clock()
 
     async def _remember(self, value: bytes) -> None:
         try:
-            await self._store.put_fact(PAUSED_FACT, value)
+            await self.store.put_fact(PAUSED_FACT, value)
         except StoreError as error:
-            self._warn(f"{error}; after a restart this node does not know whether it was paused")
+            self.warn(f"{error}; after a restart this node does not know whether it was paused")
 
     def _look_at_clock(self) -> None:
-        until = quiet_until(self._hours, self._clock())
-        self._rest.set(QUIET, "" if until is None else f"quiet hours until {until:%a %H:%M}")
+        until = quiet_until(self._hours, self.clock())
+        self.rest.set(QUIET, "" if until is None else f"quiet hours until {until:%a %H:%M}")
 
 
 # Notices of the run's creator: a message to all members, or an order to pause, resume or stop training.

@@ -6,6 +6,7 @@ stage and restarts its trainer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -36,62 +37,54 @@ QUIET_SECONDS: Final = 3.0
 MAX_QUIET_SECONDS: Final = 20.0
 
 
+@dataclass(eq=False)
 class StageService:
     """One node's stage of a model that is cut into several: held, stored for the node's next start, and announced.
 
     ``settings.stage`` is the stage that the volunteer has fixed.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        weights: Weights,
-        host: Host,
-        run_id: bytes,
-        store: Store,
-        journal: Journal,
-        settings: NodeSettings,
-        training: Training,
-    ) -> None:
-        last, wanted = membership.num_stages - 1, settings.stage
+    membership: Membership
+    weights: Weights
+    host: Host
+    run_id: bytes
+    store: Store
+    journal: Journal
+    settings: NodeSettings
+    training: Training
+    _moved: trio.Event = field(default_factory=trio.Event)
+
+    def __post_init__(self) -> None:
+        last, wanted = self.membership.num_stages - 1, self.settings.stage
         if wanted is not None and wanted > last:
             raise JoinError(f"--stage {wanted}: the run's model has {'no stage but 0' if not last else f'0 to {last}'}")
-        self._membership = membership
-        self._weights = weights
-        self._host = host
-        self._run_id = run_id
-        self._store = store
-        self._journal = journal
-        self._wanted = wanted
-        self._choice = StageChoice(host.author, PATIENT_BEATS * settings.heartbeat_seconds)
-        self._training = training
-        self._moved = trio.Event()
+        self._choice = StageChoice(self.host.author, PATIENT_BEATS * self.settings.heartbeat_seconds)
 
     async def begin(self) -> None:
         """Take the first stage: the volunteer's, or an earlier life's, or the one that the run needs most."""
-        membership, stage = self._membership, self._wanted
-        if stage is None and (stored := await self._store.get_fact(STAGE_FACT)) is not None:
+        membership, stage = self.membership, self.settings.stage
+        if stage is None and (stored := await self.store.get_fact(STAGE_FACT)) is not None:
             stage = int(stored)
         if stage is None or stage >= membership.num_stages:
-            stage = first_stage(self._view(), self._host.author)
+            stage = first_stage(self._view(), self.host.author)
         await self._hold(stage)
 
     async def announce(self) -> None:
         """Announce the run and this node's shard in the DHT, until cancelled; the host announces them again."""
-        await self._host.dht.provide(run_key(self._run_id))
+        await self.host.dht.provide(run_key(self.run_id))
         while True:
             self._moved = trio.Event()
-            await self._host.dht.provide(shard_key(self._run_id, self._membership.stage))
+            await self.host.dht.provide(shard_key(self.run_id, self.membership.stage))
             await self._moved.wait()
 
     async def run(self) -> None:
         """Decide on moves and carry them out, until cancelled."""
-        membership = self._membership
+        membership = self.membership
         while True:
             await trio.sleep(DECIDE_INTERVAL)
-            if self._weights.provider.trainer_stage not in (None, membership.stage):
-                self._training.handle(Signal.RESTART)  # it was still being started when this node moved
-            if self._wanted is not None:
+            if self.weights.provider.trainer_stage not in (None, membership.stage):
+                self.training.handle(Signal.RESTART)  # it was still being started when this node moved
+            if self.settings.stage is not None:
                 continue
             match self._choice.decide(self._view(), trio.current_time()):
                 case ("claim", target):
@@ -100,26 +93,26 @@ class StageService:
                     await membership.lease(membership.stage, is_settled=False)
                 case ("move", target) if membership.is_young:
                     await self._hold(target)
-                    self._training.handle(Signal.RESTART)
+                    self.training.handle(Signal.RESTART)
                 case ("move", target):
                     await self._move(target)
 
     def _view(self) -> View:
-        membership = self._membership
-        own = {self._host.author: Member(membership.stage, speed=int(membership.speed))}
+        membership = self.membership
+        own = {self.host.author: Member(membership.stage, speed=int(membership.speed))}
         stages = range(membership.num_stages)
         return View(
             membership.providers() | own,
             membership.num_stages,
             membership.leases(),
             is_young=membership.is_young,
-            download_seconds=max(self._weights.download_seconds(stage) for stage in stages),
+            download_seconds=max(self.weights.download_seconds(stage) for stage in stages),
         )
 
     async def _move(self, target: int) -> None:
         """Move with a lease: fetch the weights while the trainer works on, then switch stages."""
-        membership, source = self._membership, self._membership.stage
-        self._journal.say(f"moving from stage {source} to stage {target}, which needs it more")
+        membership, source = self.membership, self.membership.stage
+        self.journal.say(f"moving from stage {source} to stage {target}, which needs it more")
 
         async def renew_lease() -> None:
             while True:
@@ -128,27 +121,27 @@ class StageService:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(renew_lease)
-            if await self._weights.fetch_ahead(target):
+            if await self.weights.fetch_ahead(target):
                 await self._hold(target)
-                self._training.handle(Signal.RESTART)
+                self.training.handle(Signal.RESTART)
                 await trio.sleep(LEASE_SECONDS)  # so that all know that this node is there before others may follow
             else:
-                self._journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
+                self.journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
             nursery.cancel_scope.cancel()
         await membership.lease(membership.stage, is_settled=False)
 
     async def _hold(self, stage: int) -> None:
-        membership = self._membership
-        self._weights.provider.forget_own()
+        membership = self.membership
+        self.weights.provider.forget_own()
         await membership.hold(stage)
-        self._journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
+        self.journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
         try:
-            await self._store.put_fact(STAGE_FACT, b"%d" % stage)
+            await self.store.put_fact(STAGE_FACT, b"%d" % stage)
         except StoreError as error:
-            self._journal.warn(f"{error}; after a restart this node may take another stage")
+            self.journal.warn(f"{error}; after a restart this node may take another stage")
         for other in range(membership.num_stages):
             if other != stage:
-                self._host.dht.withdraw(shard_key(self._run_id, other))
+                self.host.dht.withdraw(shard_key(self.run_id, other))
         self._moved.set()
 
 

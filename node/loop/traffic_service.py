@@ -103,33 +103,28 @@ AHEAD_BYTES: Final = 64 * 1024 * 1024
 MAX_AHEAD_SHARE: Final = 0.002
 
 
+@dataclass(eq=False)
 class TrafficService:
     """One node's budget; without ``limit`` (bytes a month) it counts nothing and allows everything.
 
     ``clock`` gives the local time, ``warn`` shows a warning to the owner.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        rest: Rest,
-        store: Store,
-        shaping: Shaping,
-        clock: Callable[[], datetime],
-        warn: Callable[[str], None],
-    ) -> None:
-        self.needs_traffic = False
-        """Whether training is impossible without traffic: if the model is cut into stages."""
-        self._rest = rest
-        self._store = store
-        self._shaping = shaping
-        self._clock = clock
-        self._warn = warn
+    limit: int
+    rest: Rest
+    store: Store
+    shaping: Shaping
+    clock: Callable[[], datetime]
+    warn: Callable[[str], None]
+    needs_traffic: bool = False
+    """Whether training is impossible without traffic: if the model is cut into stages."""
+    _counted: int = 0  # of what the shapers have seen
+    _stored: Used | None = None
+
+    def __post_init__(self) -> None:
+        now, limit = self.clock(), self.limit
         self._ahead = int(min(AHEAD_BYTES, MAX_AHEAD_SHARE * limit))
-        now = clock()
         self._budget = Budget(limit, Used(now.year, now.month, 0)) if limit else None
-        self._counted = 0  # of what the shapers have seen
-        self._stored: Used | None = None
 
     @property
     def is_spent(self) -> bool:
@@ -143,7 +138,7 @@ class TrafficService:
             return None
         self._count()
         resumes_at = budget.end if budget.is_spent() else budget.resumes_at()
-        is_saved = not budget.may_spend(0, self._clock())
+        is_saved = not budget.may_spend(0, self.clock())
         return TrafficStatus(budget.limit, budget.used.num_bytes, is_saved, resumes_at.timestamp())
 
     def may_spend(self, num_bytes: int) -> bool:
@@ -151,17 +146,17 @@ class TrafficService:
         if self._budget is None:
             return True
         self._count()
-        return self._budget.may_spend(num_bytes, self._clock())
+        return self._budget.may_spend(num_bytes, self.clock())
 
     async def begin(self) -> None:
         """Read what earlier lives have counted; call it before any traffic."""
         if self._budget is None:
             return
-        raw = await self._store.get_fact(TRAFFIC_FACT)
+        raw = await self.store.get_fact(TRAFFIC_FACT)
         try:
             self._budget.used = msgspec.msgpack.decode(raw, type=Used) if raw else self._budget.used
         except msgspec.MsgspecError as error:
-            self._warn(f"what this node knew of its traffic of this month cannot be read: {error}")
+            self.warn(f"what this node knew of its traffic of this month cannot be read: {error}")
         await self.look()
 
     async def run(self) -> None:
@@ -180,17 +175,17 @@ class TrafficService:
     async def wait_online(self) -> None:
         """Wait until traffic is allowed."""
         while self.is_spent:
-            await self._rest.changed()  # by `look`
+            await self.rest.changed()  # by `look`
 
     async def wait_offline(self) -> None:
         """Wait until no traffic is allowed."""
         while not self.is_spent:
-            await self._rest.changed()  # by `look`
+            await self.rest.changed()  # by `look`
 
     def _count(self) -> None:
         assert self._budget is not None
-        total = self._shaping.up.total + self._shaping.down.total
-        self._budget.count(total - self._counted, self._clock())
+        total = self.shaping.up.total + self.shaping.down.total
+        self._budget.count(total - self._counted, self.clock())
         self._counted = total
 
     async def look(self) -> None:
@@ -198,15 +193,15 @@ class TrafficService:
         budget = self._budget
         assert budget is not None
         self._count()
-        gigabytes, resumes_at, now = f"{budget.limit / 1e9:g} GB", budget.resumes_at(), self._clock()
+        gigabytes, resumes_at, now = f"{budget.limit / 1e9:g} GB", budget.resumes_at(), self.clock()
         if budget.is_spent():
-            self._rest.set(SPENT, f"{gigabytes} of traffic are used up until {budget.end:{DAY}}")
+            self.rest.set(SPENT, f"{gigabytes} of traffic are used up until {budget.end:{DAY}}")
         else:
-            self._rest.set(SPENT, "")
+            self.rest.set(SPENT, "")
             if not self.needs_traffic or now >= resumes_at:
-                self._rest.set(SAVING, "")
+                self.rest.set(SAVING, "")
             elif not budget.may_spend(0, now):
-                self._rest.set(SAVING, f"saving this month's {gigabytes} of traffic until {resumes_at:{DAY}}")
+                self.rest.set(SAVING, f"saving this month's {gigabytes} of traffic until {resumes_at:{DAY}}")
         stored, used = self._stored, budget.used
         is_new_month = stored is None or (stored.year, stored.month) != (used.year, used.month)
         if stored is None or is_new_month or used.num_bytes > stored.num_bytes - self._ahead // 2:
@@ -214,7 +209,7 @@ class TrafficService:
 
     async def _put(self, used: Used) -> None:
         try:
-            await self._store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(used))
+            await self.store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(used))
         except StoreError as error:
-            self._warn(f"{error}; after a restart this node does not know its traffic of this month")
+            self.warn(f"{error}; after a restart this node does not know its traffic of this month")
         self._stored = used  # otherwise each look would retry, and warn

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -51,32 +51,26 @@ from .rest_service import Rest
 # it.
 
 
+@dataclass(eq=False)
 class TrainerSession:
     """A trainer that is ready, until it ends."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        config: LoopConfig,
-        exchanges: ExchangeService,
-        nursery: trio.Nursery,
-        membership: Membership,
-        journal: Journal,
-    ) -> None:
-        self.trainer = trainer
-        self.nursery = nursery
-        """The nursery of the session; its tasks end with the trainer."""
-        self._config = config
-        self._exchanges = exchanges
-        self._membership = membership
-        self._journal = journal
-        self._contribution: tuple[messages.Contributed, Outgoing] | None = None
-        self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
-        self._judged = messages.Screened("")
-        """The verdict on the newest exchange's contribution."""
-        self._encoded = SharedCounter(trainer.outgoing)
-        self._arrived = SharedCounter(trainer.incoming)
-        self._num_exchanges = 0
+    trainer: Trainer
+    config: LoopConfig
+    exchanges: ExchangeService
+    nursery: trio.Nursery
+    """The nursery of the session; its tasks end with the trainer."""
+    membership: Membership
+    journal: Journal
+    _contribution: tuple[messages.Contributed, Outgoing] | None = None
+    _verdict: trio.MemorySendChannel[messages.Screened] | None = None
+    _judged: messages.Screened = field(default_factory=lambda: messages.Screened(""))
+    """The verdict on the newest exchange's contribution."""
+    _num_exchanges: int = 0
+
+    def __post_init__(self) -> None:
+        self._encoded = SharedCounter(self.trainer.outgoing)
+        self._arrived = SharedCounter(self.trainer.incoming)
 
     def contribute(self, report: messages.Contributed) -> None:
         """Note that a contribution is being encoded."""
@@ -93,12 +87,12 @@ class TrainerSession:
         assert self._contribution is not None, "an exchange follows a contribution"
         contributed, outgoing = self._contribution
         offer = Offer(
-            run_id=self._config.run_id,
+            run_id=self.config.run_id,
             session=start.session,
             round=start.round,
             stage=self.trainer.prepared.stage,
             layout=self.trainer.prepared.layout,
-            codec=self._config.manifest.outer.codec,
+            codec=self.config.manifest.outer.codec,
             tokens=contributed.tokens_claimed,
             size=contributed.size,
         )
@@ -107,7 +101,7 @@ class TrainerSession:
         arrive = partial(self._arrived.store, number)
         arrive(0)
         self._judged = messages.Screened("")
-        ended = await self._exchanges.run(start, offer, outgoing, incoming, partial(self.screen, start.peer), arrive)
+        ended = await self.exchanges.run(start, offer, outgoing, incoming, partial(self.screen, start.peer), arrive)
         clip, late = self._judged.clip, self._judged.late_seconds
         return replace(ended, clip=clip, late_seconds=late) if ended.committed else ended
 
@@ -117,7 +111,7 @@ class TrainerSession:
         It may be cancelled after ``judge_by``, of `trio.current_time`.
         """
         self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
-        is_suspected = self._membership.is_suspected(peer)
+        is_suspected = self.membership.is_suspected(peer)
         begun_at = trio.current_time()
         by = time.monotonic() + judge_by - begun_at
         self.trainer.tell(messages.Screen(size, self._num_exchanges, peer, tokens, is_suspected, by))
@@ -131,12 +125,12 @@ class TrainerSession:
             self._verdict = None
         self._judged = judged
         if judged.reason:
-            self._journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
+            self.journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
         elif judged.clip == 0.0:
-            self._journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
+            self.journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
         elif judged.remark:
-            self._journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
-        self._membership.announcer.note_suspicion(peer, judged.is_suspect)
+            self.journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
+        self.membership.announcer.note_suspicion(peer, judged.is_suspect)
         return judged.reason or None
 
     def note_verdict(self, report: messages.Screened) -> None:

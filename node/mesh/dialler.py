@@ -11,6 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import trio
@@ -100,27 +101,23 @@ class Dial:
         return address
 
 
+@dataclass(eq=False)
 class Dialler:
     """One host's dials; part of `farandole.node.mesh.host.Host`."""
 
-    def __init__(
-        self,
-        author: bytes,
-        nursery: trio.Nursery,
-        connections: ConnectionPool,
-        upgrader: Upgrader,
-        own: OwnAddresses,
-        gate: Gate,
-    ) -> None:
-        """``author``: this node; ``nursery``: runs the dials; ``gate``: opens the streams."""
-        self.author = author
-        self.connections = connections
-        self.upgrader = upgrader
-        self.own = own
-        self.known = KnownAddresses(own, connections.dialled_ips)
-        self._gate = gate
-        self._nursery = nursery
-        self._dials: dict[tuple[bytes, bool], Dial] = {}
+    author: bytes
+    """This node."""
+    nursery: trio.Nursery
+    """Runs the dials."""
+    connections: ConnectionPool
+    upgrader: Upgrader
+    own: OwnAddresses
+    gate: Gate
+    """Opens the streams."""
+    _dials: dict[tuple[bytes, bool], Dial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.known = KnownAddresses(self.own, self.connections.dialled_ips)
 
     # Addresses
 
@@ -152,12 +149,12 @@ class Dialler:
                 await self.connect(peer)
             conn = self.connections.best(peer)
             try:
-                return await self._gate.open_stream(conn, protocol)
+                return await self.gate.open_stream(conn, protocol)
             except PeerUnreachableError:
                 if not may_dial or not conn.muxed.event_closed.is_set():
                     raise
             await self.connect(peer)  # the connection has just ended: another may last
-            return await self._gate.open_stream(self.connections.best(peer), protocol)
+            return await self.gate.open_stream(self.connections.best(peer), protocol)
 
     async def connect(
         self,
@@ -185,7 +182,7 @@ class Dialler:
                 dial = self._dials.get((peer, is_direct))  # shared with all callers that dial it now
                 if dial is None:
                     dial = self._dials[peer, is_direct] = Dial(is_direct)
-                    self._nursery.start_soon(self._run, peer, dial)
+                    self.nursery.start_soon(self._run, peer, dial)
                 await dial.done.wait()
                 if dial.error is not None and not is_done():
                     raise PeerUnreachableError(str(dial.error))

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -103,10 +102,8 @@ class NoLoCo:
         self._hook = self._optimizer.register_step_post_hook(lambda *step: self._member.step_taken())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._end(has_failed=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(has_failed=kind is not None)
 
     def _end(self, *, has_failed: bool) -> None:
         if self._hook is not None:

@@ -38,7 +38,7 @@ from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import peer_id_of, public_key_of, short_name
 from farandole.protocol.wire.messagepack import encode
 
-from ..base.bandwidth import Shaping
+from ..base.bandwidth import Shaper, Shaping
 from ..base.nurseries import open_service_nursery
 from ..base.streams import read_exactly
 from ..base.system.sockets import bound_socket, serve_door
@@ -190,26 +190,20 @@ class ProgramService:
         """Carry bytes both ways until either end closes; reset the stream if either breaks off."""
         stream.is_bulk = True
         stream.state.max_window = MAX_UNREAD_BYTES
-        up, down = self._shaping.up, self._shaping.down
 
-        async def send(scope: trio.CancelScope) -> None:
-            while data := await connection.receive_some(up.quantum):
+        async def carry(
+            source: trio.abc.ReceiveStream, sink: trio.abc.SendStream, shaper: Shaper, scope: trio.CancelScope
+        ) -> None:
+            while data := await source.receive_some(shaper.quantum):
                 self._require_budget()
-                await up.wait(len(data))
-                await stream.send_all(data)
-            scope.cancel()
-
-        async def receive(scope: trio.CancelScope) -> None:
-            while data := await stream.receive_some(down.quantum):
-                self._require_budget()
-                await down.wait(len(data))
-                await connection.send_all(data)
+                await shaper.wait(len(data))
+                await sink.send_all(data)
             scope.cancel()
 
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(send, nursery.cancel_scope)
-                nursery.start_soon(receive, nursery.cancel_scope)
+                nursery.start_soon(carry, connection, stream, self._shaping.up, nursery.cancel_scope)
+                nursery.start_soon(carry, stream, connection, self._shaping.down, nursery.cancel_scope)
         except* (trio.BrokenResourceError, trio.ClosedResourceError, FarandoleError):
             stream.reset()
 

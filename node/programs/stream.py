@@ -8,7 +8,6 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Final, Self
 
 from farandole.protocol.programs import (
@@ -56,10 +55,8 @@ class MeshStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             with contextlib.suppress(MeshError, TimeoutError):
                 self.end()
         self.close()

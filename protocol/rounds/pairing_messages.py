@@ -26,67 +26,59 @@ MAX_METERED_PEERS = 4_096
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
 
 
-class Propose(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class _OfSession(msgspec.Struct, frozen=True, array_like=True):
+    session: Session
+
+
+class Propose(_OfSession, frozen=True, tag=1):
     """Ask a peer to be the partner at the end of this round."""
 
-    session: Session
     seconds_left: _Seconds | None
     """Until the sender's inner steps end: 0 once they have, None while it cannot tell."""
 
 
-class Agree(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Agree(_OfSession, frozen=True, tag=2):
     """Accept a proposal: both are partners now."""
 
-    session: Session
     seconds_left: _Seconds | None
     """As in `Propose`, but until the sender's inner steps would have ended without this agreement."""
 
 
-class Decline(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class Decline(_OfSession, frozen=True, tag=3):
     """Decline a proposal for this round."""
 
-    session: Session
     reason: Literal["matched", "away", "fragment"]
     """``matched``: the sender has a partner; ``away``: it pauses, leaves or saves its traffic; ``fragment``: another
     fragment is ready."""
 
 
-class Busy(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class Busy(_OfSession, frozen=True, tag=4):
     """Decline for now: the peer asks another, or this node again later."""
 
-    session: Session
     retry_after: _Seconds
 
 
-class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class Withdraw(_OfSession, frozen=True, tag=5):
     """The proposal or the agreement no longer holds. Never answered."""
 
-    session: Session
 
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class Ready(_OfSession, frozen=True, tag=6):
     """The sender's contribution is ready to be exchanged."""
 
-    session: Session
 
-
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class Begin(_OfSession, frozen=True, tag=7):
     """Both are ready, and the sender, which proposed, opens the stream of the exchange."""
-
-    session: Session
 
 
 Message = Propose | Agree | Decline | Busy | Withdraw | Ready | Begin
 
 encode_message = encode
 """Encode a message, in at most `MAX_MESSAGE_BYTES`."""
-_decode = MessageDecoder[Message](Message, "a pairing message")
+_decode = MessageDecoder[Message](Message, "a pairing message", MAX_MESSAGE_BYTES)
 
 
 def decode_message(payload: bytes) -> Message:
     """Parse a message; raise `RemoteProtocolError` if it is malformed."""
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError(f"a pairing message has at most {MAX_MESSAGE_BYTES} bytes, this has {len(payload)}")
     message = _decode(payload)
     values = msgspec.structs.astuple(message)
     if any(isinstance(value, float) and math.isnan(value) for value in values):  # which passes every bound

@@ -26,6 +26,8 @@ from farandole.protocol.state.writer import Writer
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
 
+from ..state.test_credentials import Disk
+
 RUN_ID, CORPUS, OTHER_TEXT = b"r" * 32, b"one text", b"another."
 NUM_SLICES = 160
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
@@ -59,21 +61,6 @@ class Run:
         lease = self.state.payload(public_bytes(ALICE), Lease, index)
         assert lease is not None
         return lease
-
-
-class Disk:
-    """Keeps facts from one process to the next. The real store has a thread, for which virtual time does not wait."""
-
-    def __init__(self) -> None:
-        self._facts: dict[str, bytes] = {}
-
-    async def get_fact(self, name: str) -> bytes | None:
-        await trio.lowlevel.checkpoint()
-        return self._facts.get(name)
-
-    async def put_fact(self, name: str, value: bytes) -> None:
-        await trio.lowlevel.checkpoint()
-        self._facts[name] = bytes(value)
 
 
 class Node:

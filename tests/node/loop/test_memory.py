@@ -15,11 +15,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.base.system.processes import count_oom_kills
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
-from farandole.protocol.run.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import Manifest, sign_manifest
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..daemons import joined
+from ..small_runs import TINY, small_manifest
 from ..trainer_commands import prepare_for
 
 BATCH = 64
@@ -31,13 +32,11 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 @pytest.fixture
 def manifest() -> Manifest:
-    return manifest_from_dict(
-        {
-            "name": "wide",
-            "model": {"num_layers": 4, "width": 64, "num_heads": 2, "hidden": 256, "context": 256, "vocabulary": 256},
-            "inner": {"batch_size": BATCH},
-            "rounds": {"inner_steps": 1, "round_seconds": 0.0, "exchange_seconds": 5.0},
-        }
+    return small_manifest(
+        model=TINY | {"num_layers": 4, "width": 64, "hidden": 256, "context": 256},
+        inner={"batch_size": BATCH},
+        rounds={"inner_steps": 1, "round_seconds": 0.0, "exchange_seconds": 5.0},
+        data={},
     )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
@@ -20,18 +18,11 @@ from farandole.node.loop.rest_service import Rest
 from farandole.node.member.parts import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
-from farandole.protocol.run.manifest import manifest_from_dict, sign_manifest
 from farandole.protocol.state.believing import Partners
 
 from ...patience import PATIENCE
+from ..small_runs import small_manifest, write_run, write_text
 
-MANIFEST: dict[str, Any] = {
-    "name": "idle",
-    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-    "inner": {"batch_size": 2},
-    "rounds": {"inner_steps": 0, "round_seconds": 0.5, "exchange_seconds": 5.0},
-    "data": {"source": "text"},
-}
 SAYS = """\
 #!/bin/sh
 echo '# gpu pid type sm mem enc dec command'
@@ -54,14 +45,13 @@ async def test_a_node_has_no_trainer_while_another_uses_the_gpu(
     monkeypatch.setenv("PATH", f"{driver.parent}{os.pathsep}{os.environ['PATH']}")
     game = f"0 {os.getppid()} C 97 40 - - game\n"
     users.write_text(game)
-    (tmp_path / "text.txt").write_text("some text, which goes on and on. " * 500)
-    manifest = tmp_path / "run.manifest"
-    manifest.write_bytes(sign_manifest(manifest_from_dict(MANIFEST), Ed25519PrivateKey.generate()).encode())
+    rounds = {"inner_steps": 0, "round_seconds": 0.5, "exchange_seconds": 5.0}
+    write_run(tmp_path, small_manifest(rounds=rounds))
     settings = NodeSettings(
         home=tmp_path / "home",
-        manifest=manifest,
+        manifest=tmp_path / "run.manifest",
         listen=["/ip4/127.0.0.1/tcp/0"],
-        data=[tmp_path / "text.txt"],
+        data=[write_text(tmp_path)],
         only_when_idle=True,
         mdns=False,
         upnp=False,

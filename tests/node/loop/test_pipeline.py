@@ -29,7 +29,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol.run.manifest import Manifest, PipelineConfig, manifest_from_dict
+from farandole.protocol.run.manifest import Manifest, PipelineConfig
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
 from farandole.protocol.trainer import trainer_messages as messages
@@ -40,6 +40,7 @@ from farandole.training.engine.learner import build_learner
 
 from ...patience import PATIENCE
 from ..hosts import LOOPBACK
+from ..small_runs import TINY, small_manifest
 from ..trainer_commands import prepare_for
 
 STEPS = 8
@@ -50,22 +51,12 @@ RUN_ID = b"r" * 32
 
 
 def manifest_of(num_stages: int, context: int = 16, width: int = 16) -> Manifest:
-    return manifest_from_dict(
-        {
-            "name": "staged",
-            "model": {
-                "num_layers": 4,
-                "width": width,
-                "num_heads": 2,
-                "hidden": 32,
-                "context": context,
-                "vocabulary": 256,
-                "num_stages": num_stages,
-            },
-            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0, "deterministic": True},
-            "pipeline": {"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
-            "data": {"source": "text", "held_out": 0.2},
-        }
+    return small_manifest(
+        model=TINY | {"num_layers": 4, "width": width, "context": context, "num_stages": num_stages},
+        inner={"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0, "deterministic": True},
+        rounds={},
+        pipeline={"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
+        data={"source": "text", "held_out": 0.2},
     )
 
 

@@ -29,9 +29,9 @@ from farandole.training.model.model import build_model
 from ...patience import PATIENCE
 from ..hosts import until
 from ..small_runs import small_manifest
+from ..store.test_full_disk import report_of
 from ..trainer_commands import prepare_for
 
-ReportType = TypeVar("ReportType")
 T = TypeVar("T")
 
 
@@ -72,12 +72,6 @@ async def follow(folder: Path, loop: Callable[[], None], run: Manifest | None = 
                 while True:
                     await trainer.receive()
         assert raised.value.cause == "detached"
-
-
-async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
-    while not isinstance(report := await trainer.receive(), kind):
-        pass
-    return report
 
 
 async def test_a_loop_takes_the_steps_of_a_round_and_keeps_its_last_outer_step(tmp_path: Path) -> None:

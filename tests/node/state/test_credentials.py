@@ -23,7 +23,9 @@ CREATOR = Ed25519PrivateKey.generate()
 ANNA, BEN = b"a" * 32, b"b" * 32
 
 
-class SlowStore:
+class Disk:
+    """Keeps facts from one process to the next. The real store has a thread, for which virtual time does not wait."""
+
     def __init__(self) -> None:
         self.facts: dict[str, bytes] = {}
 
@@ -33,7 +35,7 @@ class SlowStore:
 
     async def put_fact(self, name: str, value: bytes) -> None:
         await trio.lowlevel.checkpoint()
-        self.facts[name] = value
+        self.facts[name] = bytes(value)
 
 
 class PostponingGossip:
@@ -52,14 +54,14 @@ class PostponingGossip:
         self.change = trio.Event()
 
 
-def credentials_of(key: Ed25519PrivateKey, store: SlowStore, gossip: PostponingGossip) -> Credentials:
+def credentials_of(key: Ed25519PrivateKey, store: Disk, gossip: PostponingGossip) -> Credentials:
     creator, gate, journal = public_bytes(CREATOR), SimpleNamespace(run=trio.sleep_forever), SimpleNamespace()
     parts: Any = (gate, Roster(RUN_ID, creator), gossip, store, journal)
     return Credentials(key, RUN_ID, creator, public_bytes(key), *parts)
 
 
 async def test_revocations_in_a_row_are_all_published() -> None:
-    store, gossip = SlowStore(), PostponingGossip()
+    store, gossip = Disk(), PostponingGossip()
     credentials = credentials_of(CREATOR, store, gossip)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(credentials.revoke, [ANNA])
@@ -71,7 +73,7 @@ async def test_revocations_in_a_row_are_all_published() -> None:
 
 
 async def test_a_revocation_that_was_not_written_before_the_node_ended_is_published_by_its_next_life() -> None:
-    store, gossip = SlowStore(), PostponingGossip()
+    store, gossip = Disk(), PostponingGossip()
     await credentials_of(CREATOR, store, PostponingGossip()).revoke([ANNA])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(credentials_of(CREATOR, store, gossip).run)
@@ -82,7 +84,7 @@ async def test_a_revocation_that_was_not_written_before_the_node_ended_is_publis
 
 async def test_a_revoked_key_stays_in_its_entry() -> None:
     """Otherwise nodes that have received one of two new entries would miss a key that has moved to the other."""
-    store, gossip = SlowStore(), PostponingGossip()
+    store, gossip = Disk(), PostponingGossip()
     credentials = credentials_of(CREATOR, store, gossip)
     newest, *keys = (bytes([number]) * 32 for number in range(1, REVOKED_PER_ENTRY + 2))
 
@@ -102,7 +104,7 @@ async def test_a_revoked_key_stays_in_its_entry() -> None:
 
 async def test_a_member_that_is_readmitted_renews_its_admission_and_warns_no_longer() -> None:
     gossip, journal = PostponingGossip(), Journal(lambda text: None)
-    plain = credentials_of(Ed25519PrivateKey.generate(), SlowStore(), gossip)
+    plain = credentials_of(Ed25519PrivateKey.generate(), Disk(), gossip)
     gate: Any = SimpleNamespace(run=trio.sleep_forever, admission=b"an admission", introduce_again=lambda: None)
     credentials = replace(plain, gate=gate, journal=journal)
     async with trio.open_nursery() as nursery:
@@ -121,7 +123,7 @@ async def test_a_member_that_is_readmitted_renews_its_admission_and_warns_no_lon
 
 
 async def test_invites_at_the_same_moment_are_for_different_seats() -> None:
-    credentials, seats = credentials_of(CREATOR, SlowStore(), PostponingGossip()), list[int]()
+    credentials, seats = credentials_of(CREATOR, Disk(), PostponingGossip()), list[int]()
 
     async def invite() -> None:
         invited = (await credentials.invite(2, 2e9, 0)).invitation
@@ -134,7 +136,7 @@ async def test_invites_at_the_same_moment_are_for_different_seats() -> None:
 
 
 async def test_only_the_creator_revokes() -> None:
-    credentials = credentials_of(Ed25519PrivateKey.generate(), SlowStore(), PostponingGossip())
+    credentials = credentials_of(Ed25519PrivateKey.generate(), Disk(), PostponingGossip())
     with pytest.raises(CredentialsError, match="only the run's creator"):
         await credentials.revoke([ANNA])
     with pytest.raises(CredentialsError, match="may not invite"):
@@ -144,7 +146,7 @@ async def test_only_the_creator_revokes() -> None:
 @pytest.mark.parametrize("uses", [4, 20])
 async def test_a_revoked_members_invite_admits_nobody_any_more_and_the_others_that_came_by_it_stay(uses: int) -> None:
     """A few seats have a bearer each, of which the free ones close; many share one, and its other members are named."""
-    store, gossip = SlowStore(), PostponingGossip()
+    store, gossip = Disk(), PostponingGossip()
     credentials = credentials_of(CREATOR, store, gossip)
     roster, invite = credentials.roster, await credentials.invite(uses, 2e9, 0)
     roster.settle()

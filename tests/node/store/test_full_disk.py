@@ -21,11 +21,12 @@ from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.node.ui.headline import headline
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
-from farandole.protocol.run.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import Manifest, sign_manifest
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
+from ..small_runs import TINY, small_manifest
 from ..trainer_commands import prepare_for
 
 VECTORS = 4
@@ -35,14 +36,8 @@ ReportType = TypeVar("ReportType")
 @pytest.fixture
 def manifest() -> Manifest:
     """Return a manifest whose checkpoint has a dozen blocks."""
-    return manifest_from_dict(
-        {
-            "name": "wide",
-            "model": {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 512, "context": 16, "vocabulary": 256},
-            "inner": {"batch_size": 1},
-            "rounds": {"inner_steps": 1, "round_seconds": 0.0, "exchange_seconds": 5.0},
-        }
-    )
+    rounds = {"inner_steps": 1, "round_seconds": 0.0, "exchange_seconds": 5.0}
+    return small_manifest(model=TINY | {"width": 256, "hidden": 512}, inner={"batch_size": 1}, rounds=rounds, data={})
 
 
 @pytest.fixture

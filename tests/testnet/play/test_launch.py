@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from farandole.testnet.play.launch import TestnetError, prepare_folder
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
+from ...node.hosts import until
 from ...patience import PATIENCE
 from .playing import testnet
 
@@ -215,11 +215,6 @@ async def start_play(tmp_path: Path, *, task_status: Any) -> None:
     with trio.fail_after(PATIENCE):
         await until(lambda: all(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01")))
     task_status.started(play)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - other processes tell no event
-        await trio.sleep(0.05)
 
 
 def is_up(home: Path) -> bool:
