@@ -37,6 +37,7 @@ ANNOUNCED_FORM: Final = (
     f"at most {MAX_ANNOUNCED} public addresses, each as /ip4/PUBLIC-IP/tcp/PORT, /ip6/PUBLIC-IP/tcp/PORT or "
     "/dns/NAME/tcp/PORT, without /p2p, and at most 192 characters long"
 )
+NAME_FORM: Final = 'a text of at most 32 characters, without ", line ends, and invisible characters'
 _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _NAME: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 # What resolvers take for an IPv4 address, in any of its notations (WHATWG URL, "ends in a number").
@@ -55,6 +56,15 @@ def check_announced(addresses: Sequence[str]) -> list[str]:
     if len(distinct) > MAX_ANNOUNCED or not all(map(_is_public, distinct)):
         raise FarandoleError(f"expected {ANNOUNCED_FORM}")
     return distinct
+
+
+def check_name(name: str) -> str:
+    """Return a node's name; raise `FarandoleError` unless every other node shows it."""
+    from farandole.protocol.state.entries import shown_name  # imports cryptography, as below
+
+    if shown_name(name) != name:
+        raise FarandoleError(f"expected {NAME_FORM}")
+    return name
 
 
 def _is_public(address: str) -> bool:
@@ -107,6 +117,14 @@ class NodeSettings:
     )
     manifest: Path | None = None
     """A manifest file, for the first node of a run. With an invite too: they must be of one run."""
+    name: str = setting(
+        "",
+        "Name of this node for people, after its peer id's end: every member sees it, and the run's public page.",
+        form=NAME_FORM,
+        read=check_name,
+        example="Anna's PC",
+        panel="Run",
+    )
     port: int = setting(
         0,
         "TCP port to listen on, in place of port 0 in --listen. 0: a free one at the first start, and later the same "

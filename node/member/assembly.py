@@ -91,9 +91,9 @@ def make_member(
     writer = Writer(daemon.key, run_id)
     gossip = GossipService(state, writer, host, messenger, daemon.store, rng, base_period=settings.heartbeat_seconds)
     gossip.on_deed = journal.blame
+    journal.run = state
     credentials = None
     if roster is not None:
-        journal.sponsor_of = roster.sponsor_of
         credentials = Credentials(
             daemon.key, run_id, signed.creator, host.author, host.gate, roster, gossip, daemon.store, journal
         )
@@ -110,6 +110,7 @@ def make_member(
         num_stages=manifest.model.num_stages,
         is_bound=settings.stage is not None,
         is_paused=lambda: daemon.rest.is_on,
+        name=settings.name,
     )
     membership = Membership(
         host,

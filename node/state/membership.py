@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 import trio
@@ -34,7 +35,6 @@ from farandole.protocol.state.entries import (
 from farandole.protocol.state.node_state import MAX_SMALL, NodeState, beat_of, progress_of, speed_of
 from farandole.protocol.state.state import PayloadType, RunState
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.protocol.wire.identity import short_name
 
 from ..base.causes import clock_words
 from ..base.project import VERSION
@@ -57,35 +57,24 @@ START_SLOT = 2  # the checkpoint from which the run starts, if it does not start
 SPEED_CHANGE = 0.25
 
 
+@dataclass(eq=False)
 class Announcer:
-    """Publishes this node's entries, from its state.
+    """Publishes this node's entries, from its state."""
 
-    ``is_bound``: this node keeps its stage, whatever the run needs. ``is_paused`` returns whether its owner has paused
-    it, so that it has no trainer now.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        gossip: GossipService,
-        journal: Journal,
-        *,
-        incarnation: int,
-        num_stages: int = 1,
-        is_bound: bool = False,
-        is_paused: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._host = host
-        self._gossip = gossip
-        self._journal = journal
-        self._incarnation = incarnation
-        self._num_stages = num_stages
-        self._is_bound = is_bound
-        self.is_paused = is_paused
-        self._told = Member()
-        self._unannounced: dict[int, CheckpointNotice] = {}
-        self._suspects = OwnSuspects()
-        self._has_new_suspects = False
+    host: Host
+    gossip: GossipService
+    journal: Journal
+    incarnation: int
+    num_stages: int = 1
+    is_bound: bool = False
+    """Whether this node keeps its stage, whatever the run needs."""
+    is_paused: Callable[[], bool] = lambda: False
+    """Returns whether its owner has paused it, so that it has no trainer now."""
+    name: str = ""
+    _told: Member = field(default_factory=Member)
+    _unannounced: dict[int, CheckpointNotice] = field(default_factory=dict)
+    _suspects: OwnSuspects = field(default_factory=OwnSuspects)
+    _has_new_suspects: bool = False
 
     async def run(self) -> None:
         """Publish what changes, until cancelled."""
@@ -93,7 +82,7 @@ class Announcer:
         async def beat() -> None:
             while True:
                 await self.beat()
-                await trio.sleep(self._gossip.liveness.period)
+                await trio.sleep(self.gossip.liveness.period)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(beat)
@@ -109,7 +98,7 @@ class Announcer:
                 # What was announced may be wrong by now; this node's speed matters where there are stages.
                 member, told = self._member(), self._told
                 is_other = msgspec.structs.replace(member, speed=told.speed) != told
-                if self._num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed:
+                if self.num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed:
                     is_other = True
                 if is_due or (is_other and not told.left):
                     announced_at = now
@@ -118,39 +107,40 @@ class Announcer:
     async def announce(self, *, left: bool = False) -> None:
         """Announce to the run that this node belongs to it, or has left."""
         self._told = self._member(left=left)
-        await self._gossip.publish(Kind.MEMBER, 0, self._told)
+        await self.gossip.publish(Kind.MEMBER, 0, self._told)
 
     def _member(self, *, left: bool = False) -> Member:
         """Return the member entry of this node as it is now."""
-        state = self._journal.state
+        state = self.journal.state
         member = Member(
             stage=state.stage,
             device=state.device[:48],
-            speed=int(speed_of(state, self._num_stages)),
-            addresses=tuple(address.rpartition("/p2p/")[0] for address in rank(self._host.addresses)[:8]),
+            speed=int(speed_of(state, self.num_stages)),
+            addresses=tuple(address.rpartition("/p2p/")[0] for address in rank(self.host.addresses)[:8]),
             left=left,
-            incarnation=self._incarnation,
-            is_bound=self._is_bound,
+            incarnation=self.incarnation,
+            is_bound=self.is_bound,
             is_paused=self.is_paused(),
             version=VERSION,
+            name=self.name,
         )
         return fit_member(member)
 
     async def beat(self) -> None:
         """Publish one heartbeat."""
-        await self._gossip.publish(Kind.BEAT, 0, beat_of(self._journal.state))
+        await self.gossip.publish(Kind.BEAT, 0, beat_of(self.journal.state))
 
     async def report_progress(self) -> None:
         """Publish this node's part of the run's counters."""
-        moved = self._journal.history
-        progress = progress_of(self._journal.state, moved.bytes_sent, moved.bytes_received)
-        await self._gossip.publish(Kind.PROGRESS, 0, progress)
+        moved = self.journal.history
+        progress = progress_of(self.journal.state, moved.bytes_sent, moved.bytes_received)
+        await self.gossip.publish(Kind.PROGRESS, 0, progress)
         while self._unannounced:
             slot, notice = self._unannounced.popitem()
-            await self._gossip.publish(Kind.CHECKPOINT, slot, notice)
+            await self.gossip.publish(Kind.CHECKPOINT, slot, notice)
         if self._has_new_suspects:
             self._has_new_suspects = False
-            await self._gossip.publish(Kind.SUSPECTS, 0, self._suspects.entry)
+            await self.gossip.publish(Kind.SUSPECTS, 0, self._suspects.entry)
 
     def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
         """Note that this node gives a checkpoint, its own or a copy; it is announced with the next progress."""
@@ -160,7 +150,7 @@ class Announcer:
 
     async def tell_start(self, notice: CheckpointNotice) -> None:
         """Announce that this node has the checkpoint from which the run starts."""
-        await self._gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
+        await self.gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
 
     def note_suspicion(self, peer: bytes, is_suspect: bool) -> None:
         """Note whether the screening suspects a peer now; a change is published with the next progress."""
@@ -435,10 +425,10 @@ class Membership:
         self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
         self.reached = self.everyone & self._liveness.present(now)
         for peer in self.reached - before:
-            self._journal.say(f"{short_name(peer)} is here ({len(self.reached) + 1} live)")
+            self._journal.say(f"{self._state.called(peer)} is here ({len(self.reached) + 1} live)")
         for peer in before - self.reached:
             why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
-            self._journal.say(f"{short_name(peer)} {why} ({len(self.reached) + 1} live)")
+            self._journal.say(f"{self._state.called(peer)} {why} ({len(self.reached) + 1} live)")
         told = self.live, self.nodes_of_stages()
         if told != self._told:
             self._told = told

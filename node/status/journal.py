@@ -19,6 +19,7 @@ import msgspec
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.rounds.training_events import RoundEnd
 from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
+from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.identity import peer_id_of, short_name
 from farandole.protocol.wire.latest import Latest
 
@@ -164,8 +165,8 @@ class Journal:
         self.history = History()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.conduct = Conduct()
-        self.sponsor_of: Callable[[bytes], bytes | None] = lambda peer: None
-        """Returns who invited a peer, if that is known."""
+        self.run: RunState | None = None
+        """The run's state once it is known: what peers call themselves, and who invited them."""
         self._standing: dict[str, Event] = {}
         """Warnings by their cause, or by themselves, newest last."""
         self._say = say
@@ -243,7 +244,7 @@ class Journal:
         """Note what a peer has done, one of `DEEDS`; a warning names it once, and who invited it."""
         if self.conduct.add(peer, deed):
             words = f"{DEEDS[deed][1]}{f': {detail}' if detail else ''}"
-            self.warn(f"{short_name(peer)} {self._with_sponsor(peer, words)}")
+            self.warn(f"{self.run.called(peer) if self.run else short_name(peer)} {self._with_sponsor(peer, words)}")
 
     @property
     def remarks(self) -> dict[str, str]:
@@ -251,8 +252,9 @@ class Journal:
         return {peer_id_of(peer): self._with_sponsor(peer, words) for peer, words in self.conduct.words().items()}
 
     def _with_sponsor(self, peer: bytes, words: str) -> str:
-        sponsor = self.sponsor_of(peer)
-        return words if sponsor is None else f"{words} (invited by {short_name(sponsor)})"
+        run = self.run
+        sponsor = run.roster.sponsor_of(peer) if run is not None and run.roster is not None else None
+        return words if run is None or sponsor is None else f"{words} (invited by {run.called(sponsor)})"
 
     def remind(self, text: str) -> None:
         """Print what the status shows in its first line as a warning, and keep it as an event."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from farandole.protocol.state.node_state import NodeState
+from farandole.protocol.wire.identity import with_name
 
 # Text of an exchange's verdict after ``failed: ``, if a contribution was refused.
 REFUSED_HERE = "refused:"
@@ -17,6 +18,10 @@ REFUSED_THERE = "the partner aborted: refused:"
 NOT_BEGUN, NO_STREAM = "the partner did not begin in time", "the partner opened no stream in time"
 # `NodeState.phase_detail` while a node waits for the run's starting checkpoint and no member has it.
 NO_START = "no node that is there has the weights that this run starts from"
+
+
+Names = dict[str, str]
+"""Peer id -> the name that a member gives itself, where it has one; names prove nothing."""
 
 
 class ExchangeStatus(msgspec.Struct, frozen=True):
@@ -222,6 +227,7 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     the ones that were named last. They need not be members."""
     round_trips: dict[str, float] = msgspec.field(default_factory=dict)
     """Peer id of a connected member -> seconds, as last measured on the connection."""
+    names: Names = msgspec.field(default_factory=dict)
     disk: str = ""
     """What could not be stored, and how much room to make; empty where nothing failed."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)
@@ -264,3 +270,7 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     """Addresses at which the router says this node can be dialled; in ``addresses`` once others have dialled them."""
     bits_per_byte: float | None = None
     """The newest of `validation` in bits per byte; None where the number of the text's bytes is not known."""
+
+    def called(self, peer_id: str) -> str:
+        """Return the end of a peer's id, with the name that it gives itself."""
+        return with_name(peer_id, self.names.get(peer_id, ""))

@@ -143,7 +143,7 @@ def _rules(status: NodeStatus, now: float) -> Iterator[Headline]:
         text += f", loss {loss(status.loss)}"
     last = next((exchange for exchange in reversed(status.recent_exchanges) if exchange.verdict == "committed"), None)
     if last is not None:
-        text += f"; averaged {duration(now - last.ended_at)} ago with {last.partner[-8:]}"
+        text += f"; averaged {duration(now - last.ended_at)} ago with {status.called(last.partner)}"
     yield Headline("well", text)
 
 

@@ -7,7 +7,7 @@ screen has two narrow columns, so a row also has the lines that are shown there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Final, Literal
 
@@ -157,14 +157,14 @@ def _of_exchanges(status: NodeStatus, now: float) -> Iterator[Row]:
     else:
         partner = took = ""
         if exchange.partner:
-            partner = f" with {exchange.partner[-8:]}"
+            partner = f" with {status.called(exchange.partner)}"
             took = _joined(" ", f"{_moved(exchange)} in {duration(exchange.seconds)}", _PATHS.get(exchange.path, ""))
         end = _joined(", ", exchange.verdict, took, f"{duration(now - exchange.ended_at)} ago")
         emphasis: Emphasis = "good" if exchange.verdict == "committed" else "warning"
         yield Row("last exchange", f"round {exchange.round}{partner}: {end}", emphasis)
     if (audits := status.audits) is not None:
         done = f"{audits.others} rounds of others and {audits.own} of its own replayed as they were committed to"
-        avoided = ", ".join(f"{peer[-8:]} ({reason})" for peer, reason in audits.avoided.items())
+        avoided = ", ".join(f"{status.called(peer)} ({reason})" for peer, reason in audits.avoided.items())
         yield Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
 
 
@@ -198,7 +198,7 @@ def _of_links(status: NodeStatus) -> Iterator[Row]:
     yield Row("links", connected + (f" (members: {detail})" if detail else ""))
     way = _WAYS.get(status.reachability, "not directly")
     relays = f"through {plural(len(status.relays), 'relay')}" if status.relays else ""
-    names = ", ".join(relay[-8:] for relay in status.relays)
+    names = ", ".join(map(status.called, status.relays))
     relayed = ""
     if status.relayed_peers:
         talking = f"{plural(status.relayed_circuits, 'pair')} talking"
@@ -255,22 +255,22 @@ def status_screen(status: NodeStatus, now: float) -> RenderableType:
     return Group(first, title, grid)
 
 
-def members_table(
-    members: list[MemberStatus], providers: Sequence[int] = (), remarks: Mapping[str, str] | None = None
-) -> Table:
+def members_table(status: NodeStatus) -> Table:
     """Make the table of `farandole peers`: a line for each member, then the remarks on peers, and stages' providers."""
+    members, providers = status.members, status.run.providers
     has_stages = len(providers) > 1
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     has_versions = len({member.version for member in members}) > 1
     texts, numbers = ("peer", "state", "link", "version", "device"), ("round", "steps", "tokens", "tokens/s", "loss")
     first, last = ["peer", "state", *(["stage"] if has_stages else [])], ["link", "seen"]
-    captions = [f"{peer[-8:]} {words}" for peer, words in (remarks or {}).items()]
+    captions = [f"{status.called(peer)} {words}" for peer, words in status.remarks.items()]
     for column in (*first, *numbers, *last, *(["version"] if has_versions else []), "device"):
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=column != "peer")
+    table.columns[0].min_width = 9  # a narrow terminal cuts names off, never ids
     for member in members:
         state, emphasis = member_state(member)
         table.add_row(
-            member.peer_id[-8:],
+            Text(status.called(member.peer_id), no_wrap=True, overflow="ellipsis"),
             Text(state, STYLES[emphasis]),
             *((str(member.stage),) if has_stages else ()),
             str(member.round),

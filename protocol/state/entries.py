@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
@@ -45,6 +46,8 @@ PARTNER_BYTES = 8
 MAX_MEMBER_ADDRESS_CHARS = 192
 """The longest multiaddr in a member's entry. A relayed one takes 85 characters besides its relay's host name."""
 _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MEMBER_ADDRESS_CHARS, pattern=r"\A/[\x21-\x7e]*\Z")]
+MAX_NAME_CHARS = 32
+"""With 8 short addresses, or two of the longest, the longest name fits in a payload of 512 bytes."""
 MAX_SUSPECTS = 48
 """The number of 8-byte prefixes that a payload of 512 bytes holds."""
 REVOKED_PER_ENTRY = 14
@@ -79,6 +82,18 @@ class Kind(enum.IntEnum):
     NOTES = 18
 
 
+def shown_name(name: str) -> str:
+    """Return a member's name as every node shows it: unchanged, or empty if it could pass for something else.
+
+    It has one line of at most `MAX_NAME_CHARS` characters. `str.isprintable` refuses controls, ends of lines, and what
+    is invisible or turns the direction of text; a quote would end the quotes around a name; a pile of accents would
+    cover the lines above.
+    """
+    marks = "".join("^" if unicodedata.category(letter).startswith("M") else "." for letter in name)
+    is_plain = len(name) <= MAX_NAME_CHARS and name.isprintable() and name.strip() == name and '"' not in name
+    return name if is_plain and not marks.startswith("^") and "^^^^" not in marks else ""
+
+
 class Payload(msgspec.Struct, frozen=True, array_like=True):
     """The content of an entry; one type for each kind. A later release may append fields, which have defaults."""
 
@@ -109,6 +124,13 @@ class Member(Payload, frozen=True):
     before this field."""
     version: Annotated[str, msgspec.Meta(max_length=32, pattern=r"\A[0-9A-Za-z.+!-]*\Z")] = ""
     """The author's release of farandole, as it says; empty: an older entry. It is only shown."""
+    name: str = ""
+    """The name that the author gives itself; empty: none, an older entry, or one that `shown_name` refuses. It is only
+    shown, in quotes and after the author's id: a liar gains another's name, never its id."""
+
+    def __post_init__(self) -> None:
+        """Clear a name that must not be shown; an entry with one stays valid, as older releases pass it on."""
+        msgspec.structs.force_setattr(self, "name", shown_name(self.name))
 
 
 class Beat(Payload, frozen=True):

@@ -28,6 +28,7 @@ import msgspec
 from ..run.invitations import InvitationError, RevokedError, SeatTakenError, UnwitnessedError, decode_admission
 from ..run.roster import Roster
 from ..wire.errors import RemoteProtocolError
+from ..wire.identity import peer_id_of, with_name
 from ..wire.token_bucket import PeerMeters, TokenBucket
 from .author_places import AuthorPlaces, Introducer
 from .entries import (
@@ -510,6 +511,11 @@ class RunState:
         """Return whether an author is a member that has not left the run."""
         member = self.payload(author, Member)
         return member is not None and not member.left
+
+    def called(self, author: bytes) -> str:
+        """Return the end of a peer's id, with the name that it gives itself."""
+        member = self.payload(author, Member)
+        return with_name(peer_id_of(author), "" if member is None else member.name)
 
     def total_progress(self) -> Progress:
         """Return the run's counters: the sum over all authors of the last week, including ones that have left."""

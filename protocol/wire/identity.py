@@ -77,6 +77,11 @@ def short_name(public_key: bytes) -> str:
     return peer_id_of(public_key)[-8:]
 
 
+def with_name(peer_id: str, name: str) -> str:
+    """Return the end of a peer id and, in quotes, the name that the peer gives itself: anyone may take any name."""
+    return f'{peer_id[-8:]} "{name}"' if name else peer_id[-8:]
+
+
 def framed(domain: bytes, *parts: bytes) -> bytes:
     """Return a length-prefixed concatenation, unique for each sequence of parts (libp2p RFC 0002)."""
     return b"".join(len(part).to_bytes(4, "big") + part for part in (domain, *parts))

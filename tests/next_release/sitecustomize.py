@@ -7,6 +7,7 @@ exchange    the same, and its exchanges speak another protocol
 state       the same, and its run state does
 half        a trainer that counts every other inner step and does not take it
 fault       a trainer with bad memory: now and then a bit of a gradient flips
+name        a node that gives itself a name which no terminal should show
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ EDITS = {
     "farandole.node.base.project": {'version("farandole")': repr(VERSION)},
     "farandole.node.state.membership": {
         "    CheckpointNotice,\n    Kind,\n": "    CheckpointNotice,\n    Kind,\n    Plan,\n",
-        "is_bound=self._is_bound,": "is_bound=self._is_bound, mood='fine',",
-        "publish(Kind.BEAT, 0, beat_of(self._journal.state))": (
-            "publish(Kind.BEAT, 0, beat_of(self._journal.state))\n"
-            "        await self._gossip.publish(Kind.PLAN, 0, Plan('on'))"
+        "is_bound=self.is_bound,": "is_bound=self.is_bound, mood='fine',",
+        "publish(Kind.BEAT, 0, beat_of(self.journal.state))": (
+            "publish(Kind.BEAT, 0, beat_of(self.journal.state))\n"
+            "        await self.gossip.publish(Kind.PLAN, 0, Plan('on'))"
         ),
     },
 }
 REPLICA = "farandole.training.engine.replica"
 _STEP = "        self.optimizer.step(steps, divisor)\n"
+NAME = "\x1b[2J\u202e[red]<b>\n"
 _SOURCES = {
     "entries": EDITS,
     "exchange": EDITS | {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
@@ -57,6 +59,10 @@ _SOURCES = {
         "farandole.protocol.state.push": {"/farandole/push/2": "/farandole/push/3"},
     },
     "half": {REPLICA: {_STEP: f"        if steps % 2:\n    {_STEP}"}},
+    "name": {
+        ENTRIES: {"shown_name(self.name)": "self.name"},
+        "farandole.node.state.membership": {"name=self.name,": f"name={NAME!r},"},
+    },
     "fault": {  # the first rounds are right; steps of replays count too
         REPLICA: {
             _STEP: "        Replica.taken = taken = getattr(Replica, 'taken', 0) + 1\n"

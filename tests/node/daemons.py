@@ -69,11 +69,9 @@ class Node:
     async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
         """Return the first status for which the condition is true."""
         with trio.fail_after(PATIENCE):
-            while True:
-                status = await self.status()
-                if condition(status):
-                    return status
+            while not condition(status := await self.status()):  # noqa: ASYNC110 - another process tells no event
                 await trio.sleep(POLL_INTERVAL)
+        return status
 
     async def hears_of_a_round(self, name: str) -> None:
         """Wait for a heartbeat of the node with this name that reports a round: before it, the run seems to begin."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -11,19 +12,21 @@ from farandole.node.base.project import VERSION
 from farandole.node.state.store import open_store
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.run.manifest import SignedManifest
-from farandole.protocol.state.entries import Kind, Signed, decode_delta
+from farandole.protocol.state.entries import Kind, decode_delta
 from farandole.protocol.wire.identity import public_key_of
 
+from ..next_release.sitecustomize import NAME
 from ..next_release.sitecustomize import VERSION as NEXT_VERSION
 from .daemons import farandole, joined, other_source, two_that_average
 
 PLAN = 19
 
 
-async def stored_of(home: Path, author: bytes) -> list[Signed]:
-    """Return an author's entries in a node's store."""
+async def fields_of(home: Path, author: bytes) -> dict[int, list[Any]]:
+    """Return the payloads of an author's entries in a node's store, by kind."""
     async with open_store(home / "store.sqlite") as store:
-        return list(decode_delta((await store.load_authors())[author]).entries)
+        entries = decode_delta((await store.load_authors())[author]).entries
+    return {kind: fields for kind, _, _, fields in (msgspec.msgpack.decode(signed.body) for signed in entries)}
 
 
 async def test_two_releases_train_together_and_keep_what_only_one_of_them_knows(
@@ -50,10 +53,9 @@ async def test_two_releases_train_together_and_keep_what_only_one_of_them_knows(
         await bob.says(alice.name, "is gone")
         assert not [line for daemon in (alice, bob, carol) for line in daemon.said if "release" in line]
     for home in (alice.home, carol.home):
-        bodies = [msgspec.msgpack.decode(signed.body) for signed in await stored_of(home, author)]
-        fields = {kind: payload for kind, _, _, payload in bodies}
+        fields = await fields_of(home, author)
         assert fields[PLAN] == ["on"]
-        assert fields[Kind.MEMBER][9:] == [NEXT_VERSION, "fine"]
+        assert fields[Kind.MEMBER][9:] == [NEXT_VERSION, "", "fine"]
 
 
 async def test_nodes_that_cannot_average_say_so_at_both_ends_with_the_remedy(
@@ -85,3 +87,21 @@ async def test_a_node_that_reads_no_members_run_state_learns_that_its_release_is
             told = await bob.says("warning:", f"1 connected peer runs farandole {VERSION}")
             assert "cannot average" in told
             await alice.says("warning:", f"1 connected peer runs farandole {NEXT_VERSION}", "upgrade this node")
+
+
+async def test_a_name_stands_behind_an_id_and_a_hostile_one_is_passed_on_and_not_shown(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    """Carol takes Alice's name; Bob's node writes control characters."""
+    words = ("--data", str(texts), "--name", "Anna's PC")
+    async with two_that_average(tmp_path, run.run_id, *words, bobs=other_source("name")) as (alice, bob):
+        author = public_key_of((await bob.status()).peer_id)
+        async with joined(tmp_path / "carol", alice.invite(run.run_id), *words) as carol:
+            await carol.says("averaged with")
+            await alice.says(f'{carol.name} "Anna\'s PC" is here')
+            peers = (await farandole(alice.home, "peers")).out
+            rows = {row[:8]: "Anna's PC" in row for row in peers.splitlines()}
+            assert [rows[each.name] for each in (alice, bob, carol)] == [True, False, True]
+            await alice.end(signal.SIGTERM)
+        assert not set("\x1b\u202e<") & set("".join((*alice.said, peers)))
+    assert NAME in (await fields_of(alice.home, author))[Kind.MEMBER]

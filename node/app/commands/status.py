@@ -61,7 +61,7 @@ def peers(home: Home, as_json: AsJson = False) -> None:
         print_json(call(home, "status")["members"])
     else:
         status = node_status(home)
-        Console().print(members_table(status.members, status.run.providers, status.remarks))
+        Console().print(members_table(status))
 
 
 def dashboard(

@@ -17,7 +17,7 @@ import msgspec
 from farandole.protocol.wire.latest import Latest
 
 from ...base.figures import loss
-from ...status.status import MemberStatus, NodeStatus, RunStatus
+from ...status.status import MemberStatus, Names, NodeStatus, RunStatus
 from ..headline import Headline, headline
 from ..view import Row, member_state, run_row, status_rows, warnings_of
 
@@ -147,6 +147,8 @@ class MemberView(msgspec.Struct, frozen=True):
     device: str
     seen: float | None
     remark: str
+    name: str = ""
+    """As it calls itself; empty also in a file of an older release."""
 
 
 class MembersView(msgspec.Struct, frozen=True):
@@ -181,7 +183,7 @@ def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
 
 
 def public_view(
-    run: RunStatus, members: Sequence[MemberStatus], notice: str, history: RunHistory, now: float
+    run: RunStatus, members: Sequence[MemberStatus], names: Names, notice: str, history: RunHistory, now: float
 ) -> PublicView:
     """Return what anybody may see; ``notice``: the creator's words, or empty."""
     newest = max((member.round for member in members if member.is_live), default=0)
@@ -194,11 +196,11 @@ def public_view(
         mean_loss=history.mean_loss.points,
         throughput=history.throughput.points,
     )
-    return PublicView(shown, members_view(members, history))
+    return PublicView(shown, members_view(members, history, names, {}))
 
 
 def members_view(
-    members: Sequence[MemberStatus], history: RunHistory, remarks: Mapping[str, str] | None = None
+    members: Sequence[MemberStatus], history: RunHistory, names: Names, remarks: Mapping[str, str]
 ) -> MembersView:
     """Return all members, with the curves of the first few live ones."""
     live = [member.peer_id for member in members if member.is_live and member.peer_id in history.losses]
@@ -210,7 +212,8 @@ def members_view(
                 link=member.path if member.is_connected else "",
                 reach="relay" if "/p2p-circuit" in "".join(member.addresses) else "public" if member.addresses else "",
                 seen=member.last_seen_seconds,
-                remark=(remarks or {}).get(member.peer_id, ""),
+                remark=remarks.get(member.peer_id, ""),
+                name=names.get(member.peer_id, ""),
             )
             for member in members
         ],

@@ -92,7 +92,7 @@ def links_table(status: NodeStatus, now: float, width: int) -> Table:
     """
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0), width=width)
     is_wide = width >= _MIN_LINK_WIDTH
-    table.add_column("peer", no_wrap=True)
+    table.add_column("peer", no_wrap=True, max_width=max(9, width // 3))
     table.add_column("path", no_wrap=True)
     for name in ("latency", *(("bandwidth", "last") if is_wide else ())):
         table.add_column(name, justify="right", no_wrap=True)
@@ -110,7 +110,7 @@ def links_table(status: NodeStatus, now: float, width: int) -> Table:
                 bandwidth = f"{moved / exchange.seconds / BYTES_PER_MBIT:.1f} Mbit/s"
         round_trip = status.round_trips.get(peer)
         table.add_row(
-            peer[-8:],
+            Text(status.called(peer), overflow="ellipsis"),
             "-" if member is None else member.path or "-",
             "-" if round_trip is None else f"{round_trip * 1_000:.1f} ms",
             *((bandwidth, last) if is_wide else ()),

@@ -9,8 +9,13 @@ import pytest
 from farandole.node.status.journal import DISK, MAX_EVENTS, MAX_WARNINGS, WARNING_SECONDS, Journal
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.status.status import NOT_BEGUN, REFUSED_HERE, NodeStatus
+from farandole.protocol.run.roster import Roster
+from farandole.protocol.state.entries import Delta, Kind, Member
+from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
+from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, signed, tick_at
+from ...protocol.run.test_invitations import BEN, MALLORY, admit, invitation, sponsored
 from ..statuses import STATUS, ended, round_end
 
 
@@ -20,12 +25,9 @@ def test_committed_exchanges_are_counted_by_their_path() -> None:
         journal.record_exchange(ended(0, b"b" * 32, path=path))
     journal.record_exchange(ended(1, b"b" * 32, "too slow", path="bulk"))
     journal.finish_round(round_end(2, alone="nobody is there"))
-    assert journal.history.paths == {"bulk": 2, "stream": 1}
-    assert (journal.history.exchanges_ok, journal.history.exchanges_failed, journal.history.exchanges_alone) == (
-        3,
-        1,
-        1,
-    )
+    history = journal.history
+    assert history.paths == {"bulk": 2, "stream": 1}
+    assert (history.exchanges_ok, history.exchanges_failed, history.exchanges_alone) == (3, 1, 1)
 
 
 def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +86,14 @@ def test_a_warning_has_its_time_and_ends_when_its_cause_does() -> None:
 def test_a_peer_is_named_once_for_what_it_does_and_with_who_invited_it() -> None:
     said: list[str] = []
     journal = Journal(said.append)
-    eve, bob = b"e" * 32, b"b" * 32
-    journal.sponsor_of = {eve: bob}.get
+    eve, bob = author_of(MALLORY), author_of(BEN)
+    of_bob, members = admit(invitation(quota=1), BEN), Roster(RUN_ID, CREATOR)
+    for admission in (of_bob, admit(sponsored(of_bob, BEN, range(1)), MALLORY)):
+        members.admit(admission)
+    journal.run = RunState(RUN_ID, CREATOR, roster=members)
+    tick, names = tick_at(Kind.MEMBER), ((MALLORY, "Eve"), (BEN, "Bob"))
+    told = (signed(number, Kind.MEMBER, 0, tick, Member(name=name)) for number, name in names)
+    journal.run.merge(Delta(tuple(told)), NOW)
 
     def meet(number: int, failure: str = "", clip: float = 1.0) -> None:
         for peer in (eve, bob):  # of three meetings with Bob, two are good
@@ -98,9 +106,9 @@ def test_a_peer_is_named_once_for_what_it_does_and_with_who_invited_it() -> None
             meet(number, failure, clip)
     journal.blame(eve, "flooded")
     journal.blame(eve, "flooded")
-    invited = f" (invited by {short_name(bob)})"
+    invited = f' (invited by {short_name(bob)} "Bob")'
     assert [text for text in said if text.startswith("warning")] == [
-        f"warning: {short_name(eve)} {words}{invited}"
+        f'warning: {short_name(eve)} "Eve" {words}{invited}'
         for words in (
             "sent contributions that were refused",
             "agreed to exchanges and did not come",

@@ -66,11 +66,9 @@ async def refusal(command: messages.Prepare, words: str) -> TrainerError:
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
     """Return the next report of a kind; skip ones about progress and encoding."""
     with trio.fail_after(PATIENCE):
-        while True:
-            report = await trainer.receive()
-            if isinstance(report, kind):
-                return report
+        while not isinstance(report := await trainer.receive(), kind):
             assert isinstance(report, messages.Progress | messages.Encoded)
+    return report
 
 
 async def digest_of(trainer: Trainer) -> bytes:

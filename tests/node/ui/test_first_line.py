@@ -38,10 +38,7 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("alone: no peer is live")
         alone = await first_line(alice)
-        assert (alone.level, alone.text) == (
-            "trouble",
-            "training alone: there is no other live member in this run",
-        )
+        assert alone == Headline("trouble", "training alone: there is no other live member in this run", alone.remedy)
         assert "farandole run invite" in alone.remedy
 
         async with joined(tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
@@ -75,10 +72,7 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
             assert await bob.end(signal.SIGTERM) == Exit.OK
         status = await alice.until(lambda status: status.run.members_left == 1)
         left = headline(status, status.at)
-        assert (left.level, left.sentences) == (
-            "busy",
-            "training alone: the only other member has left; it may come back",
-        )
+        assert left == Headline("busy", "training alone: the only other member has left; it may come back")
 
 
 async def test_a_node_without_a_bootstrap_peer_says_so(

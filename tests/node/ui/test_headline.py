@@ -125,10 +125,7 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
             "others refuse this node's contributions, the last 4 in a row: far -> move away the folder",
         ),
         (
-            changed(
-                run=msgspec.structs.replace(STATUS.run, members_live=1),
-                release_conflict=ReleaseConflict(newer=("9.8", "9.8")),
-            ),
+            alone_in_the_run(release_conflict=ReleaseConflict(newer=("9.8", "9.8"))),
             "training alone: 2 connected peers run farandole 9.8; this node runs 0.1.0, and the two cannot average -> "
             "upgrade this node (docs/volunteer.md#upgrade)",
         ),

@@ -12,14 +12,18 @@ from farandole.node.status.status import NodeStatus, PipelineStatus, TrafficStat
 from farandole.node.ui.view import members_table, status_rows, status_screen
 from farandole.protocol.run.releases import ReleaseConflict
 
-from ..statuses import BOB, NOW, STATUS
+from ..statuses import ALICE, BOB, NOW, STATUS
 
 
-def shown(renderable: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=110, color_system=None)
+def shown(renderable: RenderableType, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
+
+
+def table(status: NodeStatus, **changes: object) -> str:
+    return shown(members_table(msgspec.structs.replace(status, **changes)))
 
 
 def line(status: NodeStatus, label: str) -> str:
@@ -111,17 +115,17 @@ def test_a_row_says_what_the_status_says(label: str, words: str, changes: dict[s
 
 
 def test_the_table_of_members_has_remarks_stages_and_releases_where_there_are_any() -> None:
-    plain = shown(members_table(STATUS.members, [3]))
+    plain = table(STATUS, run=msgspec.structs.replace(STATUS.run, providers=[3]))
     assert "stage" not in plain
     assert "version" not in plain
-    table = members_table(STATUS.members, remarks={BOB: "flooded this node (invited by GWsfZmfG)"})
-    assert f"{BOB[-8:]} flooded this node (invited by GWsfZmfG)" in shown(table)
+    remarks = {BOB: "flooded this node (invited by GWsfZmfG)"}
+    assert f"{BOB[-8:]} flooded this node (invited by GWsfZmfG)" in table(STATUS, remarks=remarks)
     members = [msgspec.structs.replace(STATUS.members[0], stage=2), *STATUS.members[1:]]
-    staged = shown(members_table(members, STAGES.providers))
+    staged = table(STATUS, members=members, run=STAGES)
     assert staged.splitlines()[1].split()[2] == "2"
     assert "live in each stage: 2 in 0, 0 in 1, 1 in 2" in staged
     apart = msgspec.structs.replace(STATUS.members[1], version="9.8", is_apart=True, is_live=False)
-    differing = shown(members_table([STATUS.members[0], apart]))
+    differing = table(STATUS, members=[STATUS.members[0], apart])
     assert "other release" in differing
     assert "gone" not in differing
     assert "9.8" in differing
@@ -131,12 +135,22 @@ def test_words_from_peers_are_not_markup() -> None:
     hostile = msgspec.structs.replace(STATUS, device="[red]x", phase_detail="[/]", warnings=["[bold]"])
     assert "[red]x" in shown(status_screen(hostile, NOW))
     member = msgspec.structs.replace(STATUS.members[0], device="[/oops]")
-    assert "[/oops]" in shown(members_table([member]))
+    assert "[/oops]" in table(STATUS, members=[member])
+    assert f'{ALICE[-8:]} "[/oops]"' in table(STATUS, names={ALICE: "[/oops]"})
+
+
+def test_names_stand_behind_ids_and_give_way_to_them() -> None:
+    named = msgspec.structs.replace(STATUS, names={BOB: "Anna's PC", ALICE: "x" * 32})
+    assert f'{BOB[-8:]} "Anna\'s PC" ' in shown(members_table(named))
+    assert f'round 6 with {BOB[-8:]} "Anna\'s PC": committed' in line(named, "last exchange")
+    narrow = shown(members_table(named), width=70).splitlines()
+    assert [row[:8] for row in narrow[1:3]] == [ALICE[-8:], BOB[-8:]], "only names are cut off"
+    assert len(narrow) == 4, "a name begins no line"
 
 
 def test_members_are_live_gone_or_left() -> None:
     left = msgspec.structs.replace(STATUS.members[1], has_left=True)
-    rows = shown(members_table([*STATUS.members, left])).splitlines()
+    rows = table(STATUS, members=[*STATUS.members, left]).splitlines()
     assert ["this node" in row for row in rows[1:]] == [True, False, False, False]
     assert [next(word for word in row.split() if word in ("live", "gone", "left")) for row in rows[1:]] == [
         "live",

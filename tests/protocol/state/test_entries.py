@@ -48,7 +48,9 @@ from ..authors import CREATOR, NOW, RUN_ID, beat, flipped, member, notice, sign_
 CHECKER = Checker(RUN_ID, CREATOR)
 BIG = 2**56
 LARGEST: dict[Kind, Payload] = {
-    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True, True, "1" * 32)),
+    Kind.MEMBER: fit_member(
+        Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True, True, "1" * 32, "é" * 32)
+    ),
     Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG, bytes(8)),
     Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
     Kind.LEASE: Lease(2**31 - 1, b"c" * 8, (LeasedSlices(2**31 - 1, 2**31 - 1, 2**31 - 1),) * 2, b"d" * 192),
@@ -98,6 +100,23 @@ def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> Non
 def test_what_no_honest_node_writes_is_refused(kind: Kind, index: int, payload: Payload) -> None:
     with pytest.raises(RemoteProtocolError):
         CHECKER.check(signed(1, kind, index, 5, payload))
+
+
+SHOWN = ("Anna's PC", "Zoë", "한국 1", "ज़िं", "שלום", "w3oizdeK", "<b>[red]", "x" * 32)
+NOT_SHOWN = (
+    *("\x1b[2J", "two\nlines", "two\u2028lines", "\u202etxet", "\u2067txet"),  # what a terminal or a page obeys
+    *("An\u200bna", "\u00a0Anna", " Anna"),  # another's name, and something that is not seen
+    *('x" is gone; "Anna', "\u0301Anna", "e" + "\u0301" * 20, "x" * 33),  # out of its quotes, or of its line
+    *(7, b"x", msgspec.Raw(b"\xa4\xff\xfe\xfd\xfc")),  # no text, or one that is not UTF-8
+)
+
+
+@pytest.mark.parametrize(("name", "shown"), [*zip(SHOWN, SHOWN, strict=True), *((name, "") for name in NOT_SHOWN)])
+def test_a_name_that_could_pass_for_something_else_is_not_shown(name: object, shown: str) -> None:
+    """Its entry stays valid: older releases pass it on, and are not to blame."""
+    fields = [*msgspec.structs.astuple(Member(device="cpu"))[:-1], name]
+    body = msgspec.msgpack.encode([Kind.MEMBER, 0, 5, fields])
+    assert CHECKER.check(sign_body(1, body)).payload == Member(device="cpu", name=shown)
 
 
 def test_an_unknown_kind_and_an_untyped_body_are_refused() -> None:

@@ -55,6 +55,13 @@ function element(name, text, className) {
   return made;
 }
 
+// A name stands apart, whichever way it is written, and never without the id: anyone may take any name.
+function peerCell({ peer_id: peer, name }) {
+  const cell = element("td", name ? `${brief(peer)} ` : brief(peer));
+  if (name) cell.append(element("bdi", `"${name}"`));
+  return cell;
+}
+
 function row(values, className) {
   const made = document.createElement("tr");
   made.append(...values.map((value) => (value instanceof Node ? value : element("td", value))));
@@ -143,7 +150,7 @@ function showMembers() {
   drawMeetings(byId("meetings"), live.map((member) => member.peer_id).sort(), own?.peer_id, meetings, overview?.now ?? 0, fade, brief);
   const wanted = byId("filter").value.trim().toLowerCase();
   const found = members.filter((member) => !wanted ||
-    [member.peer_id, member.state, member.device, member.link, member.reach].some((text) => text.toLowerCase().includes(wanted)));
+    [member.peer_id, member.name, member.state, member.device, member.link, member.reach].some((text) => text.toLowerCase().includes(wanted)));
   if (firstRow >= found.length) firstRow = 0;
   const shown = found.slice(firstRow, firstRow + ROWS);
   byId("members-count").textContent = found.length === members.length ? `${members.length}` : `${found.length} of ${members.length}`;
@@ -152,7 +159,7 @@ function showMembers() {
   byId("before").disabled = firstRow === 0;
   byId("after").disabled = firstRow + ROWS >= found.length;
   byId("members").replaceChildren(...shown.map((member) => row([
-    brief(member.peer_id), member.remark ? `${member.state}: ${member.remark}` : member.state, String(member.stage), String(member.round), figure(member.tokens),
+    peerCell(member), member.remark ? `${member.state}: ${member.remark}` : member.state, String(member.stage), String(member.round), figure(member.tokens),
     figure(member.tokens_per_second), loss(member.loss), member.link || "-", member.reach || "-", member.device,
     member.seen === null ? "-" : `${duration(member.seen)} ago`,
   ], member.state === "gone" || member.state === "left" ? "gone" : "")));
