@@ -19,8 +19,7 @@ this exchange by a secret of the node's: a contribution can be good for them onl
 two honest replicas is usually better than either. It counts in full where it costs no more than noise on a few windows,
 or than the round's inner steps have gained: honest replicas differ by as much, and the next steps gain it again. Early
 in a run, and at a large learning rate, this is much, and late it is little. Where the mean costs more, half of it is
-tried, and then nothing of the contribution counts here, while this node's own still helps the partner. A partner that
-is behind, or was away for some rounds, is weighted as a liar is, by what it is worth now.
+tried, and then nothing of the contribution counts here, while this node's own still helps the partner.
 
 So the harm of an exchange is bounded, whatever the partner knows of the guard, since it cannot know the text. The bound
 shrinks with the distance: what lies nearer than inner steps lead may cost as much less. It is wider where means have
@@ -40,6 +39,11 @@ must be better on this node's text.
 
 Where no loss is known in time, distance alone decides, and the contribution counts by half. In stages no loss is ever
 known, and it counts in full.
+
+**Worth.** Where all have the same text, a partner whose own weights are behind this node's by what inner steps gain in
+a round would take back as much of the round as its share is, and the mean, which is smoother than both, would hide it.
+So its share shrinks with what it is behind by, to `LEAST_WORTH` of it, and it does more for both to follow the better
+one. Who claims fewer tokens may be behind by as much as that explains.
 
 The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only. A
 newcomer whose weights are of an earlier round claims none (`Engine.claim`): they would make the mean worse, so they
@@ -76,6 +80,8 @@ GAIN_SHARE: Final = 1.0
 USUAL_COSTS: Final = 2.0
 # A contribution whose loss is known may be further away by this factor: one of a faster partner is.
 CHECKED_RADIUS: Final = 4.0
+# Of its share, a partner that is behind by a round's gain or more keeps this.
+LEAST_WORTH: Final = 0.25
 # The share that counts of a contribution whose loss was not known in time, and is tried of one that costs too much.
 HALF: Final = 0.5
 # So often half is tried, before nothing counts, where members' texts differ.
@@ -138,9 +144,26 @@ class Guard(ScreeningRule):
         after = None if before is None else partner.evaluate(verdict.shares[1])
         if before is None or after is None:
             return replace(verdict, clip=HALF * verdict.clip) if partner.has_loss() else verdict
-        return self._compare(partner, verdict, before, after)
+        verdict = self._compare(partner, verdict, before, after)
+        return replace(verdict, weight=self._worth(partner, before, after) * verdict.weight)
 
-    def _compare(self, partner: Partner, verdict: Accept, before: float, after: float) -> Verdict:
+    def _worth(self, partner: Partner, before: float, after: float) -> float:
+        """Return what part of its share a partner's own weights are worth; of a mean as good as most, all of it."""
+        costs, met = partner.everybody["cost"][-WINDOW:], partner.encounter
+        is_usual = len(costs) >= MIN_KNOWN and after - before <= statistics.median_low(costs)
+        if self._is_astray or is_usual or not partner.shares_text or not met.own_tokens:
+            return 1.0
+        of_partner, noise = partner.evaluate(1.0), self._noise(before)
+        if of_partner is None or of_partner <= before + noise:
+            return 1.0
+        began, as_sent = partner.loss_before(), partner.loss_as_sent()
+        gain = 0.0 if began is None else max(began - before, 0.0)
+        explained = noise + gain * max(0.0, 1.0 - met.partner_tokens / met.own_tokens)
+        if as_sent is not None:
+            explained += max(as_sent - before, 0.0)
+        return max(LEAST_WORTH, 1.0 - max(of_partner - before - explained, 0.0) / (gain + noise))
+
+    def _compare(self, partner: Partner, verdict: Accept, before: float, after: float) -> Accept:
         """Return the verdict, or less of the contribution, if its mean costs too much."""
         self._losses = before, after
         allowed = self._allowed(partner, verdict, before, after)
@@ -161,10 +184,9 @@ class Guard(ScreeningRule):
 
     def _allowed(self, partner: Partner, verdict: Accept, before: float, after: float) -> float:
         """Return what the mean may cost, in nats a token. What takes time to know is asked for last."""
-        settings, scale = self._settings, max(before, LEAST_LOSS)
         nearness = min(1.0, self._distance * verdict.clip / max(self._movement(partner), LEAST))
-        noise = allowed = min(settings.least_loss_increase, MOST_NOISE) * scale * nearness
-        most = settings.max_loss_increase * scale
+        noise = allowed = self._noise(before) * nearness
+        most = self._settings.max_loss_increase * max(before, LEAST_LOSS)
         if after - before <= allowed or partner.encounter.is_suspected:
             return min(allowed, most)
         began = partner.loss_before()
@@ -182,6 +204,10 @@ class Guard(ScreeningRule):
             if of_partner is not None and of_partner <= before + noise:
                 allowed = usual
         return min(allowed, most)
+
+    def _noise(self, loss: float) -> float:
+        """Return what a few windows explain, in nats a token."""
+        return min(self._settings.least_loss_increase, MOST_NOISE) * max(loss, LEAST_LOSS)
 
     def _as_newcomer(self, partner: Partner, verdict: Accept, after: float) -> Accept:
         """Return the verdict, with whether the mean is clearly worse than the weights of a newcomer's partner."""

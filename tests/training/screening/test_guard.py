@@ -13,7 +13,15 @@ from torch import Tensor
 
 from farandole.protocol.run.rules import GuardConfig
 from farandole.training.outer.codec import CODECS
-from farandole.training.screening.guard import CHECKED_RADIUS, GAIN_SHARE, MAX_APART, MIN_KNOWN, MOST_NOISE, WINDOW
+from farandole.training.screening.guard import (
+    CHECKED_RADIUS,
+    GAIN_SHARE,
+    LEAST_WORTH,
+    MAX_APART,
+    MIN_KNOWN,
+    MOST_NOISE,
+    WINDOW,
+)
 from farandole.training.screening.rule import Accept, Encounter, History, Partner, Refuse, Verdict, rule_of
 
 from ..conftest import ALICE, BOB, MakeReplica, sent, train
@@ -213,9 +221,9 @@ def test_a_clipped_contribution_counts_as_far_as_it_was_taken() -> None:
 
 def test_every_contribution_is_judged_and_usually_by_two_losses() -> None:
     node = Node()
-    for _ in range(2 * WINDOW):
+    for number in range(2 * WINDOW):
         assert clip(node.meets(away(1.0), loss=bent(1.99))) == 1.0
-        assert node.asked == [0.0, 0.5]
+        assert node.asked == ([0.0, 0.5] if number >= MIN_KNOWN else [0.0, 0.5, 1.0])
 
 
 def test_where_every_mean_costs_something_that_is_usual_if_the_partner_is_as_good() -> None:
@@ -308,6 +316,33 @@ def test_tokens_move_the_shares_within_a_third_and_two_thirds(tokens: tuple[int,
     assert verdict.weight + other.weight == 1.0
 
 
+MANY = (100, 10**12)
+# How far a partner's own weights are behind, where the mean of both costs nothing -> what part of its share counts.
+WORTHS: dict[str, tuple[float, dict[str, Any], float]] = {
+    "it is ahead": (-0.1, {}, 1.0),
+    "as far as noise explains": (NOISE, {}, 1.0),
+    "half as far as inner steps gained": (NOISE + (GAIN + NOISE) / 2, {}, 0.5),
+    "it sends what was there before them": (GAIN, {}, LEAST_WORTH),
+    "and claims many tokens for it": (GAIN, {"tokens": MANY}, LEAST_WORTH),
+    "further": (5 * GAIN, {}, LEAST_WORTH),
+    "it has taken a fifth of the steps, and says so": (0.8 * GAIN, {"tokens": (100, 20)}, 1.0),
+    "this node is the newcomer": (GAIN, {"tokens": (0, 100)}, 1.0),
+    "the codec explains it": (GAIN, {"as_sent": LOSS + GAIN}, 1.0),
+    "all members' texts differ": (GAIN, {"shares_text": False}, 1.0),
+    "inner steps have gained nothing": (2 * NOISE, {"began": LOSS}, LEAST_WORTH),
+}
+
+
+@pytest.mark.parametrize("case", WORTHS)
+def test_a_partner_that_is_behind_has_less_of_a_share_however_good_the_mean(case: str) -> None:
+    behind, options, part = WORTHS[case]
+    verdict = Node().meets(away(1.0), loss=bent(LOSS, LOSS + behind), **{"began": BEGAN, **options})
+    assert isinstance(verdict, Accept)
+    share = {MANY: 2 / 3, (100, 20): 1 / 3}.get(options.get("tokens", ()), 0.5)
+    assert verdict.weight == pytest.approx(share * part, rel=1e-3)
+    assert (verdict.clip, verdict.is_suspect) == (1.0, False)
+
+
 def test_a_newcomer_that_claims_no_tokens_takes_half_and_gives_nothing() -> None:
     assert Node().meets(away(1.0), tokens=(100, 0)) == Accept(0.0)
     assert Node().meets(away(1.0), tokens=(0, 100)) == Accept(0.5)
@@ -336,7 +371,10 @@ def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeRep
         train(bob)
         of_alice, of_bob = sent(alice), sent(bob)
         met = Encounter(BOB, 100, 100, chance=0.0), Encounter(ALICE, 100, 100, chance=0.0)
-        assert alice.round_end.screen(of_bob, met[0]) == bob.round_end.screen(of_alice, met[1]) == Accept()
+        for verdict in (alice.round_end.screen(of_bob, met[0]), bob.round_end.screen(of_alice, met[1])):
+            assert isinstance(verdict, Accept)
+            assert verdict.weight >= LEAST_WORTH / 2
+            assert dataclasses.replace(verdict, weight=0.5) == Accept()
         alice.round_end.apply(of_bob, met[0])
         bob.round_end.apply(of_alice, met[1], own_first=False)
 
