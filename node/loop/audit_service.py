@@ -26,7 +26,7 @@ from farandole.protocol.wire.identity import peer_id_of
 from ..base.errors import PeerUnreachableError
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
-from ..transfers.giver import Starts
+from ..transfers.giver import Provider
 from ..transfers.receiver import DonorBusyError, Downloads, ask_for_index, fetch_checkpoint
 from .rest_service import Rest
 
@@ -42,12 +42,12 @@ class AuditService:
     """One node's audits, in a run that audits ``rate`` of all rounds; ``rest`` begins if this machine errs."""
 
     def __init__(
-        self, author: bytes, rate: float, gossip: GossipService, downloads: Downloads, starts: Starts, rest: Rest
+        self, author: bytes, rate: float, gossip: GossipService, downloads: Downloads, provider: Provider, rest: Rest
     ) -> None:
         self._author = author
         self._gossip = gossip
         self._downloads = downloads
-        self.starts = starts
+        self._provider = provider
         self._rest = rest
         self._audits = Audits(author, rate)
         self._ask: Callable[[Replay], None] | None = None
@@ -110,7 +110,7 @@ class AuditService:
 
     async def _commit(self) -> None:
         async for recorded in self._to_commit:
-            start = await self.starts.open(recorded.start)
+            start = await self._provider.open_start(recorded.start)
             if start is None:
                 continue
             commitment = msgspec.structs.replace(recorded.commitment, start=start)
@@ -144,7 +144,7 @@ class AuditService:
     async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
         """Fetch a start from one of its donors. Raises `PeerUnreachableError` if none gives it."""
         checkpoint_id, conditions = wanted.claim.commitment.start, self._downloads.conditions
-        path = await self.starts.make_room(checkpoint_id)
+        path = await self._provider.make_room(checkpoint_id)
         max_bytes = self._downloads.files.max_bytes(0)
         for donor in wanted.donors:
             try:
@@ -197,7 +197,7 @@ class AuditService:
                     changed.set()
                 case machine.Denounce(claim, path):
                     if claim.signed is not None and self._fetched is not None:
-                        self.starts.keep_proof(Path(path), *self._fetched)
+                        self._provider.keep_proof(Path(path), *self._fetched)
                         newest = Accusation(claim.author, claim.signed.body, claim.signed.signature)
                         others = {author: each for author, each in self._accusations.items() if author != claim.author}
                         kept = [(claim.author, newest), *others.items()][: RULES[Kind.ACCUSATION].slots]

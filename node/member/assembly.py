@@ -42,7 +42,7 @@ from ..state.gossip import GossipService
 from ..state.membership import Announcer, Membership
 from ..state.messenger import Messenger
 from ..store.disk_space import Room, WeightFiles
-from ..transfers.giver import BlockService, Holding, Starts
+from ..transfers.giver import BlockService, Holding
 from ..transfers.receiver import Conditions, Downloads
 from ..transfers.sketches import SketchService
 from ..transfers.start import Start
@@ -132,12 +132,10 @@ def make_member(
     weights = Weights(daemon.key, downloads)
     audits = None
     if manifest.audits:
-        starts = Starts(settings.checkpoints / "replays", daemon.key, run_id)
-        audits = AuditService(host.author, manifest.audits, gossip, downloads, starts, daemon.rest)
+        audits = AuditService(host.author, manifest.audits, gossip, downloads, weights.provider, daemon.rest)
 
     async def find(question: BlockQuestion) -> Holding | None:
-        found = (start and start.find(question)) or (audits and audits.starts.find(question))
-        return found or await weights.provider.find(question)
+        return (start and start.find(question)) or await weights.provider.find(question)
 
     exchanges = ExchangeService(host, channels, mesh.shaping)
     BlockService(conditions, find, exchanges).register()

@@ -2,7 +2,7 @@
 
 They stay open so that an announced one remains readable when its file is replaced or removed: a trainer saves again,
 and keeps two, long before all peers have heard of the newest. A node gives what its trainer saved (once more if it is
-old), the copy that it keeps of another node's checkpoint (`Provider`), and the starts of its rounds (`Starts`).
+old), the copy that it keeps of another node's checkpoint, and the starts of its rounds (`Provider`).
 
 `farandole.protocol.checkpoints.copies` decides which checkpoints are copied: one of every stage, at two more nodes, or,
 if the model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost. A copy
@@ -128,52 +128,6 @@ def write_index(path: Path, signed: SignedIndex) -> None:
         file.write(blocks.encode_signed_index(signed))
 
 
-class Starts:
-    """The starts of rounds that a node gives to peers that replay them: of its own newest rounds, and of false ones.
-
-    They are ordinary checkpoints that no node announces: a peer learns the id from a commitment. No method raises
-    `OSError`.
-    """
-
-    def __init__(self, folder: Path, key: Ed25519PrivateKey, run_id: bytes) -> None:
-        self._folder = folder
-        self._key = key
-        self._run_id = run_id
-        self._own = deque[Holding](maxlen=KEPT_STARTS)
-        self._proofs = deque[Holding](maxlen=KEPT_PROOFS)
-
-    async def open(self, saved: Saved) -> bytes | None:
-        """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
-        if (holding := await open_own(saved, self._key, self._run_id)) is None:
-            return None
-        self._own.append(holding)
-        return holding.id
-
-    def find(self, question: BlockQuestion) -> Holding | None:
-        """Return the start that is asked for."""
-        return next((holding for holding in (*self._own, *self._proofs) if holding.id == question.id), None)
-
-    async def make_room(self, checkpoint_id: bytes) -> Path:
-        """Return the path to fetch another node's start to; all other files but the proofs are removed."""
-        path = self._folder / f"{checkpoint_id.hex()[:16]}.safetensors"
-
-        def clear() -> None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            kept = {path.name, *(f"{proof.id.hex()[:16]}.safetensors" for proof in self._proofs)}
-            for other in self._folder.iterdir():
-                if other.name not in kept:
-                    other.unlink(missing_ok=True)
-
-        with contextlib.suppress(OSError):  # the download says what is wrong
-            await trio.to_thread.run_sync(clear)
-        return path
-
-    def keep_proof(self, path: Path, signed: SignedIndex, index: Index) -> None:
-        """Open the start of a false round as well, and close the oldest ones."""
-        with contextlib.suppress(OSError):
-            self._proofs.append(Holding(path, signed, index))
-
-
 # Own checkpoints that are kept open in addition to announced ones: the newest, and the one that is being announced.
 NUM_OPEN: Final = 2
 # A newcomer that asks for weights waits for the answer (`receiver.ANSWER_TIMEOUT`); a save must be shorter. For a large
@@ -196,7 +150,9 @@ PROVIDE_INTERVAL: Final = 600.0
 class Provider:
     """The checkpoints that one node gives: its own, and a copy of another node's, which it keeps up to date.
 
-    Methods raise no `OSError`: what cannot be opened is not provided.
+    To peers that replay rounds it gives the starts of its own newest rounds, and of false ones. They are ordinary
+    checkpoints that no node announces: a peer learns the id from a commitment. Methods raise no `OSError`: what cannot
+    be opened is not provided.
     """
 
     def __init__(self, key: Ed25519PrivateKey, downloads: Downloads) -> None:
@@ -211,6 +167,8 @@ class Provider:
         self._files = downloads.files
         self._membership = downloads.membership
         self._own: list[Holding] = []
+        self._starts = deque[Holding](maxlen=KEPT_STARTS)
+        self._proofs = deque[Holding](maxlen=KEPT_PROOFS)
         self._unopened: tuple[Saved, int] | None = None  # the trainer's newest, and its stage
         self._has_unopened = trio.Event()
         self._has_saved = trio.Event()
@@ -228,8 +186,8 @@ class Provider:
         """Return what is asked for; the newest is saved again when it is old."""
         if question.id is None and question.stage == self._membership.stage:
             return await self.find_own(question.stage)
-        held = [each for each in (*self._own, self.copy) if each is not None and each.id == question.id]
-        found = self.copy if question.id is None else next(iter(held), None)
+        held = [each for each in (*self._own, self.copy, *self._starts, *self._proofs) if each is not None]
+        found = self.copy if question.id is None else next((each for each in held if each.id == question.id), None)
         return found if found is not None and found.index.stage == question.stage else None
 
     async def find_own(self, stage: int) -> Holding | None:
@@ -301,6 +259,33 @@ class Provider:
                 self._own = [*older, *self._own[1 - NUM_OPEN :], holding]
                 self._announce(holding)
             self._has_saved.set()
+
+    # Starts of rounds
+
+    async def open_start(self, saved: Saved) -> bytes | None:
+        """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
+        if (holding := await open_own(saved, self._key, self._downloads.conditions.run_id)) is None:
+            return None
+        self._starts.append(holding)
+        return holding.id
+
+    async def make_room(self, checkpoint_id: bytes) -> Path:
+        """Return the path to fetch another node's start to; all other files but the proofs are removed."""
+        path = self._files.settings.checkpoints / "replays" / f"{checkpoint_id.hex()[:16]}.safetensors"
+
+        def clear() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for other in set(path.parent.iterdir()) - {path, *(proof.path for proof in self._proofs)}:
+                other.unlink(missing_ok=True)
+
+        with contextlib.suppress(OSError):  # the download says what is wrong
+            await trio.to_thread.run_sync(clear)
+        return path
+
+    def keep_proof(self, path: Path, signed: SignedIndex, index: Index) -> None:
+        """Open the start of a false round as well, and close the oldest ones."""
+        with contextlib.suppress(OSError):
+            self._proofs.append(Holding(path, signed, index))
 
     # The copy of another node's
 
