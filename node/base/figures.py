@@ -87,10 +87,10 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * 1e3 ** _MULTIPLES[(match[2] or "M").lower()] / 8
 
 
-def parse_size(text: str) -> float:
+def parse_size(text: str) -> int:
     """Return the bytes of ``24GB``, ``24GiB``, ``800MB`` or ``24`` (GB); raise `ValueError` if it is no size."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{text!r} is no size: write 24GB, 24GiB or 800MB")
     base = 1_024.0 if match[3] else 1_000.0
-    return float(match[1]) * base ** _MULTIPLES[(match[2] or "G").lower()]
+    return int(float(match[1]) * base ** _MULTIPLES[(match[2] or "G").lower()])

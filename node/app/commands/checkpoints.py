@@ -14,12 +14,7 @@ from farandole.protocol.wire.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import (
-    print_answer,
-    print_json,
-    say_chosen,
-    write_manifest,
-)
+from .output import print_answer, print_json, say_chosen, write_manifest
 
 # More replicas hardly improve the mean, and each is a download of the whole model.
 MAX_MERGED: Final = 16

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -20,6 +20,9 @@ from .output import print_json
 if TYPE_CHECKING:
     from farandole.protocol.planning.planning import Machine, Plan
 
+_RATE: Final[dict[str, Any]] = {"parser": reader_of(parse_rate), "metavar": "RATE"}
+_SIZE: Final[dict[str, Any]] = {"parser": reader_of(parse_size), "metavar": "SIZE"}
+
 
 @takes_settings("allow_model")
 def plan_run(
@@ -27,33 +30,16 @@ def plan_run(
     model: Annotated[
         str, typer.Argument(metavar="MODEL|RUN.TOML", help="A preset such as 125M, hf:FOLDER, or a run file.")
     ],
-    upload: Annotated[
-        float,
-        typer.Option(
-            "--upload", parser=reader_of(parse_rate), metavar="RATE", help="The slowest member's upload rate."
-        ),
-    ] = "20Mbit",  # type: ignore[assignment]  # typer parses it
+    upload: Annotated[float, typer.Option("--upload", help="The slowest member's upload rate.", **_RATE)] = "20Mbit",  # type: ignore[assignment]  # typer parses it
     download: Annotated[
         float | None,
-        typer.Option(
-            "--download",
-            parser=reader_of(parse_rate),
-            metavar="RATE",
-            help="The slowest member's download rate.",
-            show_default="as --upload",
-        ),
+        typer.Option("--download", help="The slowest member's download rate.", show_default="as --upload", **_RATE),
     ] = None,
     gpu: Annotated[
-        float | None,
-        typer.Option(
-            "--gpu", parser=reader_of(parse_size), metavar="SIZE", help="Memory of each GPU.", show_default="no GPU"
-        ),
+        int | None, typer.Option("--gpu", help="Memory of each GPU.", show_default="no GPU", **_SIZE)
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(
-            "--memory", parser=reader_of(parse_size), metavar="SIZE", help="Memory of each machine.", show_default="any"
-        ),
+        int | None, typer.Option("--memory", help="Memory of each machine.", show_default="any", **_SIZE)
     ] = None,
     lean: Annotated[
         bool,
@@ -92,13 +78,7 @@ def plan_run(
         table = {"preset": model} if folder == model else {"hf": str(Path(folder).absolute())}
         name = re.sub(r"[^\w .:+-]", "-", Path(folder).name or model)[:64]
         manifest = manifest_of({"name": name, "model": table}, Path(), time.time())
-    machine = Machine(
-        upload,
-        download or upload,
-        None if memory is None else int(memory),
-        None if gpu is None else int(gpu),
-        is_lean=lean,
-    )
+    machine = Machine(upload, download or upload, memory, gpu, is_lean=lean)
     best = plan(best_known(manifest, given), machine, given, members)
     chosen = choices(manifest, best.manifest, given)
     if as_json:

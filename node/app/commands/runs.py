@@ -16,14 +16,7 @@ from farandole.protocol.wire.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import (
-    print_answer,
-    read_manifest,
-    say_chosen,
-    say_warnings,
-    split_source,
-    write_manifest,
-)
+from .output import print_answer, read_manifest, say_chosen, say_warnings, split_source, write_manifest
 
 Who = Annotated[
     list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
