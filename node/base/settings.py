@@ -58,11 +58,11 @@ def check_announced(addresses: Sequence[str]) -> list[str]:
     return distinct
 
 
-def check_name(name: str) -> str:
-    """Return a node's name; raise `FarandoleError` unless every other node shows it."""
+def check_name(name: str | None) -> str | None:
+    """Return a node's name; raise `FarandoleError` unless it has none, or every other node shows it."""
     from farandole.protocol.state.entries import shown_name  # imports cryptography, as below
 
-    if shown_name(name) != name:
+    if name is not None and shown_name(name) != name:
         raise FarandoleError(f"expected {NAME_FORM}")
     return name
 
@@ -117,11 +117,12 @@ class NodeSettings:
     )
     manifest: Path | None = None
     """A manifest file, for the first node of a run. With an invite too: they must be of one run."""
-    name: str = setting(
-        "",
+    name: str | None = setting(
+        None,
         "Name of this node for people, after its peer id's end: every member sees it, and the run's public page.",
         form=NAME_FORM,
         read=check_name,
+        unset="none",
         example="Anna's PC",
         panel="Run",
     )

@@ -110,7 +110,7 @@ def make_member(
         num_stages=manifest.model.num_stages,
         is_bound=settings.stage is not None,
         is_paused=lambda: daemon.rest.is_on,
-        name=settings.name,
+        name=settings.name or "",
     )
     membership = Membership(
         host,

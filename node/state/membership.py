@@ -425,10 +425,10 @@ class Membership:
         self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
         self.reached = self.everyone & self._liveness.present(now)
         for peer in self.reached - before:
-            self._journal.say(f"{self._state.called(peer)} is here ({len(self.reached) + 1} live)")
+            self._journal.say(f"{self._journal.called(peer)} is here ({len(self.reached) + 1} live)")
         for peer in before - self.reached:
             why = "is here, but runs a release that does not fit" if peer in self.apart() else "is gone"
-            self._journal.say(f"{self._state.called(peer)} {why} ({len(self.reached) + 1} live)")
+            self._journal.say(f"{self._journal.called(peer)} {why} ({len(self.reached) + 1} live)")
         told = self.live, self.nodes_of_stages()
         if told != self._told:
             self._told = told

@@ -240,11 +240,15 @@ class Journal:
         """What could not be stored last; empty if everything is."""
         return next((event.text for key, event in reversed(self._standing.items()) if key.startswith(DISK)), "")
 
+    def called(self, peer: bytes) -> str:
+        """Return the end of a peer's id, with the name that it gives itself, for the log."""
+        return short_name(peer) if self.run is None else self.run.called(peer)
+
     def blame(self, peer: bytes, deed: str, detail: str = "") -> None:
         """Note what a peer has done, one of `DEEDS`; a warning names it once, and who invited it."""
         if self.conduct.add(peer, deed):
             words = f"{DEEDS[deed][1]}{f': {detail}' if detail else ''}"
-            self.warn(f"{self.run.called(peer) if self.run else short_name(peer)} {self._with_sponsor(peer, words)}")
+            self.warn(f"{self.called(peer)} {self._with_sponsor(peer, words)}")
 
     @property
     def remarks(self) -> dict[str, str]:
@@ -252,9 +256,9 @@ class Journal:
         return {peer_id_of(peer): self._with_sponsor(peer, words) for peer, words in self.conduct.words().items()}
 
     def _with_sponsor(self, peer: bytes, words: str) -> str:
-        run = self.run
-        sponsor = run.roster.sponsor_of(peer) if run is not None and run.roster is not None else None
-        return words if run is None or sponsor is None else f"{words} (invited by {run.called(sponsor)})"
+        roster = None if self.run is None else self.run.roster
+        sponsor = None if roster is None else roster.sponsor_of(peer)
+        return words if sponsor is None else f"{words} (invited by {self.called(sponsor)})"
 
     def remind(self, text: str) -> None:
         """Print what the status shows in its first line as a warning, and keep it as an event."""
