@@ -27,6 +27,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes, short_name
 
 from ..base.backoff import pauses
+from ..base.causes import DIAL_MOVED
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.figures import plural
 from ..base.settings import NodeSettings
@@ -172,7 +173,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
             journal.say(f"connected to {plural(len(host.connected), 'peer')}")
             return
         if target.manifest is not None:
-            journal.warn(f"{NO_ANSWER}; going on alone until one does", NO_ANSWER)
+            journal.warn(f"{NO_ANSWER}; going on alone until one does; {DIAL_MOVED}", NO_ANSWER)
             return
         if attempt == 1:
             for reason in failures.values():

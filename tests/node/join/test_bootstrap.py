@@ -185,4 +185,7 @@ async def test_a_node_that_is_too_old_for_the_run_is_told_so(newcomer: Host, jou
 
 async def test_who_knows_the_run_goes_on_alone(newcomer: Host, journal: Journal) -> None:
     await connect_to_run(newcomer, Target(RUN, SIGNED.encode(), DEAD), journal)
-    assert any("no known address answers; going on alone" in warning for warning in journal.warnings)
+    told = (
+        "no known address answers; going on alone until one does; if a member's public address changed: `farandole dial"
+    )
+    assert any(told in warning for warning in journal.warnings)
