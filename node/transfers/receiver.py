@@ -213,10 +213,10 @@ def has_begun(folder: Path, checkpoint_id: bytes) -> bool:
     return any(folder.glob(f"*.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}"))
 
 
-def remove_partials(path: Path, kept: bytes | None = None) -> None:
+def remove_partials(path: Path, kept: bytes) -> None:
     """Remove what earlier fetches to ``path`` left, except the blocks of the checkpoint ``kept``."""
     for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
-        if kept is None or leftover != partial_path(path, kept):
+        if leftover != partial_path(path, kept):
             leftover.unlink(missing_ok=True)
 
 

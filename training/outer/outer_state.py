@@ -68,11 +68,8 @@ class FastWeights:
         self._room = flat.new_empty(0)
         self.is_copy = trained is not None
         """Whether inner steps move other weights."""
-
-    @property
-    def takes_corrections(self) -> bool:
-        """Return whether `add` can be used."""
-        return isinstance(self._trained, PartialWeights)
+        self.takes_corrections = isinstance(trained, PartialWeights)
+        """Whether `add` can be used."""
 
     def read(self) -> None:
         """Make the flat vector a copy of the trained weights."""

@@ -200,6 +200,8 @@ class RoundEnd:
         """Names, shapes and codec of the parameters; partners must have the same layout."""
         self.weights = weights
         self.outer = OuterState(outer, theta, copier)
+        self.contribution_bytes = self.outer.contributor.largest_bytes
+        """Of the largest contribution in this run, and of every one if there are no fragments."""
         self._parts = [layout.fragment(index, outer.fragments) for index in range(outer.fragments)]
         received = theta.new_empty(max(part.stop - part.start for part in self._parts))
         self.partner = PartnerContribution(
@@ -217,11 +219,6 @@ class RoundEnd:
         self._num_partners = partners
         self._norm = 0.0  # how far the inner steps of a round have moved this replica, and which round's
         self._norm_of: Contribution | None = None
-
-    @property
-    def contribution_bytes(self) -> int:
-        """Return the size of the largest contribution in this run, and of every one if there are no fragments."""
-        return self.outer.contributor.largest_bytes
 
     @property
     def awaits_outer_step(self) -> bool:
