@@ -185,7 +185,5 @@ async def test_a_node_that_is_too_old_for_the_run_is_told_so(newcomer: Host, jou
 
 async def test_who_knows_the_run_goes_on_alone(newcomer: Host, journal: Journal) -> None:
     await connect_to_run(newcomer, Target(RUN, SIGNED.encode(), DEAD), journal)
-    told = (
-        "no known address answers; going on alone until one does; if a member's public address changed: `farandole dial"
-    )
+    told = "no known address answers; going on alone until one does; if a member's public address changed: `farandole"
     assert any(told in warning for warning in journal.warnings)

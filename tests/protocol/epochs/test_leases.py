@@ -7,11 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from farandole.protocol.epochs.lease_claims import MAX_SHARE, SETTLE_SECONDS, Standing
-from farandole.protocol.epochs.leases import (
-    ASLEEP_SECONDS,
-    Leases,
-    Output,
-)
+from farandole.protocol.epochs.leases import ASLEEP_SECONDS, Leases, Output
 from farandole.protocol.run.slices import parts
 from farandole.protocol.state.entries import Lease, LeasedSlices
 from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained

@@ -2,14 +2,7 @@
 
 import pytest
 
-from farandole.protocol.mesh.relay import (
-    CircuitAddress,
-    Limits,
-    RelayTable,
-    Status,
-    circuit_address,
-    parse_circuit,
-)
+from farandole.protocol.mesh.relay import CircuitAddress, Limits, RelayTable, Status, circuit_address, parse_circuit
 from farandole.protocol.wire.identity import peer_id_of
 
 ALICE, BOB, CAROL, RELAY = (bytes([number]) * 32 for number in range(1, 5))

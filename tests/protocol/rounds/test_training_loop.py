@@ -26,12 +26,7 @@ from farandole.protocol.rounds.pairing_events import (
     StartExchange,
 )
 from farandole.protocol.rounds.trainer_rounds import LoopConfig
-from farandole.protocol.rounds.training_loop import (
-    EXCHANGE_GRACE,
-    GIVE_UP_GRACE,
-    REST_TIMEOUT,
-    TrainingLoop,
-)
+from farandole.protocol.rounds.training_loop import EXCHANGE_GRACE, GIVE_UP_GRACE, REST_TIMEOUT, TrainingLoop
 from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
 from farandole.protocol.run.rules import NoLoCoConfig, RoundConfig
 from farandole.protocol.state.node_state import TrainingState

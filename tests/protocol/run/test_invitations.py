@@ -24,15 +24,7 @@ from farandole.protocol.run.invitations import (
     sign_pass,
 )
 from farandole.protocol.run.roster import MAX_VISITORS, Roster
-from farandole.protocol.state.entries import (
-    AdmissionProof,
-    Delta,
-    Kind,
-    Proof,
-    Revocation,
-    Signed,
-    entry_id,
-)
+from farandole.protocol.state.entries import AdmissionProof, Delta, Kind, Proof, Revocation, Signed, entry_id
 from farandole.protocol.state.state import Outcome, RunState
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.messagepack import encode

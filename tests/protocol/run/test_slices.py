@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.run.slices import (
-    MAX_SECTIONS,
-    NUM_PARTS,
-    PART_BYTES,
-    DoneSlices,
-    Sections,
-    part_mask,
-    parts,
-)
+from farandole.protocol.run.slices import MAX_SECTIONS, NUM_PARTS, PART_BYTES, DoneSlices, Sections, part_mask, parts
 from farandole.protocol.state.entries import RULES, Kind
 
 

@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 
 from farandole.protocol.state import state as state_module
 from farandole.protocol.state.author_places import Introducer
-from farandole.protocol.state.entries import (
-    PROOF_TTL,
-    RULES,
-    Delta,
-    Kind,
-    Lease,
-    Proof,
-    Signed,
-    decode_delta,
-    entry_id,
-)
+from farandole.protocol.state.entries import PROOF_TTL, RULES, Delta, Kind, Lease, Proof, Signed, decode_delta, entry_id
 from farandole.protocol.state.state import (
     METERED_BURST,
     METERED_RATE,

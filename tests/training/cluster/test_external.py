@@ -16,13 +16,7 @@ from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, ScreeningRules
 from farandole.training.base.errors import DataError, DivergedError
-from farandole.training.cluster.external import (
-    ExternalEngine,
-    Loop,
-    LoopEnded,
-    Turns,
-    matching_parameters,
-)
+from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns, matching_parameters
 from farandole.training.cluster.ranks import parameters_of
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.inner.optimizer import adamw_

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from farandole.training.base.errors import CodecError
 from farandole.training.outer import codec
-from farandole.training.outer.codec import (
-    CODECS,
-    MAX_FP16,
-    MAX_MAGNITUDE,
-    MIN_SCALE,
-    decode,
-    encode,
-    encoded_size,
-)
+from farandole.training.outer.codec import CODECS, MAX_FP16, MAX_MAGNITUDE, MIN_SCALE, decode, encode, encoded_size
 
 BLOCKS = {"int8": (256, 127), "int4": (64, 7)}
 codecs = pytest.mark.parametrize("name", CODECS)
