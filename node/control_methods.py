@@ -49,9 +49,10 @@ def roster_of(member: RunMember) -> list[dict[str, Any]]:
     state, credentials = member.gossip.state, member.credentials
     live = member.membership.everyone | {member.mesh.host.author}
     rows = []
-    for author in sorted(state.members()):
+    for author, told in sorted(state.members().items()):
         sponsor = None if credentials is None else credentials.roster.sponsor_of(author)
-        row = {"peer_id": peer_id_of(author), "is_live": author in live, "is_creator": author == state.creator}
+        row: dict[str, Any] = {"peer_id": peer_id_of(author), "name": told.name}
+        row |= {"is_live": author in live, "is_creator": author == state.creator}
         rows.append(row | {"invited_by": None if sponsor is None else peer_id_of(sponsor)})
     return rows
 

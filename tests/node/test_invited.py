@@ -65,12 +65,13 @@ async def test_who_is_invited_trains_and_nobody_else(tmp_path: Path, texts: Path
                 assert "ask one of them for an invite" in await eve.says("do not admit this node")
                 assert await eve.ends() == Exit.CANNOT_JOIN
 
-            async with joined(tmp_path / "carol", of_bob, *data) as carol:
+            async with joined(tmp_path / "carol", of_bob, *data, "--name", "Carol") as carol:
                 await carol.says("averaged with")
-            async with joined(tmp_path / "carol", *data) as carol:
+            async with joined(tmp_path / "carol", *data, "--name", "Carol") as carol:
                 await carol.says("averaged with")
                 rows = {row["peer_id"][-8:]: row["invited_by"] for row in await alice.ask("roster")}
                 assert set(rows) == {alice.name, bob.name, carol.name}
+                assert f'{carol.name} "Carol"  live' in (await farandole(home, "run", "members")).out
                 assert (rows[bob.name] or "")[-8:] == alice.name
                 assert (rows[carol.name] or "")[-8:] == bob.name
                 with pytest.raises(ControlError, match="may not invite"):

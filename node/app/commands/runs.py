@@ -182,7 +182,8 @@ def show_members(home: Home, as_json: AsJson = False) -> None:
     lines = []
     for row in rows:
         role = "creator" if row["is_creator"] else f"invited by {row['invited_by']}" if row["invited_by"] else ""
-        lines.append(f"{row['peer_id']}  {'live' if row['is_live'] else 'away'}  {role}".rstrip())
+        name = f' "{row["name"]}"' if row["name"] else ""
+        lines.append(f"{row['peer_id']}{name}  {'live' if row['is_live'] else 'away'}  {role}".rstrip())
     print_answer(as_json, rows, "\n".join(lines) or "no member is known yet")
 
 
