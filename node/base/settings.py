@@ -60,10 +60,11 @@ def check_announced(addresses: Sequence[str]) -> list[str]:
 
 def check_name(name: str | None) -> str | None:
     """Return a node's name; raise `FarandoleError` unless it has none, or every other node shows it."""
-    from farandole.protocol.state.entries import shown_name  # imports cryptography, as below
+    if name is not None:
+        from farandole.protocol.state.entries import shown_name  # imports cryptography, as below
 
-    if name is not None and shown_name(name) != name:
-        raise FarandoleError(f"expected {NAME_FORM}")
+        if shown_name(name) != name:
+            raise FarandoleError(f"expected {NAME_FORM}")
     return name
 
 
