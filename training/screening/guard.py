@@ -42,8 +42,8 @@ known, and it counts in full.
 
 **Worth.** Where all have the same text, a partner whose own weights are behind this node's by what inner steps gain in
 a round would take back as much of the round as its share is, and the mean, which is smoother than both, would hide it.
-So its share shrinks with what it is behind by, to `LEAST_WORTH` of it, and it does more for both to follow the better
-one. Who claims fewer tokens may be behind by as much as that explains.
+So its share shrinks the further it is behind, to `LEAST_WORTH` of what it would be. A partner that claims fewer tokens
+may be behind by as much as that explains.
 
 The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only. A
 newcomer whose weights are of an earlier round claims none (`Engine.claim`): they would make the mean worse, so they
@@ -72,7 +72,7 @@ MIN_KNOWN: Final = 4
 MOST_NOISE: Final = 0.003
 # Costs are relative to the loss, or to this value in nats a token if the loss is smaller.
 LEAST_LOSS: Final = 1.0
-# Lower bound of a distance, to avoid a division by zero.
+# Lower bound of a distance or a gain, to avoid a division by zero.
 LEAST: Final = 1e-30
 # The share of the gain of a round's inner steps that a mean may cost: the next ones recover it.
 GAIN_SHARE: Final = 1.0
@@ -80,7 +80,7 @@ GAIN_SHARE: Final = 1.0
 USUAL_COSTS: Final = 2.0
 # A contribution whose loss is known may be further away by this factor: one of a faster partner is.
 CHECKED_RADIUS: Final = 4.0
-# Of its share, a partner that is behind by a round's gain or more keeps this.
+# A partner that is behind by a round's gain or more keeps this part of its share.
 LEAST_WORTH: Final = 0.25
 # The share that counts of a contribution whose loss was not known in time, and is tried of one that costs too much.
 HALF: Final = 0.5
@@ -161,7 +161,7 @@ class Guard(ScreeningRule):
         explained = noise + gain * max(0.0, 1.0 - met.partner_tokens / met.own_tokens)
         if as_sent is not None:
             explained += max(as_sent - before, 0.0)
-        return max(LEAST_WORTH, 1.0 - max(of_partner - before - explained, 0.0) / (gain + noise))
+        return max(LEAST_WORTH, 1.0 - max(of_partner - before - explained, 0.0) / max(gain + noise, LEAST))
 
     def _compare(self, partner: Partner, verdict: Accept, before: float, after: float) -> Accept:
         """Return the verdict, or less of the contribution, if its mean costs too much."""

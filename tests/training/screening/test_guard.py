@@ -343,6 +343,13 @@ def test_a_partner_that_is_behind_has_less_of_a_share_however_good_the_mean(case
     assert (verdict.clip, verdict.is_suspect) == (1.0, False)
 
 
+def test_a_run_that_allows_for_no_noise_judges_after_a_round_that_gained_nothing() -> None:
+    node = Node(GuardConfig(least_loss_increase=0.0))
+    verdict = node.meets(away(1.0), loss=bent(LOSS, LOSS + 0.1), began=LOSS)
+    assert isinstance(verdict, Accept)
+    assert verdict.weight == LEAST_WORTH / 2
+
+
 def test_a_newcomer_that_claims_no_tokens_takes_half_and_gives_nothing() -> None:
     assert Node().meets(away(1.0), tokens=(100, 0)) == Accept(0.0)
     assert Node().meets(away(1.0), tokens=(0, 100)) == Accept(0.5)
