@@ -1,10 +1,10 @@
-"""A user's loop and the engine that follows it: the local engine is the oracle, bit for bit."""
+"""A user's loop and the engine that follows it; `test_mixed_runs` compares what both engines send."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +12,22 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
+from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, ScreeningRules
 from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns, matching_parameters
 from farandole.training.cluster.ranks import parameters_of
-from farandole.training.data.dataset import Sampler, Text
-from farandole.training.inner.optimizer import adamw_
-from farandole.training.model.model import build_model, language_loss
 
 from ...patience import PATIENCE
 from ...tolerance import TOLERANT
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, sent, train, weights_of
-
-PLAIN = InnerConfig(
-    learning_rate=3e-3, warmup_steps=0, total_steps=1, min_learning_rate_ratio=1.0, clip=0.0, batch_size=4
-)
+from ..conftest import RUN_ID, sent, weights_of
 
 
 def manifest_for(module: nn.Module, screening: ScreeningRules = TOLERANT, **outer: Any) -> Manifest:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
     return Manifest(name="a run", model=model, outer=NoLoCoConfig(**outer), screening=screening)
-
-
-class PlainAdam(torch.optim.Optimizer):
-    """farandole's own AdamW, parameter by parameter."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self._steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override] # no test gives it a closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                mean, square = (state.setdefault(name, torch.zeros_like(parameter)) for name in ("mean", "square"))
-                adamw_(parameter, parameter.grad, mean, square, self._steps, PLAIN.learning_rate, PLAIN)
-        self._steps += 1
 
 
 class Script:
@@ -102,55 +78,9 @@ def scripts() -> Iterator[list[Script]]:
         script.end()
 
 
-@pytest.fixture
-def language_script(model: ModelConfig, text: Text, scripts: list[Script]) -> Callable[..., Script]:
-    """The loop of a learner, as a user would write it."""
-
-    def make(author: bytes = ALICE, dtype: torch.dtype = torch.float32, **outer: Any) -> Script:
-        module = build_model(model, 7).to(dtype)
-        sampler = Sampler(text, run_id=RUN_ID, author=author, batch_size=PLAIN.batch_size, context=model.context)
-        optimizer = PlainAdam(module.parameters())
-
-        def step(number: int) -> None:
-            optimizer.zero_grad()
-            language_loss(module, torch.as_tensor(sampler.batch(number))).backward()
-            optimizer.step()
-
-        scripts.append(Script(module, step, manifest_for(module, **outer), tokens_per_step=4 * model.context))
-        return scripts[-1]
-
-    return make
-
-
-@pytest.mark.parametrize("outer", [{}, {"codec": "int8"}, {"codec": "int4"}, {"codec": "topk"}, {"fragments": 3}])
-@pytest.mark.parametrize("late_steps", [0, 2])
-def test_a_users_loop_exchanges_what_the_local_engine_does_bit_for_bit(
-    make_replica: MakeReplica, language_script: Callable[..., Script], outer: dict[str, Any], late_steps: int
-) -> None:
-    scripts = language_script(ALICE, **outer), language_script(BOB, **outer)
-    learners = [make_replica(author, inner_settings=PLAIN, **outer) for author in (ALICE, BOB)]
-    for fragment in (0, 1, 0) if outer.get("fragments") else (0, 0, 0):
-        for script, oracle in zip(scripts, learners, strict=True):
-            script.take_steps(3)
-            train(oracle, 3)
-            assert torch.equal(weights_of(script.module), oracle.round_end.fast_weights())
-        expected = [sent(oracle, fragment) for oracle in learners]
-        assert [sent(script.engine, fragment) for script in scripts] == expected
-        for script, oracle, partner, own_first in zip(scripts, learners, expected[::-1], (True, False), strict=True):
-            if late_steps:
-                script.take_steps(late_steps)
-                train(oracle, late_steps)
-            assert script.engine.round_end.apply(partner, own_first=own_first) == late_steps
-            assert oracle.round_end.apply(partner, own_first=own_first) == late_steps
-            assert torch.equal(script.engine.round_end.slow_weights(), oracle.round_end.slow_weights())
-            assert torch.equal(weights_of(script.module), oracle.round_end.fast_weights())
-            done = [(of.totals.round, of.totals.steps, of.totals.tokens) for of in (script.engine, oracle)]
-            assert done[0] == done[1]
-
-
-def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callable[..., Script]) -> None:
+def test_bf16_parameters_lose_nothing_of_the_outer_steps(scripts: list[Script]) -> None:
     """An outer step that is smaller than what bf16 can show adds up all the same, over rounds without inner steps."""
-    script = language_script(dtype=torch.bfloat16)
+    script = linear_script(scripts, torch.bfloat16)
     engine = script.engine
     addresses = [parameter.data_ptr() for parameter in script.module.parameters()]
     start = engine.round_end.slow_weights()
@@ -166,26 +96,8 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(language_script: Callab
     assert [parameter.data_ptr() for parameter in script.module.parameters()] == addresses, "changed in place"
 
 
-def test_vectors_are_fp32_whatever_dtype_a_users_script_makes_tensors_of() -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        module = nn.Linear(3, 2)
-        engine = ExternalEngine(Loop(module), manifest_for(module), Turns(), run_id=RUN_ID)
-    finally:
-        torch.set_default_dtype(before)
-    moved = engine.round_end.slow_weights() + 2.0**-12
-    assert module.weight.dtype == torch.bfloat16
-    sent(engine)
-    engine.round_end.apply(moved.numpy().tobytes())
-    assert {tensor.dtype for tensor in engine.checkpoint.tensors().values()} == {torch.float32}
-    assert torch.equal(engine.round_end.fast_weights(), engine.round_end.slow_weights()), (
-        "with what rounding has dropped"
-    )
-
-
-def linear_script(scripts: list[Script], **settings: Any) -> Script:
-    module = nn.Linear(3, 2)
+def linear_script(scripts: list[Script], dtype: torch.dtype = torch.float32, **settings: Any) -> Script:
+    module = nn.Linear(3, 2).to(dtype)
 
     def step(number: int) -> None:
         with torch.no_grad():

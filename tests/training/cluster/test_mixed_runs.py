@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig
 from farandole.protocol.run.rules import NoLoCoConfig, OuterRules, PlainConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
@@ -18,7 +18,7 @@ from farandole.training.inner.optimizer import learning_rate, ramp
 from farandole.training.model.model import build_model
 
 from ...tolerance import TOLERANT
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, sent, train, weights_of
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, manifest_of, sent, train, weights_of
 
 OUTER = [
     NoLoCoConfig(),
@@ -33,8 +33,7 @@ EACH_RULE = pytest.mark.parametrize("outer", OUTER, ids=lambda outer: f"{outer.k
 
 @pytest.fixture
 def manifest(model: ModelConfig, inner: InnerConfig) -> Manifest:
-    tokenizer = TokenizerConfig("tokenizers", "0" * 64)
-    return Manifest(name="mixed", model=model, seed=7, tokenizer=tokenizer, inner=inner, screening=TOLERANT)
+    return manifest_of(model, seed=7, inner=inner, screening=TOLERANT)
 
 
 class Script:
@@ -65,24 +64,30 @@ class Script:
 
 
 @EACH_RULE
+@pytest.mark.parametrize("late_steps", [0, 2])
 def test_a_built_in_trainer_and_a_loop_come_to_the_means_of_two_built_in_trainers(
-    manifest: Manifest, make_replica: MakeReplica, outer: OuterRules
+    manifest: Manifest, make_replica: MakeReplica, outer: OuterRules, late_steps: int
 ) -> None:
     """The third, a built-in trainer, takes the steps of the loop: it is what the loop must come to."""
     alice, loop, oracle = make_replica(ALICE, rule=outer), Script(manifest, outer), make_replica(BOB, rule=outer)
     assert torch.equal(loop.weights, oracle.round_end.fast_weights()), "it begins with the weights of the run's seed"
     assert loop.engine.checkpoint.layout.hash == oracle.checkpoint.layout.hash
-    for index in range(4):
-        fragment = index % outer.fragments
-        for _ in range(3):
+
+    def step(count: int) -> None:
+        for _ in range(count):
             alice.learn()
             oracle.learn()
             loop.step_to(oracle.round_end.fast_weights())
-        of_alice, of_loop, of_oracle = (sent(engine, fragment) for engine in (alice, loop.engine, oracle))
+
+    for index in range(4):
+        step(3)
+        of_alice, of_loop, of_oracle = (sent(each, index % outer.fragments) for each in (alice, loop.engine, oracle))
         assert of_loop == of_oracle
-        alice.round_end.apply(of_loop, own_first=True)
-        loop.engine.round_end.apply(of_alice, own_first=False)
-        oracle.round_end.apply(of_alice, own_first=False)
+        step(late_steps)
+        is_first = index % 2 == 0
+        for each, received in ((alice, of_loop), (loop.engine, of_alice), (oracle, of_alice)):
+            assert each.round_end.apply(received, own_first=is_first == (each is alice)) == late_steps
+        assert loop.engine.checkpoint.counters == oracle.checkpoint.counters
         for name, tensor in loop.engine.checkpoint.tensors().items():
             assert torch.equal(tensor, oracle.checkpoint.tensors()[name]), name
         assert torch.equal(loop.weights, oracle.round_end.fast_weights())

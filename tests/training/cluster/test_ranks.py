@@ -55,7 +55,7 @@ def of_one_process(judges: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "judges"),
     [
-        *[("fsdp", 1, ""), ("fsdp", 2, "losses"), ("fsdp", 4, ""), ("replicated", 2, "")],
+        *[("fsdp", 1, ""), ("fsdp", 3, "losses"), ("replicated", 2, "")],
         *[("hsdp", 4, ""), ("both", 4, "losses")],
     ],
 )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from farandole.protocol.run.manifest import TokenizerConfig
 from farandole.training.base.errors import DataError
@@ -42,40 +43,25 @@ def test_a_tokenizer_file_is_used(tokenizer_file: tuple[Path, TokenizerConfig]) 
     assert tokenizer.decode([1, 2]) == "hello world"
 
 
-def test_another_file_than_the_runs_is_refused(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
-    path, config = tokenizer_file
-    path.write_text(path.read_text() + " ")
-
-    with pytest.raises(DataError, match=r"not the run's tokenizer: .* the person who invited you"):
-        load_tokenizer(config, path)
-
-
-def test_a_missing_package_names_the_extra(
+def test_what_is_wrong_with_a_tokenizer_file_is_said(
     tokenizer_file: tuple[Path, TokenizerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, config = tokenizer_file
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-
-    with pytest.raises(DataError, match=r"pip install '?tokenizers"):
-        load_tokenizer(config, path)
-
-
-def test_a_missing_file_is_named(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
-    path, config = tokenizer_file
-
     with pytest.raises(DataError, match="--tokenizer"):
         load_tokenizer(config)
     with pytest.raises(DataError, match="cannot read"):
         load_tokenizer(config, path.with_name("missing.json"))
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(b"\xff{}")
-
-    with pytest.raises(DataError, match=r"no tokenizer file: .* with --tokenizer"):
-        load_tokenizer(TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(b"\xff{}").hexdigest()), path)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"pip install '?tokenizers"):
+        patch.setitem(sys.modules, "tokenizers", None)
+        load_tokenizer(config, path)
+    for content, is_the_runs, words in (
+        (path.read_bytes() + b" ", False, r"not the run's tokenizer: .* the person who invited you"),
+        (b"\xff{}", True, r"no tokenizer file: .* with --tokenizer"),
+    ):
+        path.write_bytes(content)
+        wanted = replace(config, sha256=hashlib.sha256(content).hexdigest()) if is_the_runs else config
+        with pytest.raises(DataError, match=words):
+            load_tokenizer(wanted, path)
 
 
 def test_a_byte_token_is_a_byte_and_a_separator_counts_as_one() -> None:

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.checkpoints import blocks as protocol
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, HASH_BYTES
 from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 from farandole.training.base.errors import CheckpointError
@@ -334,7 +333,3 @@ def test_the_first_block_that_differs_is_named(tmp_path: Path) -> None:
     damaged[BLOCK_BYTES] = 1
     path.write_bytes(damaged)
     assert first_difference(content_of(path), good.hashes) == 1
-
-
-def test_blocks_are_those_of_the_protocol() -> None:
-    assert (BLOCK_BYTES, HASH_BYTES) == (protocol.BLOCK_BYTES, protocol.HASH_BYTES)

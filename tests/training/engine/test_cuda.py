@@ -19,7 +19,7 @@ from farandole.training.data.dataset import Sampler, Text
 from farandole.training.engine.learner import Learner
 from farandole.training.model.model import build_model
 from farandole.training.outer import codec
-from farandole.training.outer.contribution import CudaCopier, copier_for
+from farandole.training.outer.contribution import copier_for
 from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, refusal
@@ -28,6 +28,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch f
 
 
 def test_no_more_memory_is_taken_than_was_allowed() -> None:
+    with pytest.raises(RuntimeError) as there_is_none:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(there_is_none.value)
     device = choose_device("cuda")
     try:
         limit_memory(device, CONTEXT_BYTES + 512 * 2**20)
@@ -104,17 +107,6 @@ def test_a_snapshot_holds_up_nothing_and_is_of_before(make: Callable[..., Learne
         assert snapshot.save(tmp_path / "snapshot") == then
 
 
-def test_shared_memory_is_page_locked(caplog: pytest.LogCaptureFixture) -> None:
-    copier, memory = copier_for(torch.device("cuda")), mmap.mmap(-1, 1 << 20)
-    assert isinstance(copier, CudaCopier)
-
-    with caplog.at_level(logging.DEBUG):
-        copier.pin(memoryview(memory))
-
-    assert not caplog.records
-    assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
-
-
 def test_memory_that_cannot_be_page_locked_is_used_by_a_detour(caplog: pytest.LogCaptureFixture) -> None:
     copiers, memory = [copier_for(torch.device("cuda")) for _ in range(2)], mmap.mmap(-1, 1 << 20)
     host = torch.frombuffer(memory, dtype=torch.uint8)
@@ -127,28 +119,22 @@ def test_memory_that_cannot_be_page_locked_is_used_by_a_detour(caplog: pytest.Lo
     assert bool((host == 7).all())
 
 
-def test_memory_is_page_locked_as_long_as_its_copier_lives() -> None:
-    for _ in range(3):  # the system gives the same addresses again
-        copier, memory = copier_for(torch.device("cuda")), mmap.mmap(-1, 1 << 20)
-        copier.pin(memoryview(memory))
-        host = torch.frombuffer(memory, dtype=torch.uint8)
-        assert host.is_pinned()
-        copier.send(copier.to_fill(host).fill_(7), host)()
-        assert bool((host == 7).all())
-        del copier, host, memory
-
-
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_copies_arrive_by_either_way(is_pinned: bool) -> None:
-    copier, memory = copier_for(torch.device("cuda")), mmap.mmap(-1, 1 << 20)
-    if is_pinned:
-        copier.pin(memoryview(memory))
-    host = torch.frombuffer(memory, dtype=torch.uint8)
-    with copier.aside():
-        filled = copier.to_fill(host).fill_(7)
-        copier.send(filled, host)()
-        assert bool((host == 7).all())
-        assert bool((copier.fetch(host) == 7).all())
+def test_copies_arrive_by_either_way(is_pinned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory is page-locked as long as its copier lives: the system gives the same addresses again."""
+    for _ in range(3):
+        copier, memory = copier_for(torch.device("cuda")), mmap.mmap(-1, 1 << 20)
+        host = torch.frombuffer(memory, dtype=torch.uint8)
+        if is_pinned:
+            with caplog.at_level(logging.DEBUG):
+                copier.pin(memoryview(memory))
+        assert host.is_pinned() == is_pinned
+        with copier.aside():
+            copier.send(copier.to_fill(host).fill_(7), host)()
+            assert bool((host == 7).all())
+            assert bool((copier.fetch(host) == 7).all())
+        del copier, host, memory
+    assert not caplog.records
 
 
 def test_compiled_inner_steps_learn_the_same(make: Callable[..., Learner]) -> None:
@@ -169,9 +155,3 @@ def test_a_stack_is_trained_by_a_graph_of_kernels(
         train(method, stack, trials, 8)
     batches = [author[0].held_out_batch(0)]
     assert gpu.losses(batches) == pytest.approx(cpu.losses(batches), rel=5e-3)
-
-
-def test_a_gpu_without_memory_is_known_for_that() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**50, dtype=torch.uint8, device="cuda")
-    assert is_out_of_memory(caught.value)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.planning.needs import MESH_BYTES, TRAINER_BYTES, activation_bytes, needs_of
-from farandole.protocol.run.manifest import InnerConfig, InnerName, Manifest, ModelConfig, TokenizerConfig
+from farandole.protocol.run.manifest import InnerConfig, InnerName, Manifest, ModelConfig
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.training.model.model import build_model, language_loss
 
-from ..conftest import MakeReplica, kept_bytes, sent
+from ..conftest import MakeReplica, kept_bytes, manifest_of, sent
 
 
 def held_bytes() -> int:
@@ -49,9 +49,7 @@ def test_a_trainer_holds_the_vectors_that_are_counted(
     snapshot = replica.checkpoint.snapshot()
     held = held_bytes() - before
 
-    tokenizer = TokenizerConfig("tokenizers", "0" * 64)
-    outer = NoLoCoConfig(codec=codec, fragments=fragments)
-    manifest = Manifest(name="a", model=model, tokenizer=tokenizer, inner=inner, outer=outer)
+    manifest = manifest_of(model, inner=inner, outer=NoLoCoConfig(codec=codec, fragments=fragments))
     needs = needs_of(manifest)
     step = max(4 * -(-needs.num_parameters // fragments), activation_bytes(manifest, 0))
     beside = TRAINER_BYTES + MESH_BYTES + 2 * needs.contribution_bytes + step

@@ -101,10 +101,16 @@ def test_the_mask_is_kept_once_for_all_layers_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"microbatch": 1}, {"lean": True}])
+@pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"microbatch": 1}, {"lean": True}, {"compile": True}])
 def test_a_learner_learns_with_it(
-    make_replica: MakeReplica, model: ModelConfig, dtype: torch.dtype | None, settings: dict[str, Any]
+    make_replica: MakeReplica,
+    model: ModelConfig,
+    dtype: torch.dtype | None,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Compiled, too, in one graph; the backend needs no compiler."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     device = Device(torch.device("cpu"), dtype, "CPU")
     masked = make_replica(data=MASKED, device=device, settings=TrainerSettings(**settings))
     masked.totals.steps = 10  # behind the warm-up, where the rate is not near 0
@@ -128,22 +134,6 @@ def test_a_learner_learns_with_it(
     plain = make_replica(data=MASKED, device=device)
     plain.totals.steps = 10
     assert losses == pytest.approx(train(plain, 2), rel=1e-2 if is_rounded else 1e-5)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_compiled_model_has_the_mask(
-    make_replica: MakeReplica, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one graph; the backend needs no compiler."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    device = Device(torch.device("cpu"), dtype, "CPU")
-    compiled = make_replica(data=MASKED, device=device, settings=TrainerSettings(compile=True))
-    plain, without = (make_replica(data=data, device=device) for data in (MASKED, DataConfig()))
-
-    losses = [train(each, 2) for each in (compiled, plain, without)]
-
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert losses[1] != pytest.approx(losses[2], rel=1e-6)
 
 
 def test_a_prompt_is_one_document(model: ModelConfig) -> None:

@@ -4,15 +4,12 @@ import itertools
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.models import cut, layers_of, preset, stage_parameters
+from farandole.protocol.run.models import cut, layers_of, preset
 from farandole.protocol.wire.errors import ManifestError
-from farandole.training.model.model import build_model
-from farandole.training.model.stages import build_stage
 
 
 def dearest(layer: int, ends: int, stages: tuple[range, ...]) -> int:
@@ -59,23 +56,3 @@ def test_every_node_cuts_alike(model: ModelConfig) -> None:
 def test_every_release_cuts_alike(vocabulary: int, context: int, num_layers: list[int]) -> None:
     model = msgspec.structs.replace(preset("125M"), num_stages=4, vocabulary=vocabulary, context=context)
     assert [len(layers) for layers in layers_of(model)] == num_layers
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_all_stages_together_are_the_whole_model(model: ModelConfig, num_stages: int) -> None:
-    staged = msgspec.structs.replace(model, num_stages=num_stages)
-    stages = [build_stage(staged, 7, stage) for stage in range(num_stages)]
-    whole = build_model(model, 7)
-
-    parts = [name for stage in stages for name, _ in stage.named_parameters()]
-    assert sorted(parts) == sorted(name for name, _ in whole.named_parameters())
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter, whole.get_parameter(name))
-    counted = [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
-    assert counted == [stage_parameters(staged, stage) for stage in range(num_stages)]
-    tokens = torch.arange(32).view(2, 16)
-    x = stages[0].embed(tokens)
-    for stage in stages:
-        x = stage.advance(x)
-    assert torch.equal(stages[0].logits(x), whole(tokens))

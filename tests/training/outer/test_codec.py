@@ -14,6 +14,7 @@ from farandole.training.outer.codec import CODECS, MAX_FP16, MAX_MAGNITUDE, MIN_
 
 BLOCKS = {"int8": (256, 127), "int4": (64, 7)}
 codecs = pytest.mark.parametrize("name", CODECS)
+all_codecs = pytest.mark.parametrize("name", [*CODECS, "topk"])
 numbers = st.floats(-MAX_MAGNITUDE, MAX_MAGNITUDE, width=32) | st.floats(-2.0, 2.0, width=32)
 # Sizes around the block's, without drawing every element.
 tensors = st.lists(numbers, max_size=8).flatmap(
@@ -98,7 +99,7 @@ def test_zeros_and_denormals_pass(name: str, value: float, size: int) -> None:
     assert max(decoded.abs().tolist(), default=0.0) <= 2 * abs(value)
 
 
-@codecs
+@all_codecs
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_what_is_not_finite_is_not_sent(name: str, value: float) -> None:
     values = torch.ones(300)
@@ -134,7 +135,7 @@ def test_another_length_is_refused(name: str) -> None:
         encode(name, torch.ones(10), bytearray(size - 1))
 
 
-@codecs
+@all_codecs
 @given(data=st.binary(max_size=600), num_elements=st.integers(0, 300))
 def test_any_bytes_decode_to_finite_numbers_or_are_refused(name: str, data: bytes, num_elements: int) -> None:
     try:

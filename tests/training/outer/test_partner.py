@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.engine.learner import Learner
@@ -50,15 +51,24 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
     assert torch.equal(whole.round_end.slow_weights(), parts.round_end.slow_weights())
 
 
+@pytest.fixture(scope="module")
+def arriving(make_replica: MakeReplica) -> tuple[dict[bool, bytearray], Tensor]:
+    """Bob's contribution and another partner's; and Alice's slow weights after an exchange with Bob."""
+    of = {is_bobs: sent(trained(make_replica, author)) for is_bobs, author in ((True, BOB), (False, b"c" * 32))}
+    alice = trained(make_replica, ALICE)
+    sent(alice)
+    alice.round_end.apply(of[True], Encounter(b"", 1, 1))
+    return of, alice.round_end.slow_weights()
+
+
 @given(arrivals=st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=6))
 def test_another_contribution_in_the_same_place_is_taken_in_anew(
-    make_replica: MakeReplica, arrivals: list[tuple[bool, int]]
+    make_replica: MakeReplica, arriving: tuple[dict[bool, bytearray], Tensor], arrivals: list[tuple[bool, int]]
 ) -> None:
     """Now this one's, now that one's first bytes arrive, each from the first byte on; at last Bob's count."""
-    of = {True: sent(trained(make_replica, BOB)), False: sent(trained(make_replica, b"c" * 32))}
-    node, twin = (trained(make_replica, ALICE) for _ in range(2))
+    of, expected = arriving
+    node = trained(make_replica, ALICE)
     sent(node)
-    sent(twin)
     incoming = bytearray(len(of[True]))
 
     for whose, available in arrivals:
@@ -68,9 +78,8 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
     node.round_end.take_in(incoming, 0)
     incoming[:] = of[True]
     node.round_end.apply(incoming, Encounter(b"", 1, 1))
-    twin.round_end.apply(of[True], Encounter(b"", 1, 1))
 
-    assert torch.equal(node.round_end.slow_weights(), twin.round_end.slow_weights())
+    assert torch.equal(node.round_end.slow_weights(), expected)
 
 
 def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:

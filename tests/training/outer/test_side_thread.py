@@ -18,19 +18,6 @@ def side_thread() -> Iterator[SideThread]:
     side_thread.end()
 
 
-def test_the_other_thread_makes_the_calls_while_it_waits(side_thread: SideThread) -> None:
-    made_by: list[int] = []
-
-    def work() -> None:
-        made_by.append(side_thread.call(threading.get_ident))
-        made_by.append(side_thread.call(threading.get_ident))
-
-    side_thread.do(work, is_aside=True)
-    side_thread.settle()
-    assert made_by == [threading.get_ident()] * 2
-    assert not side_thread.is_busy
-
-
 def test_nothing_is_called_before_the_other_thread_looks(side_thread: SideThread) -> None:
     calls: list[str] = []
     has_begun = threading.Event()
