@@ -167,9 +167,7 @@ async def open_mesh(
             first_ports=ports,
             announce=settings.announce,
         ) as host,
-        open_connectivity(
-            host, daemon.key, runs[0], shaping, peers, limits, port_lease=settings.port_lease
-        ) as connectivity,
+        open_connectivity(host, runs[0], shaping, peers, limits, port_lease=settings.port_lease) as connectivity,
         open_mdns(host, runs, is_on=settings.mdns),
     ):
         await keep_ports(daemon.store, ports, host.ports, daemon.journal.warn)

@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable
 
 import trio
-from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.exchange.pipe import Transfer
@@ -38,12 +37,10 @@ from farandole.protocol.wire.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
 from ..base.bandwidth import Shaping, limit_unsent
 from ..base.system.sockets import prefer_congestion_control
+from ..mesh.links import Ciphers
 
 # The first record of each end proves that it has the keys. The answerer's also says that it is ready for calls.
 _READY = b"ready"
-
-Ciphers = tuple[CipherContext | None, CipherContext | None]
-"""What hides the headers of sent records, and what reveals those of received ones, in a private run."""
 
 
 class ChannelError(FarandoleError):

@@ -16,11 +16,10 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from farandole.protocol.exchange.bulk import (
     GREETING_BYTES,
@@ -36,7 +35,6 @@ from farandole.protocol.exchange.bulk import (
     is_greeting,
 )
 from farandole.protocol.mesh.dialling import MIN_PORT, Address
-from farandole.protocol.run.invite import NONCE_BYTES, cipher_of
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
@@ -47,8 +45,9 @@ from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream, receive_frame
-from ..base.system.sockets import prefer_congestion_control, share_port
+from ..mesh.addresses import direct_ips
 from ..mesh.host import Host
+from ..mesh.links import Socket, connect_from, listen_at
 from ..mesh.reach.connectivity import Connectivity
 from .channel import BulkChannel, ChannelError
 
@@ -82,44 +81,6 @@ PUNCH_AFTER = 0.3
 _CHOSEN = b"\x01"
 
 
-class Candidate:
-    """A TCP connection of a negotiation. In a private run a nonce begins each direction, and hides what follows."""
-
-    def __init__(self, connection: trio.socket.SocketType, network_key: bytes) -> None:
-        """``network_key``: of a private run; empty: the bytes are sent as they are."""
-        self.connection = connection
-        self.is_chosen = False
-        self.hiding: CipherContext | None = None
-        self.revealing: CipherContext | None = None
-        self._network_key = network_key
-
-    async def send_all(self, data: bytes) -> None:
-        """Send a few bytes, which a fresh connection takes at once."""
-        nonce = b""
-        if self._network_key and self.hiding is None:
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            self.hiding = cipher_of(self._network_key, nonce)
-        data = nonce + (data if self.hiding is None else self.hiding.update(data))
-        if await self.connection.send(data) != len(data):
-            raise OSError("the connection takes nothing")
-
-    async def receive(self, size: int) -> bytes:
-        """Return exactly this number of bytes; raise `OSError` if the connection ends before."""
-        if self._network_key and self.revealing is None:
-            self.revealing = cipher_of(self._network_key, await self._receive_exactly(NONCE_BYTES))
-        received = await self._receive_exactly(size)
-        return received if self.revealing is None else self.revealing.update(received)
-
-    async def _receive_exactly(self, size: int) -> bytes:
-        received = b""
-        while len(received) < size:
-            piece = await self.connection.recv(size - len(received))
-            if not piece:
-                raise OSError("the connection ended before its greeting")
-            received += piece
-        return received
-
-
 class Race:
     """The connections of one negotiation, of which the answerer chooses one."""
 
@@ -135,22 +96,22 @@ class Race:
         self.is_on = trio.Event()
         """Set once the other end's proposal is here."""
         self.is_over = trio.Event()
-        self.chosen: Candidate | None = None
+        self.chosen: Socket | None = None
         """Whoever takes it from here owns it."""
         self._choosing = trio.Lock()
 
-    async def settle(self, candidate: Candidate) -> None:
+    async def settle(self, link: Socket) -> None:
         """End the race with this connection, on which both have greeted, unless it is over.
 
         The answerer chooses the first connection that takes the message, for which the asker waits on each.
         """
         async with self._choosing if not self.is_asker else contextlib.nullcontext():
-            if self.is_asker and await candidate.receive(len(_CHOSEN)) != _CHOSEN:
+            if self.is_asker and await link.read(len(_CHOSEN)) != _CHOSEN:
                 return
             if not self.is_asker and not self.is_over.is_set():
-                await candidate.send_all(_CHOSEN)
+                await link.write(_CHOSEN)
             if not self.is_over.is_set():
-                self.chosen, candidate.is_chosen = candidate, True
+                self.chosen = link
                 self.is_over.set()
 
 
@@ -194,7 +155,7 @@ class BulkService:
     async def acquire(self, peer: bytes) -> BulkChannel | None:
         """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
 
-        The caller gives the channel back with `release` or `discard`.
+        The caller gives the channel back with `release`, or closes it.
         """
         for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
             if (fit := self.take(peer, kept.session)) is not None:
@@ -224,7 +185,7 @@ class BulkService:
 
     def _path(self, peer: bytes) -> list[str]:
         """Return what a channel depends on: the addresses here, and at the other ends of the peer's connections."""
-        own = (*self._host.own.observed_ips, *announced_ips(self._host))
+        own = (*self._host.own.observed_ips, *direct_ips(self._host.addresses))
         return [*sorted(own), "", *sorted(self._host.connections.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
@@ -247,10 +208,6 @@ class BulkService:
         self._idle[channel.session] = channel
         if len(self._idle) > MAX_IDLE:
             self._idle.popitem(last=False)[1].close()
-
-    def discard(self, channel: BulkChannel) -> None:
-        """Close a channel on which something went wrong."""
-        channel.close()
 
     # Negotiations
 
@@ -316,7 +273,7 @@ class BulkService:
         """
         own = self._host.own
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
-        ips = dict.fromkeys((*own.observed_ips, *announced_ips(self._host)))
+        ips = dict.fromkeys((*own.observed_ips, *direct_ips(self._host.addresses)))
         mapped = [own.mapped[port] for port in ports.values() if port in own.mapped]
         known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
         addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
@@ -327,7 +284,7 @@ class BulkService:
             del self._races[session]
             race.is_over.set()  # nobody is chosen from now on
             if race.chosen is not None:
-                race.chosen.connection.close()
+                race.chosen.abort()
 
     async def _run_race(self, race: Race, stream: Stream, theirs: Proposal) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
@@ -344,7 +301,7 @@ class BulkService:
         race.is_on.set()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(end_with_stream)
-            in_use = _direct_ips(self._host.connections.remote_addresses(race.peer))
+            in_use = direct_ips(self._host.connections.remote_addresses(race.peer))
             for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
                 nursery.start_soon(self._dial, race, address, True)
@@ -353,7 +310,7 @@ class BulkService:
         chosen, race.chosen = race.chosen, None
         if chosen is None:
             raise ChannelError("the peer gave up")
-        plain, ciphers = socket.socket(fileno=chosen.connection.detach()), (chosen.hiding, chosen.revealing)
+        plain, ciphers = chosen.detach()
         channel = BulkChannel(race.peer, race.session, plain, channel_secrets, self._shaping, ciphers)
         await channel.open(race.is_asker)
         self._backoff.note_success(race.peer)
@@ -363,50 +320,59 @@ class BulkService:
 
     async def _dial(self, race: Race, address: Address, is_punch: bool) -> None:
         """Dial once; from the listener's port if ``is_punch``."""
-        family = _family(address[0])
-        candidate = Candidate(trio.socket.socket(family, socket.SOCK_STREAM), self._network_key)
-        connection = candidate.connection
+        link: Socket | None = None
         try:
             if is_punch:
                 await trio.sleep(PUNCH_AFTER)
-                listener = self._listeners.get(family)
+                listener = self._listeners.get(_family(address[0]))
                 if listener is None:
                     return
-                share_port(connection)
-                await connection.bind(listener.getsockname())
-                prefer_congestion_control(connection, "cubic")  # as `links.connect_from`
-            await connection.connect(address)
-            await candidate.send_all(greeting(race.session, race.their_token))
-            if is_greeting(await candidate.receive(GREETING_BYTES), race.session, race.proposal.token):
-                await race.settle(candidate)
-        except OSError as error:
+                link = Socket(await connect_from(listener.getsockname(), address))
+            else:
+                link = Socket(await trio.open_tcp_stream(*address))
+            await self._greet(link, race)
+            if is_greeting(await self._hear(link), race.session, race.proposal.token):
+                await race.settle(link)
+        except (OSError, trio.BrokenResourceError) as error:
             logger.debug("no bulk connection to %s: %s", address, error)
         finally:
-            if not candidate.is_chosen:
-                connection.close()
+            if link is not None and race.chosen is not link:
+                link.abort()
 
-    async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
+    async def _admit(self, link: Socket, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
-        candidate, race = Candidate(connection, self._network_key), None
+        race: Race | None = None
         self._unproven[address] += 1
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(trio.BrokenResourceError):
                 try:
                     with trio.move_on_after(GREETING_TIMEOUT):
-                        received = await candidate.receive(GREETING_BYTES)
+                        received = await self._hear(link)
                         named = self._races.get(received[:SESSION_BYTES])
                         if named is not None and is_greeting(received, named.session, named.proposal.token):
                             await named.is_on.wait()
-                            await candidate.send_all(greeting(named.session, named.their_token))
+                            await self._greet(link, named)
                             race = named
                 finally:
                     self._unproven -= Counter((address,))
                 if race is not None:
                     with trio.move_on_after(OPEN_TIMEOUT):
-                        await race.settle(candidate)
+                        await race.settle(link)
         finally:
-            if not candidate.is_chosen:
-                connection.close()
+            if race is None or race.chosen is not link:
+                link.abort()
+
+    async def _greet(self, link: Socket, race: Race) -> None:
+        """Send the greeting. In a private run a nonce begins each direction, and hides what follows."""
+        if self._network_key:
+            await link.hide(self._network_key)
+        await link.write(greeting(race.session, race.their_token))
+
+    async def _hear(self, link: Socket) -> bytes:
+        """Return the greeting of the other end."""
+        if self._network_key:
+            await link.reveal(self._network_key)
+        return await link.read(GREETING_BYTES)
 
     async def listen(self, listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
         """Accept a bounded number of connections at a time, and none while nothing is negotiated."""
@@ -421,7 +387,7 @@ class BulkService:
             if is_full or not self._races:
                 connection.close()
             else:
-                nursery.start_soon(self._admit, connection, address)
+                nursery.start_soon(self._admit, Socket(trio.SocketStream(connection)), address)
 
     async def close_idle(self) -> None:
         """Close kept channels when they expire, and at once if the peer has closed them."""
@@ -479,36 +445,18 @@ def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.So
         own = [ip for ip in ips if _family(ip) is family]
         if not own:
             continue
-        listener = socket.socket(family, socket.SOCK_STREAM)  # not trio's, whose bind may be cancelled
+        ip = own[0] if len(own) == 1 else wildcard
         try:
-            share_port(listener)
-            if family is socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            ip = own[0] if len(own) == 1 else wildcard
             try:
-                listener.bind((ip, port))
+                listener = listen_at(ip, port)
             except OSError:
-                if not port:
-                    raise
-                listener.bind((ip, 0))
-            listener.listen(MAX_UNPROVEN)
-            port = listener.getsockname()[1]
+                listener = listen_at(ip, 0)
         except OSError as error:
             logger.warning("bulk channels cannot be opened from outside over %s: %s", family.name, error)
-            listener.close()
         else:
+            port = listener.getsockname()[1]
             listeners[family] = trio.socket.from_stdlib_socket(listener)
     return listeners
-
-
-def announced_ips(host: Host) -> list[str]:
-    """Return the IP addresses that the host announces, without names and relays."""
-    return _direct_ips(host.addresses)
-
-
-def _direct_ips(addresses: Iterable[str]) -> list[str]:
-    direct = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
-    return list(dict.fromkeys(parts[2] for parts in direct if parts[1] in ("ip4", "ip6")))
 
 
 def _family(ip: str) -> socket.AddressFamily:

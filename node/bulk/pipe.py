@@ -261,7 +261,7 @@ class BulkPipe:
         channel, self.channel = self.channel, None
         if channel is not None and self._channels is not None:
             is_idle = not self.pipe.incoming.is_open and not self.pipe.outgoing.is_open and not self._is_sending
-            (self._channels.release if is_clean and is_idle else self._channels.discard)(channel)
+            (self._channels.release(channel) if is_clean and is_idle else channel.close())
 
     @property
     def progress(self) -> int:

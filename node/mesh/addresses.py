@@ -63,6 +63,12 @@ def hosts_of(addresses: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(address.split("/")[2] for address in addresses if address.count("/") > 1))
 
 
+def direct_ips(addresses: Iterable[str]) -> list[str]:
+    """Return the IP addresses in multiaddrs, each once, without those of relays."""
+    direct = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
+    return list(dict.fromkeys(parts[2] for parts in direct if len(parts) > 2 and parts[1] in ("ip4", "ip6")))
+
+
 def multiaddr_of(ip: str, port: int) -> str:
     """Return an IP address and a TCP port as a multiaddr."""
     return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"

@@ -25,8 +25,6 @@ from .yamux import CLOSE_TIMEOUT, Libp2pStream, MuxedConn, UnreadBudget
 logger = logging.getLogger(__name__)
 
 IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"
-PUSH_PROTOCOL: Final = "/ipfs/id/push/1.0.0"
-PING_PROTOCOL: Final = "/ipfs/ping/1.0.0"
 # Connections in all: a node keeps a dozen and dials partners in addition. With unfinished handshakes and bulk channels
 # they fit into the 1,024 descriptors that a process has by default.
 MAX_CONNECTIONS = 512

@@ -44,16 +44,14 @@ from farandole.protocol.wire.messagepack import PRINTABLE, MessageDecoder, encod
 
 from ..base.errors import NotAdmittedError, PeerUnreachableError
 from ..base.streams import expecting_answer, receive_frame
-from .connections import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, Connection, ConnectionPool, ProtocolHandlers
+from .connections import IDENTIFY_PROTOCOL, Connection, ConnectionPool, ProtocolHandlers
 from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
 ADMISSION_PROTOCOL: Final = "/farandole/admission/2"
 # Served to any peer: they reveal nothing about a run. The peer at the end of a relay's circuit passes the gate itself.
-PUBLIC_PROTOCOLS: Final = frozenset(
-    (ADMISSION_PROTOCOL, IDENTIFY_PROTOCOL, PUSH_PROTOCOL, PING_PROTOCOL, STOP_PROTOCOL)
-)
+PUBLIC_PROTOCOLS: Final = frozenset((ADMISSION_PROTOCOL, IDENTIFY_PROTOCOL, STOP_PROTOCOL))
 # Requested from peers that need not be members: relays, and peers that dial back.
 HELPERS_PROTOCOLS: Final = frozenset((HOP_PROTOCOL, DIALBACK_PROTOCOL))
 INTRODUCTION_TIMEOUT: Final = 10.0

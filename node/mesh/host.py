@@ -31,15 +31,15 @@ from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.project import VERSION
-from ..base.system.sockets import NO_IPV6, listen_alone, share_port
+from ..base.system.sockets import NO_IPV6
 from .addresses import OwnAddresses, multiaddr_of
 from .admission import Site, site_of
-from .connections import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL, ConnectionPool, ProtocolHandlers
+from .connections import IDENTIFY_PROTOCOL, ConnectionPool, ProtocolHandlers
 from .dht import Dht
 from .dialler import Dialler
 from .gate import Gate
 from .libp2p_parts import Identify, encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
-from .links import Socket
+from .links import Socket, listen_at
 from .relay_client import RelayClient
 from .upgrading import Upgrader
 from .yamux import CLOSE_TIMEOUT, Libp2pStream
@@ -56,23 +56,17 @@ MAX_HANDSHAKES_PER_ADDRESS: Final = 64
 MAX_HANDSHAKES: Final = 256
 # After an accept that failed because descriptors ran out.
 ACCEPT_PAUSE = 0.5
-# Connections that the kernel queues between two accepts; it caps this by net.core.somaxconn itself.
-LISTEN_BACKLOG = 1024
 PROTOCOL_VERSION: Final = "farandole/1.0.0"
 AGENT_VERSION: Final = f"farandole/{VERSION}"
-# As many bytes of identify as go-libp2p takes; of ping 4,096 on one stream.
+# As many bytes of identify as go-libp2p takes.
 MAX_IDENTIFY_BYTES: Final = 8 * 1024
-MAX_PING_BYTES: Final = 128 * 1024
-PING_BYTES: Final = 32
 IDENTIFY_TIMEOUT: Final = 10.0
-# A peer that pings leaves its stream open, and pings again after some seconds.
-PING_PAUSE: Final = 60.0
 
 
 class IdentifyService:
-    """Reports who this node is, asks peers what they run and where they can be dialled, and answers pings.
+    """Reports who this node is, and asks peers what they run and where they can be dialled.
 
-    See github.com/libp2p/specs, identify and ping: the first questions of libp2p nodes.
+    See github.com/libp2p/specs, identify: the first question of libp2p nodes.
     """
 
     def __init__(self, dialler: Dialler, handlers: ProtocolHandlers) -> None:
@@ -81,17 +75,22 @@ class IdentifyService:
         self.software: dict[bytes, Software] = {}
         """What each connected peer runs, as it has said."""
         handlers.set(IDENTIFY_PROTOCOL, self._serve, MAX_IDENTIFY_BYTES)
-        handlers.set(PUSH_PROTOCOL, self._take, MAX_IDENTIFY_BYTES)
-        handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
 
     async def ask(self, peer: bytes) -> None:
         """Ask a connected peer what it runs and where it can be dialled, and remember that. Raises nothing."""
         try:
             with trio.fail_after(IDENTIFY_TIMEOUT):
                 stream = await self._dialler.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)
-                await self._take(stream)
+                try:
+                    message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
+                finally:
+                    await stream.aclose()
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             logger.debug("a peer does not identify itself: %r", error)
+            return
+        if self._dialler.connections.of(peer):
+            self.software[peer] = software_of(message.agent_version, message.protocols)
+        self._dialler.add_hearsay(peer, multiaddr_texts(message.listen_addrs))
 
     async def _serve(self, stream: Libp2pStream) -> None:
         public_key = peer_id_bytes(self._dialler.author)[2:]  # the id has it in it, behind the multihash's header
@@ -107,28 +106,6 @@ class IdentifyService:
         )
         with trio.fail_after(IDENTIFY_TIMEOUT):
             await stream.send_all(encode_delimited(message))
-
-    async def _take(self, stream: Libp2pStream) -> None:
-        try:
-            with trio.fail_after(IDENTIFY_TIMEOUT):
-                message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
-        finally:
-            await stream.aclose()
-        if self._dialler.connections.of(stream.peer):
-            self.software[stream.peer] = software_of(message.agent_version, message.protocols)
-        self._dialler.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs))
-
-
-async def _answer_pings(stream: Libp2pStream) -> None:
-    data = b""
-    while True:
-        with trio.fail_after(PING_PAUSE):
-            if not (piece := await stream.receive_some(PING_BYTES - len(data))):
-                return
-            data += piece
-            if len(data) == PING_BYTES:
-                await stream.send_all(data)
-                data = b""
 
 
 class Acceptor:
@@ -163,18 +140,7 @@ class Acceptor:
 
     async def listen(self, host: str, port: int) -> int:
         """Accept connections at an address of this machine and return the port; raise `OSError` if it is taken."""
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            listen_alone(listening)
-            if listening.family is socket.AF_INET6:
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listening.bind((host, port))
-            share_port(listening)  # once it is bound, so that no second listener can take the same port
-            listening.listen(LISTEN_BACKLOG)
-            listening.setblocking(False)
-        except BaseException:  # nothing else owns the socket yet
-            listening.close()
-            raise
+        listening = listen_at(host, port)
         own, own_port = listening.getsockname()[:2]
         self._own.listening.append((str(own), int(own_port)))
         self._listening.append((listening, trio.CancelScope()))

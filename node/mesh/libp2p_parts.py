@@ -53,55 +53,31 @@ def _packages_not_run() -> Iterator[None]:
 
 
 with _packages_not_run():
-    from libp2p.abc import IRawConnection, ISecureConn
-    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.abc import IRawConnection as IRawConnection
+    from libp2p.abc import ISecureConn as ISecureConn
+    from libp2p.crypto.ed25519 import create_new_key_pair as create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
-    from libp2p.identity.identify.pb.identify_pb2 import Identify
+    from libp2p.identity.identify.pb.identify_pb2 import Identify as Identify
     from libp2p.kad_dht.pb.kademlia_pb2 import Message as DhtMessage
-    from libp2p.peer.envelope import Envelope, make_unsigned
-    from libp2p.peer.id import ID
-    from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, StopMessage, Voucher
+    from libp2p.peer.id import ID as ID
+    from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage as HopMessage
+    from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerId
+    from libp2p.relay.circuit_v2.pb.circuit_pb2 import Reservation as Reservation
     from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status as RelayStatus
-    from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
-    from libp2p.relay.circuit_v2.resources import RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE
-    from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
-    from libp2p.security.noise.io import NoiseTransportReadWriter
+    from libp2p.relay.circuit_v2.pb.circuit_pb2 import StopMessage as StopMessage
+    from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch as HolePunch
+    from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey as PeerIDMismatchesPubkey
+    from libp2p.security.noise.io import NoiseTransportReadWriter as NoiseTransportReadWriter
     from libp2p.security.noise.transport import Transport as Noise
-    from libp2p.security.secure_session import SecureSession
-    from libp2p.utils.varint import encode_delim, encode_varint_prefixed
+    from libp2p.security.secure_session import SecureSession as SecureSession
+    from libp2p.utils.varint import encode_delim as encode_delim
+    from libp2p.utils.varint import encode_varint_prefixed as encode_varint_prefixed
 
 # The library logs every fault of every peer, at any level; the important ones are logged in this package.
 if "LIBP2P_DEBUG" not in os.environ:
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
-__all__ = [
-    "ID",
-    "RELAY_RSVP_DOMAIN",
-    "VOUCHER_PAYLOAD_TYPE",
-    "DhtMessage",
-    "Envelope",
-    "HolePunch",
-    "HopMessage",
-    "IRawConnection",
-    "ISecureConn",
-    "Identify",
-    "Limit",
-    "Noise",
-    "NoiseTransportReadWriter",
-    "PeerIDMismatchesPubkey",
-    "PeerId",
-    "RelayStatus",
-    "Reservation",
-    "SecureSession",
-    "StopMessage",
-    "Voucher",
-    "create_new_key_pair",
-    "create_new_x25519_key_pair",
-    "encode_delim",
-    "encode_varint_prefixed",
-    "make_unsigned",
-]
-
+__all__ = ["DhtMessage", "Noise", "RelayStatus", "create_new_x25519_key_pair"]  # what has another name here
 
 # Protobuf messages on a stream, each prefixed with its length as a varint, as in libp2p's protocols.
 

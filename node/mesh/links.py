@@ -24,7 +24,7 @@ from farandole.protocol.run.invite import NONCE_BYTES, cipher_of
 from farandole.protocol.wire.errors import RemoteProtocolError
 
 from ..base.streams import read_delimited
-from ..base.system.sockets import leave_nothing, prefer_congestion_control, share_port
+from ..base.system.sockets import leave_nothing, listen_alone, prefer_congestion_control, share_port
 from .addresses import multiaddr_of
 from .admission import Site, Turns, site_of
 from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession, encode_delim
@@ -32,6 +32,8 @@ from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession, 
 # Everything read from a connection until it is authenticated and multiplexed. Noise XX and the negotiation take about
 # 600 bytes; one Noise message is at most 65,537.
 MAX_HANDSHAKE_BYTES: Final = 64 * 1024
+# Connections that the kernel queues between two accepts; it caps this by net.core.somaxconn itself.
+LISTEN_BACKLOG = 1024
 # One read: nearly two Noise messages. Its buffer is allocated before it is known how much has arrived. From 128 KiB on
 # (`base.system.tuning.MMAP_THRESHOLD`) each buffer is a new mapping, and a small read takes three times as long.
 READ_BYTES: Final = 120 * 1024
@@ -46,6 +48,10 @@ NEGOTIATION_TIMEOUT: Final = 8.0
 NOT_AVAILABLE: Final = "na"
 # A peer that has dialled proposes its first protocol within a round trip of the greetings.
 ROLE_PAUSE: Final = 0.7
+
+
+Ciphers = tuple[CipherContext | None, CipherContext | None]
+"""What hides the bytes that are sent, and what reveals those that come, in a private run."""
 
 
 class RawLink(ABC):
@@ -75,13 +81,22 @@ class RawLink(ABC):
 
         Raises `trio.BrokenResourceError` if the peer returns this end's nonce: it would reflect what it cannot read.
         """
-        own = os.urandom(NONCE_BYTES)
-        await self.write(own)
-        theirs = await self.read(NONCE_BYTES)
-        if theirs == own:
+        if await self.hide(network_key) == await self.reveal(network_key):
             raise trio.BrokenResourceError("the peer reflects what it gets")
-        self._encryptor, self._decryptor = cipher_of(network_key, own), cipher_of(network_key, theirs)
+
+    async def hide(self, network_key: bytes) -> bytes:
+        """Send a nonce, and encrypt what follows; return the nonce."""
+        nonce = os.urandom(NONCE_BYTES)
+        await self.write(nonce)
+        self._encryptor = cipher_of(network_key, nonce)
+        return nonce
+
+    async def reveal(self, network_key: bytes) -> bytes:
+        """Receive the other end's nonce, and decrypt what follows; return the nonce."""
+        nonce = await self.read(NONCE_BYTES)
+        self._decryptor = cipher_of(network_key, nonce)
         self._buffer, self._num_taken = self._decryptor.update(self._buffer[self._num_taken :]), 0
+        return nonce
 
     async def read(self, n: int | None = None) -> bytes:
         """Return exactly n bytes, or what comes next; raise `trio.BrokenResourceError` if the connection ends before.
@@ -199,9 +214,30 @@ class Socket(RawLink):
         """See `farandole.node.base.system.sockets.leave_nothing`."""
         leave_nothing(self._stream)
 
+    def detach(self) -> tuple[socket.socket, Ciphers]:
+        """Return the socket, which is the caller's from now on, and the ciphers; all that has come was read."""
+        return socket.socket(fileno=self._stream.socket.detach()), (self._encryptor, self._decryptor)
+
     def abort(self) -> None:
         """See `RawLink`."""
         self._stream.socket.close()
+
+
+def listen_at(ip: str, port: int) -> socket.socket:
+    """Return a listening socket, from whose port connections may be dialled; raise `OSError` if it is taken."""
+    listening = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    try:
+        listen_alone(listening)
+        if listening.family is socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind((ip, port))
+        share_port(listening)  # once it is bound, so that no second listener can take the same port
+        listening.listen(LISTEN_BACKLOG)
+        listening.setblocking(False)
+    except BaseException:  # nothing else owns the socket yet
+        listening.close()
+        raise
+    return listening
 
 
 async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.mesh.kademlia import relay_key
@@ -23,7 +22,7 @@ from ...base.backoff import Backoff, pauses
 from ...base.bandwidth import Shaping
 from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
-from ..addresses import multiaddr_of
+from ..addresses import direct_ips, multiaddr_of
 from ..host import Host
 from .dialback import tell_time
 from .punching import Puncher
@@ -145,7 +144,7 @@ class RelayKeeper:
         def is_far(peer: bytes) -> bool:
             """Return whether others on the internet could dial the peer, judging by our own connections to it."""
             addresses = (*self._host.connections.remote_addresses(peer), *self._host.dialler.known.of(peer))
-            return any(is_global(parts[2]) for parts in (a.split("/") for a in addresses) if len(parts) > 2)
+            return any(map(is_global, direct_ips(addresses)))
 
         asked = sorted(peers, key=is_far, reverse=True)
         while asked and self._are_missing:
@@ -222,7 +221,6 @@ class Connectivity:
 @asynccontextmanager
 async def open_connectivity(
     host: Host,
-    key: Ed25519PrivateKey,
     run_id: bytes,
     shaping: Shaping,
     known: Collection[bytes] = (),
@@ -238,7 +236,7 @@ async def open_connectivity(
     home's router is asked to forward this node's port; None: it is not asked.
     """
     reached = reachability or Reachability()
-    connectivity = Connectivity(host, reached, RelayServer(host, key, shaping, limits))
+    connectivity = Connectivity(host, reached, RelayServer(host, shaping, limits))
     tell_time(host)
     async with open_service_nursery() as nursery:
         has_tried = trio.Event()

@@ -15,6 +15,7 @@ import trio
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, Witness, classify, is_global
 
 from ...base.errors import PeerUnreachableError
+from ..addresses import direct_ips
 from ..host import Host
 from .dialback import Dialback
 
@@ -165,8 +166,7 @@ class Examiner:
         ]
 
     def _ip_of(self, peer: bytes) -> str:
-        addresses = [address.split("/") for address in self._host.connections.remote_addresses(peer)]
-        return next((parts[2] for parts in addresses if parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts), "")
+        return next(iter(direct_ips(self._host.connections.remote_addresses(peer))), "")
 
     async def _gather(
         self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]], *, may_doubt: bool = False

@@ -12,7 +12,6 @@ import logging
 import time
 
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -26,19 +25,12 @@ from ..admission import site_of
 from ..dialler import agree
 from ..host import Host
 from ..libp2p_parts import (
-    RELAY_RSVP_DOMAIN,
-    VOUCHER_PAYLOAD_TYPE,
-    Envelope,
     HopMessage,
-    Limit,
     PeerId,
     RelayStatus,
     Reservation,
     StopMessage,
-    Voucher,
-    create_new_key_pair,
     encode_delimited,
-    make_unsigned,
     multiaddr_bytes,
     receive_message,
 )
@@ -60,11 +52,8 @@ STALL_TIMEOUT = 30.0
 class RelayServer:
     """The relay of one host."""
 
-    def __init__(
-        self, host: Host, key: Ed25519PrivateKey, shaping: Shaping | None = None, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, host: Host, shaping: Shaping | None = None, limits: Limits | None = None) -> None:
         self._host = host
-        self._pair = create_new_key_pair(key.private_bytes_raw())
         self._limits = limits or Limits()
         self.table = RelayTable(self._limits)
         shaping = shaping or Shaping()
@@ -103,24 +92,10 @@ class RelayServer:
         else:
             await self._connect(stream, peer)
 
-    async def _answer(
-        self, stream: Libp2pStream, status: Status, reservation: Reservation | None = None, limit: Limit | None = None
-    ) -> None:
-        answer = HopMessage(
-            type=HopMessage.STATUS,
-            status=RelayStatus.ValueType(status),
-            reservation=reservation,
-            limit=limit,
-        )
+    async def _answer(self, stream: Libp2pStream, status: Status, reservation: Reservation | None = None) -> None:
+        answer = HopMessage(type=HopMessage.STATUS, status=RelayStatus.ValueType(status), reservation=reservation)
         with trio.fail_after(REQUEST_TIMEOUT):
             await stream.send_all(encode_delimited(answer))
-
-    def _limits_of(self, *ends: bytes) -> Limits:
-        """Return the limits of a circuit between these peers; in no run, or not yet, a node treats all alike."""
-        members = self._host.relays.members
-        if members is None or not members.isdisjoint(ends):
-            return self._limits
-        return self._limits.for_strangers
 
     # Reservations
 
@@ -131,14 +106,8 @@ class RelayServer:
         if status is Status.OK:
             expires_at = int(time.time()) + self._limits.reservation_seconds
             own = [address for address in self._host.addresses if "/p2p-circuit" not in address][:MAX_ADDRESSES]
-            # The voucher is an envelope (libp2p RFC 0002), from which others can see that the peer has a reservation.
-            relay, peer = peer_id_bytes(self._host.author), peer_id_bytes(stream.peer)
-            raw = Voucher(relay=relay, peer=peer, expiration=expires_at).SerializeToString()
-            signature = self._pair.private_key.sign(make_unsigned(RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE, raw))
-            voucher = Envelope(self._pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
-            reservation = Reservation(expire=expires_at, addrs=multiaddr_bytes(own), voucher=voucher)
-        limit = None if reservation is None else _limit_of(self._limits_of(stream.peer))
-        await self._answer(stream, status, reservation, limit)
+            reservation = Reservation(expire=expires_at, addrs=multiaddr_bytes(own))
+        await self._answer(stream, status, reservation)
 
     # Circuits
 
@@ -147,13 +116,15 @@ class RelayServer:
         if status is not Status.OK:
             await self._answer(source, status)
             return
-        limits = self._limits_of(source.peer, peer)
+        members, limits = self._host.relays.members, self._limits
+        if members is not None and members.isdisjoint((source.peer, peer)):  # in no run, or not yet, all are alike
+            limits = limits.for_strangers
         try:
-            target = await self._call(peer, source.peer, _limit_of(limits))
+            target = await self._call(peer, source.peer)
             try:
                 for stream in (source, target):
                     stream.state.max_window = WINDOW_BYTES
-                await self._answer(source, Status.OK, limit=_limit_of(limits))
+                await self._answer(source, Status.OK)
                 await self._relay(source, target, limits)
             finally:
                 target.reset()
@@ -163,7 +134,7 @@ class RelayServer:
         finally:
             self.table.close_circuit(source.peer, peer)
 
-    async def _call(self, peer: bytes, source: bytes, limit: Limit) -> Libp2pStream:
+    async def _call(self, peer: bytes, source: bytes) -> Libp2pStream:
         """Open a stream to a peer with a reservation that accepts the circuit, or raise `PeerUnreachableError`."""
         if not self._host.connections.is_direct(peer):
             raise PeerUnreachableError("it has gone")
@@ -171,7 +142,7 @@ class RelayServer:
         if stream.is_relayed:
             stream.reset()
             raise PeerUnreachableError("it has gone")
-        request = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(source)), limit=limit)
+        request = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(source)))
         with expecting_answer(peer, STOP_TIMEOUT):
             await agree(stream, request)
         return stream
@@ -209,7 +180,3 @@ class RelayServer:
             return
         first.reset()
         second.reset()
-
-
-def _limit_of(limits: Limits) -> Limit:
-    return Limit(data=limits.circuit_bytes, duration=limits.circuit_seconds)

@@ -28,7 +28,7 @@ from trio.testing import wait_all_tasks_blocked
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import upgrading
-from farandole.node.mesh.connections import IDENTIFY_PROTOCOL, MAX_CONNECTIONS_PER_PEER, PING_PROTOCOL
+from farandole.node.mesh.connections import IDENTIFY_PROTOCOL, MAX_CONNECTIONS_PER_PEER
 from farandole.node.mesh.host import MAX_IDENTIFY_BYTES
 from farandole.node.mesh.libp2p_parts import receive_message
 from farandole.node.mesh.links import Negotiation, Socket
@@ -41,7 +41,6 @@ from ...patience import PATIENCE
 from ..hosts import ECHO, assert_answers, assert_echo, connected_pair, echo, host_at_loopback, port_of
 
 MULTISTREAM = "/multistream/1.0.0"
-SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", KAD_PROTOCOL]
 
 
 def message(text: str) -> bytes:
@@ -158,7 +157,7 @@ async def test_a_byte_that_is_changed_on_the_way_ends_the_connection() -> None:
         (connection,) = alice.connections.of(bob.author)
         line.is_meddled_with = True
         with suppress(PeerUnreachableError):
-            await alice.open_stream(bob.author, PING_PROTOCOL)
+            await alice.open_stream(bob.author, IDENTIFY_PROTOCOL)
         await connection.finished.wait()
         nursery.cancel_scope.cancel()
 
@@ -182,7 +181,7 @@ async def test_a_handler_that_fails_costs_its_stream(caplog: pytest.LogCaptureFi
     assert "/fail/1" in caplog.text
 
 
-@pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY)
+@pytest.mark.parametrize("protocol", [IDENTIFY_PROTOCOL, KAD_PROTOCOL])
 async def test_garbage_to_what_the_library_serves_costs_streams_only(protocol: str) -> None:
     rng = random.Random(protocol)
     async with connected_pair() as (alice, bob):
@@ -309,7 +308,7 @@ async def test_identify_names_farandole_and_its_version() -> None:
     assert message.agent_version == f"farandole/{version('farandole')}"
     assert message.protocol_version == "farandole/1.0.0"
     assert [f"{Multiaddr(address)}/p2p/{bob.peer_id}" for address in message.listen_addrs] == own_addresses
-    assert {ECHO, KAD_PROTOCOL, PING_PROTOCOL} <= set(message.protocols)
+    assert {ECHO, KAD_PROTOCOL} <= set(message.protocols)
     assert str(Multiaddr(message.observed_addr)).startswith("/ip4/127.0.0.1/tcp/")
     assert ID.from_pubkey(deserialize_public_key(message.public_key)).to_base58() == bob.peer_id
 
@@ -321,11 +320,10 @@ async def test_what_a_peer_says_of_its_addresses_is_remembered_after_connecting(
         assert bob.dialler.known.of(alice.author) == [address.partition("/p2p/")[0] for address in alice.addresses]
 
 
-@pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY[1:])
-async def test_nobody_sends_the_library_megabytes(protocol: str) -> None:
+async def test_nobody_sends_the_library_megabytes() -> None:
     announced = b"\x80\x80\x80\x02"  # 4 MiB
     async with connected_pair() as (alice, bob):
-        stream = await alice.open_stream(bob.author, protocol)
+        stream = await alice.open_stream(bob.author, KAD_PROTOCOL)
         num_sent = 0
         with pytest.raises(trio.BrokenResourceError):
             await stream.send_all(announced)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.mesh.host import Host, open_host
@@ -51,7 +50,7 @@ async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple
             liveness.trust(authors.author_of(number))
     async with (
         host_at_loopback() as host,
-        open_connectivity(host, Ed25519PrivateKey.generate(), RUN_ID, Shaping()) as connectivity,
+        open_connectivity(host, RUN_ID, Shaping()) as connectivity,
     ):
         yield Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host
 

@@ -77,7 +77,7 @@ async def run() -> None:
             ping_timeout=PING_TIMEOUT,
         ) as host,
         open_connectivity(
-            host, key, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
+            host, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
         ) as connectivity,
         trio.open_nursery() as nursery,
     ):

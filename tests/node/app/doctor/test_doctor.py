@@ -92,7 +92,7 @@ async def open_peer(signed: SignedManifest = SIGNED) -> AsyncIterator[Host]:
     """Open a member of a run, as a newcomer sees it before it joins."""
     key = Ed25519PrivateKey.generate()
 
-    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, signed.run_id, Shaping()):
+    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, signed.run_id, Shaping()):
         serve_manifest(host, signed.run_id, signed.encode())
         yield host
 

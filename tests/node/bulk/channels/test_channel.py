@@ -97,7 +97,7 @@ async def test_a_kept_channel_is_used_again(alice: Party, bob: Party) -> None:
 async def test_a_kept_channel_that_the_peer_has_closed_is_replaced(alice: Party, bob: Party) -> None:
     near, far = await meet(alice, bob)
     alice.service.release(near)
-    bob.service.discard(far)
+    far.close()
     again, far_again = await meet(alice, bob)
     assert again is not near
     await move(again, far_again, b"data")

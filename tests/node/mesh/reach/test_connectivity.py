@@ -48,9 +48,7 @@ async def open_node(
     reachability = Reachability(verdict) if verdict else None
     async with (
         open_host(key, listen) as host,
-        open_connectivity(
-            host, key, RUN, Shaping(), limits=limits or Limits(), reachability=reachability
-        ) as connectivity,
+        open_connectivity(host, RUN, Shaping(), limits=limits or Limits(), reachability=reachability) as connectivity,
     ):
         yield host, connectivity
 

@@ -33,7 +33,7 @@ async def open_puncher() -> AsyncIterator[tuple[Host, Connectivity]]:
     key = Ed25519PrivateKey.generate()
     async with open_host(key, LOOPBACK) as host:
         reachability = Reachability(Verdict(ReachabilityKind.PUNCHABLE))
-        async with open_connectivity(host, key, bytes(32), Shaping(), reachability=reachability) as connectivity:
+        async with open_connectivity(host, bytes(32), Shaping(), reachability=reachability) as connectivity:
             yield host, connectivity
 
 

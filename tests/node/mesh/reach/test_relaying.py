@@ -6,8 +6,7 @@ import os
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from libp2p.peer.envelope import Envelope, unmarshal_envelope
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, Status, StopMessage
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Reservation, Status, StopMessage
 from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
@@ -87,16 +86,11 @@ async def test_without_a_reservation_nobody_is_reached() -> None:
         assert answer.status == Status.NO_RESERVATION
 
 
-async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connection() -> None:
+async def test_a_reservation_ends_with_its_connection() -> None:
     async with open_relay() as relay, open_home() as bob:
         await bob.connect(relay.host.author, relay.host.addresses)
         answer = await ask(bob, relay.host, RESERVE)
         assert answer.status == Status.OK
-        assert (answer.limit.data, answer.limit.duration) == (Limits().circuit_bytes, Limits().circuit_seconds)
-        envelope = unmarshal_envelope(answer.reservation.voucher)
-        assert isinstance(envelope, Envelope)
-        envelope.validate("libp2p-relay-rsvp")
-        assert envelope.public_key.to_bytes() == relay.host.author
         assert relay.server.table.num_reservations == 1
         await bob.connections.disconnect(relay.host.author)
         await until(lambda: relay.server.table.num_reservations == 0)
@@ -274,9 +268,6 @@ async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live()
 def test_no_message_is_longer_than_allowed() -> None:
     addresses = [Multiaddr(f"/dns4/{'a' * 60}.{'b' * 60}.example/tcp/4001").to_bytes()] * MAX_ADDRESSES
     longest = HopMessage(
-        type=HopMessage.STATUS,
-        status=Status.OK,
-        reservation=Reservation(expire=2**31, addrs=addresses, voucher=bytes(300)),
-        limit=Limit(data=2**40, duration=2**20),
+        type=HopMessage.STATUS, status=Status.OK, reservation=Reservation(expire=2**31, addrs=addresses)
     )
     assert len(encode_delimited(longest)) <= MAX_MESSAGE_BYTES
