@@ -33,7 +33,7 @@ WHOLE = {
 }
 CUT = {
     "microbatch": [
-        ("node/loop/activation_links.py", "ActivationLink._until_broken"),
+        ("node/loop/pipeline_service.py", "ActivationLink._until_broken"),
         ("node/loop/pipeline_service.py", "PipelineService.handle"),
         ("training/engine/stage_worker.py", "StageWorker.forward"),
         ("training/engine/stage_worker.py", "StageWorker.tail"),

@@ -20,7 +20,6 @@ from farandole.protocol.rounds import training_events as machine
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
 from farandole.protocol.rounds.trainer_rounds import LoopConfig
 from farandole.protocol.rounds.training_loop import TrainingLoop
-from farandole.protocol.stages.pipeline_events import Measure, RoundBegan, RoundEnds
 from farandole.protocol.state.node_state import TrainingState, training_of
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import short_name
@@ -38,10 +37,9 @@ from ..trainer.channel import SharedCounter
 from ..trainer.script import ScriptDoor
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
 from ..transfers.giver import Provider
-from .activation_links import Worker
 from .audit_service import AuditService
 from .lease_service import LeaseService
-from .pipeline_service import PipelineService
+from .pipeline_service import PipelineService, Worker
 from .rest_service import Rest
 
 # One trainer process in use: its commands, exchanges of its contributions, and its verdicts on others'.
@@ -265,11 +263,13 @@ class Training:
             case _ if isinstance(output, messages.Command):
                 if isinstance(output, messages.Train):
                     journal.update(round_since=journal.clock())
-                if self._session is not None:
+                pipeline = self._parts.pipeline
+                if pipeline is not None and isinstance(
+                    output, messages.Train | messages.FinishRound | messages.Validate
+                ):
+                    pipeline.handle(output)  # it tells the trainer when nothing is under way
+                elif self._session is not None:
                     self._session.trainer.tell(output)
-            case RoundBegan() | RoundEnds() | Measure():
-                assert self._parts.pipeline is not None, "the model is cut"
-                self._parts.pipeline.handle(output)
             case pairing.StartExchange():
                 if self._session is not None:
                     self._session.nursery.start_soon(self._exchange, self._session, output)
@@ -367,9 +367,7 @@ class Training:
                         parts.provider.note_saved(prepared.resumed)
                     if parts.pipeline is not None:
                         memory = trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-                        parts.pipeline.begin(
-                            Worker(prepared.stage, prepared.activation_bytes, memory, trainer.tell, self.handle)
-                        )
+                        parts.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, trainer.tell))
                     if parts.leases is not None:
                         parts.leases.begin(prepared, trainer.tell)
                     if parts.audits is not None:

@@ -28,10 +28,9 @@ from ..base.nurseries import open_service_nursery
 from ..bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeService
 from ..bulk.negotiation import BulkService, open_bulk
 from ..join.bootstrap import serve_manifest
-from ..loop.activation_links import ACTIVATIONS_PROTOCOL, Links
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
-from ..loop.pipeline_service import PipelineService
+from ..loop.pipeline_service import ACTIVATIONS_PROTOCOL, Links, PipelineService
 from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService
 from ..loop.training import PAIRING_PROTOCOL, Parts, Training

@@ -19,7 +19,6 @@ from typing import Final
 import msgspec
 
 from ..run.manifest import Manifest
-from ..stages.pipeline_events import Measure, RoundBegan, RoundEnds
 from ..state.node_state import Phase, TrainingState
 from ..trainer import trainer_messages as messages
 from ..wire.errors import LocalProtocolError
@@ -28,7 +27,6 @@ from . import pairing_events as pairing
 from .pairing import MAX_ROUNDS_BEHIND, Pairing
 from .training_events import (
     FOLLOWING,
-    HAS_TRAINER,
     UNSAVED,
     Enter,
     LoopState,
@@ -149,7 +147,7 @@ class TrainerRounds:
     def end_rounds(self, words: str) -> None:
         """End training with the exchange of this round."""
         self._over = words
-        self._finish_inner_steps(self._decisions.training.round)
+        self.tell(messages.FinishRound(self._decisions.training.round))
 
     def hear(self, report: TrainerReport, now: float) -> None:
         """Process a report of the trainer."""
@@ -232,8 +230,7 @@ class TrainerRounds:
         )
         what = "inner steps of" if takes_steps else "another partner for"
         self._decisions.enter("training", f"{what} round {round_index}")
-        self.tell(messages.Train(round_index, rounds.inner_steps, takes_steps))
-        self.tell_pipeline(RoundBegan(round_index, rounds.inner_steps, self._is_followed(round_index)))
+        self.tell(messages.Train(round_index, rounds.inner_steps, takes_steps, self._is_followed(round_index)))
 
     def _is_followed(self, round_index: int) -> bool:
         """Return whether the inner steps of the next round begin before this one's outer step."""
@@ -288,22 +285,13 @@ class TrainerRounds:
         elif decisions.state is LoopState.TRAINING:  # it began long ago
             decisions.enter("training", f"inner steps of round {following}")
 
-    def _finish_inner_steps(self, round_index: int) -> None:
-        """End the inner steps of a round after the one that runs; where the model is cut, once all is drained."""
-        if not self._config.is_cut:
-            self.tell(messages.FinishRound(round_index))
-        elif round_index == self._decisions.training.round:
-            self.tell_pipeline(RoundEnds())
-
     # Exchanges
 
     def carry_out(self, output: pairing.Output, now: float) -> None:
         """Carry out an output of pairing."""
         match output:
-            case messages.UseFragment():
+            case messages.UseFragment() | messages.FinishRound():
                 self.tell(output)
-            case messages.FinishRound(round_index):
-                self._finish_inner_steps(round_index)
             case pairing.GoAlone(round_index, reason):
                 self._go_alone(round_index, reason)
                 self._seek_next_partner(now)
@@ -367,14 +355,8 @@ class TrainerRounds:
 
     def _validate(self) -> None:
         """Measure the validation loss; where the model is cut, only at nodes that draw data, through all stages."""
-        if not self._prepared.has_loss:
-            return
-        manifest = self._config.manifest
-        if not self._config.is_cut:
+        if self._prepared.has_loss and self._prepared.stage == 0:
             self.tell(messages.Validate(VALIDATION_BATCHES))
-        elif self._prepared.stage == 0:
-            num_parts = manifest.inner.batch_size // manifest.pipeline.microbatch_size
-            self.tell_pipeline(Measure(VALIDATION_BATCHES * num_parts))
 
     # Outputs
 
@@ -387,11 +369,6 @@ class TrainerRounds:
         """Send the trainer a command, unless its last save was ordered."""
         if self._decisions.state in (LoopState.TRAINING, LoopState.LEAVING):
             self._decisions.outputs.append(command)
-
-    def tell_pipeline(self, event: RoundBegan | RoundEnds | Measure) -> None:
-        """Pass an event to the pipeline of a model that is cut."""
-        if self._config.is_cut and self._decisions.state in HAS_TRAINER:
-            self._decisions.outputs.append(event)
 
     def _count_tokens(self, tokens: int) -> None:
         """Count for the run at stage 0 alone: every stage sees all tokens."""

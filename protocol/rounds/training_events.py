@@ -12,7 +12,6 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-from ..stages.pipeline_events import Measure, Measured, RoundBegan, RoundDrained, RoundEnds
 from ..state.node_state import Phase, TrainingState
 from ..trainer import trainer_messages as messages
 from ..wire.timers import SetTimer, TimerFired
@@ -85,8 +84,6 @@ Event = (
     | RestChanged
     | Signal
     | messages.Replay
-    | RoundDrained
-    | Measured
     | pairing.ExchangeEnded
     | pairing.MessageReceived
     | pairing.PeerLost
@@ -176,9 +173,6 @@ Output = (
     | EndTrainer
     | KillTrainer
     | messages.Command
-    | RoundBegan
-    | RoundEnds
-    | Measure
     | pairing.StartExchange
     | GiveUpExchange
     | pairing.SendMessage

@@ -20,7 +20,6 @@ import enum
 import math
 from typing import Final
 
-from ..stages.pipeline_events import Measured, RoundDrained
 from ..state.believing import MAX_LEAP
 from ..state.node_state import TrainingState
 from ..trainer import trainer_messages as messages
@@ -28,7 +27,7 @@ from ..trainer.supervisor import REST_SECONDS, WATCH_INTERVAL, Supervisor, Watch
 from ..wire.timers import SetTimer, TimerFired
 from . import pairing_events as pairing
 from .pairing import Pairing
-from .trainer_rounds import VALIDATION_BATCHES, Decisions, LoopConfig, TrainerRounds
+from .trainer_rounds import Decisions, LoopConfig, TrainerRounds
 from .training_events import (
     EndTrainer,
     Event,
@@ -156,10 +155,6 @@ class TrainingLoop:
                     rounds.end_rounds(self._over)
             case _ if rounds is None:
                 pass
-            case RoundDrained(round_index):
-                rounds.tell(messages.FinishRound(round_index))
-            case Measured():
-                rounds.tell(messages.Validate(VALIDATION_BATCHES))
             case messages.Replay():
                 rounds.replay = event
             case Signal.SAVE:

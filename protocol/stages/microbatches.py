@@ -1,18 +1,26 @@
-"""A node's schedule of inner steps, and the state of each of its microbatches and links, with counts of their ends."""
+"""What a node knows of its part in the pipeline: its schedule of inner steps, its microbatches, links and neighbours.
+
+`farandole.protocol.stages.pipeline` handles the events, with the decisions that are here: when a step is taken, what
+the trainer does next, which links are opened, what is promised on them, which of them a microbatch takes, and which
+neighbours are avoided.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
+import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from ..run.manifest import PipelineConfig
-from ..trainer.trainer_messages import Job
+from ..trainer.trainer_messages import Job, Train, Validate
 from ..wire.latest import Latest
-from .pipeline_events import RoundBegan
+from .activations import MAX_CREDITS
+from .pipeline_events import NodesChanged
 
 # Schedule of inner steps: the step that a microbatch is for, when a step is taken, and when the round is over.
 #
@@ -70,14 +78,15 @@ class Schedule:
         self._begin_until = math.inf
         self._arrived_at = -math.inf
         self._ages: deque[float] = deque(maxlen=NUM_AGES)
-        self._durations: deque[float] = deque(maxlen=NUM_AGES)
+        self.durations: deque[float] = deque(maxlen=NUM_AGES)
+        """Seconds from the beginning of a microbatch here until it was kept, of the newest ones."""
 
     # Rounds
 
-    def begin_round(self, event: RoundBegan) -> None:
+    def begin_round(self, train: Train) -> None:
         """Begin a round: microbatches may be begun."""
-        self.round, self.is_open, self._is_ending = event.round, True, False
-        self._steps_left, self._is_followed = event.max_steps or math.inf, event.is_followed and self._config.overlap
+        self.round, self.is_open, self._is_ending = train.round, True, False
+        self._steps_left, self._is_followed = train.max_steps or math.inf, train.is_followed and self._config.overlap
         self._begin_until = math.inf
 
     def end_round(self, now: float) -> None:
@@ -86,7 +95,7 @@ class Schedule:
             self._is_ending = True
             drain = DRAIN_SECONDS
             if self._is_followed:
-                drain = max(drain, 2 * max(self._durations, default=0.0))
+                drain = max(drain, 2 * max(self.durations, default=0.0))
             drain = min(drain, self._config.microbatch_seconds)
             self._begin_until = now if self._stage == 0 else now + drain / 2
             self.drain_until = now + drain
@@ -133,10 +142,6 @@ class Schedule:
         """Note that a microbatch begins to arrive, ``age`` seconds after it was drawn."""
         self._ages.append(age)
         self._arrived_at = now
-
-    def note_end(self, seconds: float) -> None:
-        """Note that a microbatch is kept, ``seconds`` after it was begun here."""
-        self._durations.append(seconds)
 
     def _begins_for(self, now: float) -> InnerStep | None:
         if not self.is_open:
@@ -271,13 +276,9 @@ class Microbatches:
 
     def __init__(self, num_slots: int) -> None:
         self.by_ticket: dict[bytes, Microbatch] = {}
-        self._free_slots = set(range(num_slots))
-        self._outcomes: Latest[bytes, bool] = Latest(MAX_OUTCOMES)
-
-    @property
-    def num_free(self) -> int:
-        """Number of free slots."""
-        return len(self._free_slots)
+        self.free_slots = set(range(num_slots))
+        self.outcomes: Latest[bytes, bool] = Latest(MAX_OUTCOMES)
+        """Whether a microbatch that was drawn here was kept, once it has ended."""
 
     def at(self, *steps: LinkStep) -> list[Microbatch]:
         """Return the microbatches that are at any of these steps."""
@@ -285,25 +286,21 @@ class Microbatches:
 
     def add(self, ticket: bytes, origin: bytes, deadline: float, step: LinkStep) -> Microbatch:
         """Add a microbatch in the first free slot. There must be one."""
-        microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
-        self._free_slots.remove(microbatch.slot)
+        microbatch = Microbatch(ticket, origin, min(self.free_slots), deadline, step)
+        self.free_slots.remove(microbatch.slot)
         self.by_ticket[ticket] = microbatch
         return microbatch
 
     def release(self, microbatch: Microbatch) -> None:
         """Remove a microbatch, and free its slot."""
         del self.by_ticket[microbatch.ticket]
-        self._free_slots.add(microbatch.slot)
-
-    def note_outcome(self, microbatch: Microbatch) -> None:
-        """Remember how a microbatch that was drawn here has ended."""
-        self._outcomes[microbatch.ticket] = bool(microbatch.is_kept)
+        self.free_slots.add(microbatch.slot)
 
     def outcome(self, ticket: bytes) -> bool | None:
         """Return whether a microbatch drawn here is kept; None if it has not ended, False if it is unknown."""
         microbatch = self.by_ticket.get(ticket)
         is_undecided = microbatch is not None and microbatch.is_kept is None
-        return None if is_undecided else self._outcomes.get(ticket, False)
+        return None if is_undecided else self.outcomes.get(ticket, False)
 
 
 @dataclass(slots=True)
@@ -355,26 +352,21 @@ class HeldOut:
     """The held-out microbatches at their origin. Each is drawn until it has come back, or was lost too often."""
 
     def __init__(self) -> None:
+        self.validate = Validate(0)
+        """The command for the trainer once all have ended."""
+        self.waiting: deque[int] = deque()
+        """The numbers of the next ones to draw."""
         self._draws_left: dict[int, int] = {}  # of the unfinished ones
-        self._waiting: deque[int] = deque()  # the unfinished ones that are not under way
 
-    def begin(self, num_microbatches: int, max_draws: int) -> None:
+    def begin(self, validate: Validate, num_microbatches: int, max_draws: int) -> None:
         """Start a new measurement; ignore what is under way."""
+        self.validate = validate
         self._draws_left = dict.fromkeys(range(num_microbatches), max_draws)
-        self._waiting = deque(self._draws_left)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether there is a microbatch to draw."""
-        return bool(self._waiting)
-
-    def next(self) -> int:
-        """Return the number of the next microbatch to draw."""
-        return self._waiting.popleft()
+        self.waiting = deque(self._draws_left)
 
     def note_missing(self, number: int) -> None:
         """Note that the text has no microbatch ``number``, so no later one either, and draw no more."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._draws_left = {number: 1} if number in self._draws_left else {}
 
     def note_measured(self, number: int) -> None:
@@ -388,7 +380,7 @@ class HeldOut:
             return False
         self._draws_left[number] -= 1
         if self._draws_left[number]:
-            self._waiting.append(number)
+            self.waiting.append(number)
             return False
         del self._draws_left[number]
         return not self._draws_left
@@ -407,11 +399,6 @@ class MicrobatchJobs:
         self.given: deque[tuple[Job, Microbatch]] = deque()
         """The oldest first."""
         self._waiting: dict[Job, deque[Microbatch]] = {job: deque() for job in _PRIORITIES}
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether the trainer may be given another job."""
-        return len(self.given) < MAX_JOBS
 
     def add(self, job: Job, microbatch: Microbatch) -> None:
         """Add a job to the ones that wait."""
@@ -446,3 +433,196 @@ class MicrobatchJobs:
         for waiting in self._waiting.values():
             if microbatch in waiting:
                 waiting.remove(microbatch)
+
+
+# Links to nodes of the next stage that are kept open: enough choice to be random, few enough that each has credits.
+MAX_NEXT_HOPS = 8
+# A node waits for this time before it tries a lost link again, or one over which a microbatch was refused.
+RETRY_INTERVAL = 2.0
+# Microbatches that wait for their forward pass: one that arrives while the one before is computed, and one to spare.
+MIN_AHEAD = 2
+
+
+class Dialling:
+    """Decides which links this node opens."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._under_way: set[tuple[bytes, bool]] = set()
+        self.not_before: dict[bytes, float] = {}
+        """When a lost link to a node of the next stage is tried again."""
+
+    def note_answer(self, peer: bytes, is_return: bool) -> None:
+        """Note that a link was opened, or could not be."""
+        self._under_way.discard((peer, is_return))
+
+    def note_lost(self, peer: bytes, now: float) -> None:
+        """Note that a link to the next stage was lost, or could not be opened."""
+        self.not_before[peer] = now + RETRY_INTERVAL
+
+    def next_hops(self, links: Iterable[MicrobatchLink], nodes: frozenset[bytes], now: float) -> list[bytes]:
+        """Choose nodes of the next stage to open links to now: drawn at random, up to `MAX_NEXT_HOPS` in all."""
+        known = self._known(links)
+        candidates = sorted(
+            peer for peer in nodes if (peer, False) not in known and self.not_before.get(peer, -math.inf) <= now
+        )
+        num_wanted = max(0, min(MAX_NEXT_HOPS - len(known), len(candidates)))
+        return self._begin(self._rng.sample(candidates, num_wanted), is_return=False)
+
+    def origins(self, links: Iterable[MicrobatchLink], wanted: set[bytes]) -> list[bytes]:
+        """Return the origins among ``wanted`` to which links are opened now."""
+        known = self._known(links)
+        return self._begin([peer for peer in wanted if (peer, True) not in known], is_return=True)
+
+    def _known(self, links: Iterable[MicrobatchLink]) -> set[tuple[bytes, bool]]:
+        return {(link.peer, link.is_return) for link in links if link.is_upstream} | self._under_way
+
+    def _begin(self, peers: list[bytes], *, is_return: bool) -> list[bytes]:
+        self._under_way.update((peer, is_return) for peer in peers)
+        return sorted(peers)
+
+
+def grant(
+    links: Mapping[int, MicrobatchLink],
+    nodes: NodesChanged,
+    in_flight: int,
+    ahead: int,
+    *,
+    num_free: int,
+    num_waiting: int,
+    is_starving: bool,
+) -> int:
+    """Promise the free slots, each to the link from the stage before with the least; return the next ``ahead``.
+
+    So the microbatches sent to this node are limited to its slots (``in_flight``, of which ``num_free`` are free), and
+    to its trainer's speed. A returning microbatch has its slot already. So its link gets twice as many credits as there
+    are slots, and new ones when half of them are used: a message for each would cost more than it is worth.
+    ``ahead``: microbatches that may wait for their forward pass, at first `MIN_AHEAD`; ``num_waiting``: those that do,
+    or are arriving; ``is_starving``: the trainer has nothing to do, although it may begin a microbatch.
+    """
+    for link in links.values():
+        if link.is_return and not link.is_upstream and link.free < in_flight:
+            link.credits = link.num_forwarded + min(2 * in_flight, MAX_CREDITS)
+    previous = [link for link in links.values() if not link.is_upstream and not link.is_return]
+    num_promised = sum(link.free for link in previous)
+    # A few microbatches wait for their forward pass, and the trainer never waits. More at a slow node would only be
+    # late, and delay the steps of the stages before.
+    if num_waiting > MIN_AHEAD:
+        ahead = max(MIN_AHEAD, ahead - 1)
+    elif not num_waiting and is_starving and num_promised > 0:
+        ahead = min(in_flight, ahead + 1)
+    # A link's share of the slots. Promises cannot be taken back, so expected links are counted too.
+    num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
+    share = max(1, in_flight // max(1, len(previous), num_expected))
+    may_promise = min(num_free, ahead - num_waiting)
+    while previous and num_promised < may_promise:
+        least = min(previous, key=lambda link: link.free + len(link.open))
+        if least.free + len(least.open) >= share:
+            break
+        least.credits += 1
+        num_promised += 1
+    return ahead
+
+
+def choose_hop(
+    links: Mapping[int, MicrobatchLink], microbatch: Microbatch, now: float, rng: random.Random
+) -> int | None:
+    """Draw the link over which a microbatch goes on, in proportion to the credits left; None: it waits.
+
+    ``links``: the links towards its destination. A peer that has refused or lost it is the last resort.
+    """
+    hops = {
+        number: link.free
+        for number, link in links.items()
+        if link.is_upstream and link.free > 0 and link.wait_until <= now
+    }
+    untried = {number: free for number, free in hops.items() if links[number].peer not in microbatch.tried}
+    hops = untried or hops
+    return rng.choices(list(hops), list(hops.values()))[0] if hops else None
+
+
+# A peer's last `NUM_REMEMBERED` microbatches are remembered; `MAX_OUTLIERS` or `MAX_LOST` among them are too many. One
+# honest microbatch in a thousand is an outlier: three in 16 occur by chance once in two million microbatches.
+NUM_REMEMBERED = 16
+MAX_OUTLIERS = 3
+MAX_LOST = 12
+# Seconds for which a peer is avoided: the first time, and at most. Short at first, because the direction of honest
+# gradients turns in the first inner steps of a small model, and two nodes of two stages have no other peers. The
+# doubling starts again if `FORGIVEN_AFTER` times the next duration has passed since the last avoidance ended.
+FIRST_SECONDS, MAX_SECONDS = 10.0, 86_400.0
+FORGIVEN_AFTER = 10
+# Peers that are remembered: twice the links of a node (`farandole.protocol.stages.pipeline.MAX_LINKS`).
+MAX_PEERS = 2_048
+
+LOSES_ALL = "its microbatches are lost, and those of others are not"
+
+
+_newest = partial(deque[bool], maxlen=NUM_REMEMBERED)
+
+
+@dataclass(slots=True)
+class _Record:
+    outliers: deque[bool] = field(default_factory=_newest)
+    losses: deque[bool] = field(default_factory=_newest)
+    seconds: float = FIRST_SECONDS
+    """Duration of the next avoidance."""
+    until: float = -math.inf
+
+
+class Avoidance:
+    """A node's memory of its neighbours, with some of which it exchanges no microbatches for a while.
+
+    It outlives the trainer. Two things count against a peer. Data that it sends are an outlier, as this node's own
+    trainer finds (`farandole.training.engine.link_statistics`). Or microbatches that go over it are lost elsewhere: if
+    a node falsifies the data that it forwards, its next neighbour drops them, and the nodes before it see only that
+    nothing returns. So a peer is also avoided if most of its microbatches are lost while most of the others' are kept.
+    Losses that hit all peers alike count against none.
+
+    A peer is avoided for twice as long each time. Nothing of this is sent to others. A microbatch that others report as
+    dropped counts as a loss for the peer that it was sent to. To have an honest peer avoided, liars must make three
+    quarters of all its microbatches fail, and less than half of the others', so a minority of liars cannot.
+    """
+
+    def __init__(self) -> None:
+        self._of = Latest[bytes, _Record](MAX_PEERS)
+
+    def is_avoided(self, peer: bytes, now: float) -> bool:
+        """Return whether this peer is avoided at ``now``."""
+        record = self._of.get(peer)
+        return record is not None and now < record.until
+
+    def until(self, now: float) -> list[float]:
+        """Return the times at which the avoided peers are no longer avoided."""
+        return [record.until for record in self._of.values() if record.until > now]
+
+    def note_judged(self, peer: bytes, is_outlier: bool, now: float) -> float | None:
+        """Note the trainer's verdict on a peer's data; return the seconds for which it is avoided from now, if any."""
+        record = self._record(peer)
+        record.outliers.append(is_outlier)
+        return self._avoid(record, now) if sum(record.outliers) >= MAX_OUTLIERS else None
+
+    def note_end(self, peer: bytes, is_kept: bool, now: float) -> float | None:
+        """Note the end of a microbatch that went to a peer, or came from it. Returns the same as `note_judged`."""
+        record = self._record(peer)
+        record.losses.append(not is_kept)
+        if sum(record.losses) < MAX_LOST:
+            return None
+        others = [is_lost for other in self._of.values() if other is not record for is_lost in other.losses]
+        are_kept = len(others) >= NUM_REMEMBERED and 2 * sum(others) < len(others)
+        return self._avoid(record, now) if are_kept else None
+
+    def _avoid(self, record: _Record, now: float) -> float | None:
+        record.outliers.clear()
+        record.losses.clear()
+        if now < record.until:
+            return None
+        if now > record.until + FORGIVEN_AFTER * record.seconds:
+            record.seconds = FIRST_SECONDS
+        seconds = record.seconds
+        record.until = now + seconds
+        record.seconds = min(2 * seconds, MAX_SECONDS)
+        return seconds
+
+    def _record(self, peer: bytes) -> _Record:
+        record = self._of[peer] = self._of.get(peer) or _Record()
+        return record

@@ -18,7 +18,7 @@ dies during the announcement, some stages count one microbatch more.
 
 **Falsified data.** The trainer judges the data that peers send (`farandole.training.engine.link_statistics`). An
 outlier is dropped. A peer that sends several, or over which most microbatches are lost, is avoided
-(`farandole.protocol.stages.pipeline_links`): its links are closed and, if it is an origin, its microbatches are
+(`farandole.protocol.stages.microbatches`): its links are closed and, if it is an origin, its microbatches are
 refused. A node without a link to the next stage gives no credits.
 
 Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.pipeline_service`).
@@ -30,14 +30,22 @@ import math
 import random
 
 from ..run.manifest import Manifest
-from ..trainer.trainer_messages import InnerStepTaken, Job, Settle, TakeInnerStep, Work, Worked
+from ..trainer import trainer_messages as messages
+from ..trainer.trainer_messages import Job
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
+from . import pipeline_events as machine
 from .microbatches import (
     GIVEN_BACK,
+    LOSES_ALL,
+    MAX_JOBS,
+    MIN_AHEAD,
+    RETRY_INTERVAL,
     SUMMED,
     UNTOUCHED,
+    Avoidance,
     Counts,
+    Dialling,
     HeldOut,
     Hop,
     LinkStep,
@@ -46,28 +54,9 @@ from .microbatches import (
     MicrobatchJobs,
     MicrobatchLink,
     Schedule,
+    choose_hop,
+    grant,
 )
-from .pipeline_events import (
-    Avoided,
-    CloseLink,
-    Event,
-    LinkClosed,
-    LinkFailed,
-    LinkOpened,
-    Measure,
-    Measured,
-    NodesChanged,
-    OpenLink,
-    Output,
-    Received,
-    ReceiveInto,
-    RoundBegan,
-    RoundDrained,
-    RoundEnds,
-    Send,
-    Tell,
-)
-from .pipeline_links import LOSES_ALL, MIN_AHEAD, RETRY_INTERVAL, Avoidance, Dialling, choose_hop, grant
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
@@ -111,7 +100,7 @@ class Pipeline:
         self._avoidance = avoidance or Avoidance()
         self._author, self._stage, self._manifest, self._config = author, stage, manifest, manifest.pipeline
         self._rng = rng
-        self._nodes = NodesChanged(frozenset(), 1, 1, 1)
+        self._nodes = machine.NodesChanged(frozenset(), 1, 1, 1)
         self._links: dict[int, MicrobatchLink] = {}
         self._dialling = Dialling(rng)
         self._ahead = MIN_AHEAD
@@ -123,7 +112,7 @@ class Pipeline:
         self._draw_after = -math.inf
         self._change_links_at = math.inf
         """When links may have to be opened or closed, as far as is known."""
-        self._outputs: list[Output] = []
+        self._outputs: list[machine.Output] = []
         self._now = 0.0
 
     @property
@@ -141,7 +130,7 @@ class Pipeline:
     def _is_last(self) -> bool:
         return self._stage == self._manifest.model.num_stages - 1
 
-    def handle(self, event: Event, now: float) -> list[Output]:
+    def handle(self, event: machine.Event, now: float) -> list[machine.Output]:
         """Process an event and return the outputs to carry out."""
         self._now, self._outputs = now, []
         self._apply(event)
@@ -152,54 +141,58 @@ class Pipeline:
         self._give_work()
         while (move := self._schedule.move_on(now)) is not None:  # nothing for this step is under way
             if move == "step":
-                self._outputs.append(TakeInnerStep())
+                self._outputs.append(messages.TakeInnerStep())
             elif move == "drained":
-                self._outputs.append(RoundDrained(self._schedule.round))
+                self._outputs.append(messages.FinishRound(self._schedule.round))
             self._give_work()
         self._grant()
         self._outputs.append(SetTimer(self._next_deadline()))
         return self._outputs
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: machine.Event) -> None:
         match event:
-            case NodesChanged():
+            case machine.NodesChanged():
                 self._nodes, self._change_links_at = event, self._now
-            case LinkOpened():
+            case machine.LinkOpened():
                 self._open_link(event)
-            case LinkFailed(peer, is_return):
-                self._dialling.note_failed(peer, is_return, self._now)
+            case machine.LinkFailed(peer, is_return):
+                self._dialling.note_answer(peer, is_return)
                 self._change_links_at = self._now
                 if is_return:
                     self._lose_origin(peer)
-            case LinkClosed(link):
+                else:
+                    self._dialling.note_lost(peer, self._now)
+            case machine.LinkClosed(link):
                 self._close_link(link)
-            case Received(number, message):
+            case machine.Received(number, message):
                 if number in self._links:
                     self._hear(number, self._links[number], message)
-            case Tell():
+            case machine.Tell():
                 self._be_told(event.peer, event.message)
-            case Worked():
+            case messages.Worked():
                 self._worked(event)
-            case InnerStepTaken():
+            case messages.InnerStepTaken():
                 if self._schedule.stepped(self._now):
-                    self._outputs.append(RoundDrained(self._schedule.round))
-            case RoundBegan():
+                    self._outputs.append(messages.FinishRound(self._schedule.round))
+            case messages.Train():
+                self._outputs.append(event)
                 self._schedule.begin_round(event)
-            case RoundEnds():
+            case messages.FinishRound(round_index) if round_index == self._schedule.round:
                 self._schedule.end_round(self._now)
-            case Measure(num_microbatches):
-                self._held_out.begin(num_microbatches, MAX_ATTEMPTS)
+            case messages.Validate(num_batches):
+                num_parts = self._manifest.inner.batch_size // self._config.microbatch_size
+                self._held_out.begin(event, num_batches * num_parts, MAX_ATTEMPTS)
             case TimerFired():
                 pass  # due actions are checked after every event
 
     # Links
 
-    def _open_link(self, event: LinkOpened) -> None:
+    def _open_link(self, event: machine.LinkOpened) -> None:
         link = MicrobatchLink(event.peer, event.is_upstream, event.is_return, heard_at=self._now)
         self._links[event.link] = link
         self._change_links_at = self._now
         if event.is_upstream:
-            self._dialling.note_open(event.peer, event.is_return)
+            self._dialling.note_answer(event.peer, event.is_return)
         if len(self._links) > MAX_LINKS or self._avoidance.is_avoided(event.peer, self._now):
             self._hang_up(event.link)
 
@@ -209,7 +202,7 @@ class Pipeline:
                 self._drop(microbatch, "its origin cannot be reached")
 
     def _hang_up(self, number: int) -> None:
-        self._outputs.append(CloseLink(number))
+        self._outputs.append(machine.CloseLink(number))
         self._close_link(number)
 
     def _close_link(self, number: int) -> None:
@@ -246,7 +239,7 @@ class Pipeline:
             self._nodes,
             self._config.in_flight,
             self._ahead,
-            num_free=self._microbatches.num_free if has_way_on else 0,
+            num_free=len(self._microbatches.free_slots) if has_way_on else 0,
             num_waiting=self._num_coming(),
             is_starving=not self._jobs.given and self._schedule.may_begin(self._now),
         )
@@ -258,7 +251,7 @@ class Pipeline:
             may_wait = number in gradients and link.num_told > link.num_forwarded
             if not link.is_upstream and link.num_told < link.credits and not may_wait:
                 link.num_told = link.credits
-                self._outputs.append(Send(number, wire.Credits(link.credits)))
+                self._outputs.append(machine.Send(number, wire.Credits(link.credits)))
 
     def _num_coming(self) -> int:
         return len(self._microbatches.at(LinkStep.COMING, LinkStep.QUEUED))
@@ -281,8 +274,8 @@ class Pipeline:
         else:
             hops = frozenset(hop for hop in self._nodes.next_hops if not self._avoidance.is_avoided(hop, self._now))
             peers = self._dialling.next_hops(links, hops, self._now)
-        self._outputs += [OpenLink(peer, self._is_last) for peer in peers]
-        later = (*self._dialling.retries_at, *self._avoidance.until(self._now))
+        self._outputs += [machine.OpenLink(peer, self._is_last) for peer in peers]
+        later = (*self._dialling.not_before.values(), *self._avoidance.until(self._now))
         self._change_links_at = min((at for at in later if at > self._now), default=math.inf)
 
     # Messages from links
@@ -300,7 +293,7 @@ class Pipeline:
             case wire.DataReceived(index) if index in link.open and link.open[index].step in _AFTER_ARRIVAL:
                 microbatch = link.open[index]
                 microbatch.step, job = _AFTER_ARRIVAL[microbatch.step]
-                self._outputs.append(ReceiveInto(number, microbatch.slot))
+                self._outputs.append(machine.ReceiveInto(number, microbatch.slot))
                 self._jobs.add(job, microbatch)
             case wire.Dropped(index, reason, is_untouched) if index in link.open:
                 self._hop_dropped(link.open[index], link, reason, is_untouched)
@@ -314,7 +307,7 @@ class Pipeline:
         if problem:
             self.counts.refused += 1
             is_untouched = problem != AVOIDED_ORIGIN  # other nodes of this stage would refuse it as well
-            self._outputs.append(Send(number, wire.Dropped(index, problem, is_untouched)))
+            self._outputs.append(machine.Send(number, wire.Dropped(index, problem, is_untouched)))
             return
         if link.is_return:
             microbatch = self._microbatches.by_ticket[forward.ticket]
@@ -341,7 +334,7 @@ class Pipeline:
             return "it is here already"
         if self._avoidance.is_avoided(forward.origin, self._now):
             return AVOIDED_ORIGIN
-        return "" if self._microbatches.num_free else "no slot is free"
+        return "" if self._microbatches.free_slots else "no slot is free"
 
     def _gradient_arrives(self, microbatch: Microbatch, number: int) -> None:
         is_due = microbatch.step is (LinkStep.OUT if self._stage else LinkStep.HOME_OUT)
@@ -388,7 +381,7 @@ class Pipeline:
             if microbatch is not None and microbatch.step is LinkStep.HOME_OUT:
                 self._drop(microbatch, "its way back was lost")
             outcome = self._microbatches.outcome(message.ticket)
-            self._outputs.append(Tell(peer, wire.Answer(message.ticket, outcome)))
+            self._outputs.append(machine.Tell(peer, wire.Answer(message.ticket, outcome)))
         elif microbatch is None or microbatch.step is not LinkStep.DONE or microbatch.origin != peer:
             return
         elif message.is_kept is None:
@@ -417,7 +410,7 @@ class Pipeline:
             forward = wire.Forward(
                 microbatch.ticket, microbatch.origin, self._schedule.round, seconds_left, microbatch.is_held_out
             )
-            self._outputs.append(Send(number, forward, microbatch.slot))
+            self._outputs.append(machine.Send(number, forward, microbatch.slot))
 
     def _lose_hop(self, microbatch: Microbatch, peer: bytes, reason: str) -> None:
         """Seek another next hop, if no gradient has come back yet."""
@@ -433,23 +426,23 @@ class Pipeline:
     # The trainer
 
     def _give_work(self) -> None:
-        while self._schedule.is_open and self._jobs.has_room:
+        while self._schedule.is_open and len(self._jobs.given) < MAX_JOBS:
             following = self._jobs.take(may_begin=self._schedule.may_begin(self._now))
             if following is not None:
                 self._work(*following)
-            elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
+            elif self._can_draw() and (self._held_out.waiting or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(wire.TICKET_BYTES)
                 deadline = self._now + self._config.microbatch_seconds
                 microbatch = self._microbatches.add(ticket, self._author, deadline, LinkStep.QUEUED)
-                if self._held_out.is_waiting:
-                    microbatch.is_held_out, microbatch.number = True, self._held_out.next()
+                if self._held_out.waiting:
+                    microbatch.is_held_out, microbatch.number = True, self._held_out.waiting.popleft()
                 self._work("draw", microbatch)
             else:
                 return
 
     def _can_draw(self) -> bool:
         """Return whether a drawn microbatch has a slot and a link with credit."""
-        if self._stage or not self._microbatches.num_free or self._now < self._draw_after:
+        if self._stage or not self._microbatches.free_slots or self._now < self._draw_after:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
@@ -465,10 +458,10 @@ class Pipeline:
         is_following = microbatch.inner_step is self._schedule.following
         sender = microbatch.sender if job in JUDGED else b""
         self._outputs.append(
-            Work(job, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number, sender)
+            messages.Work(job, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number, sender)
         )
 
-    def _worked(self, event: Worked) -> None:
+    def _worked(self, event: messages.Worked) -> None:
         job, microbatch = self._jobs.done()
         problem = event.problem
         if problem and job in ("draw", "forward"):
@@ -503,7 +496,7 @@ class Pipeline:
     def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
         assert hop is not None, "who has lost the way back is dropped"
         link, index = hop
-        self._outputs.append(Send(link, wire.Gradient(index), microbatch.slot))
+        self._outputs.append(machine.Send(link, wire.Gradient(index), microbatch.slot))
 
     # The end of a microbatch
 
@@ -516,7 +509,7 @@ class Pipeline:
         """Report a peer that is avoided from now on; its links are closed after each event."""
         if seconds is not None:
             self._change_links_at = self._now
-            self._outputs.append(Avoided(peer, reason, seconds))
+            self._outputs.append(machine.Avoided(peer, reason, seconds))
 
     def _drop(self, microbatch: Microbatch, reason: str) -> None:
         """Drop a microbatch at all stages: notify the nodes that do not know yet, and take out its gradient."""
@@ -530,7 +523,7 @@ class Pipeline:
         is_untouched = microbatch.step in UNTOUCHED
         for hop, untouched in ((microbatch.inward, is_untouched), (microbatch.homeward, False)):
             if hop is not None:
-                self._outputs.append(Send(hop[0], wire.Dropped(hop[1], reason, untouched)))
+                self._outputs.append(machine.Send(hop[0], wire.Dropped(hop[1], reason, untouched)))
         self._end(microbatch, is_kept=False)
 
     def _end(self, microbatch: Microbatch, *, is_kept: bool) -> None:
@@ -538,10 +531,10 @@ class Pipeline:
         microbatch.deadline = microbatch.ask_at = math.inf
         self.counts.kept += is_kept
         if is_kept:
-            self._schedule.note_end(self._now - microbatch.begun_at)
+            self._schedule.durations.append(self._now - microbatch.begun_at)
         if microbatch.onward is not None and microbatch.onward[0] in self._links:
             number, index = microbatch.onward
-            self._outputs.append(Send(number, wire.Settled(index, is_kept)))
+            self._outputs.append(machine.Send(number, wire.Settled(index, is_kept)))
         for hop in (microbatch.onward, microbatch.inward):
             if hop is not None and hop[0] in self._links and not self._schedule.is_draining_over(self._now):
                 self._note_end(microbatch, self._links[hop[0]].peer, is_kept=is_kept)
@@ -549,9 +542,9 @@ class Pipeline:
             self._leave(hop)
         microbatch.onward = microbatch.inward = microbatch.homeward = None
         if microbatch.origin == self._author:
-            self._microbatches.note_outcome(microbatch)
+            self._microbatches.outcomes[microbatch.ticket] = is_kept
             if microbatch.is_held_out and self._held_out.note_end(microbatch.number):
-                self._outputs.append(Measured())
+                self._outputs.append(self._held_out.validate)
         self._jobs.discard(microbatch)
         if not microbatch.is_working:
             self._settle(microbatch)
@@ -559,7 +552,7 @@ class Pipeline:
     def _settle(self, microbatch: Microbatch) -> None:
         """Let the trainer forget an ended microbatch, and free its slot: the trainer obeys in order."""
         if microbatch.has_begun:
-            self._outputs.append(Settle(microbatch.slot, bool(microbatch.is_kept)))
+            self._outputs.append(messages.Settle(microbatch.slot, bool(microbatch.is_kept)))
         self._microbatches.release(microbatch)
         if microbatch.inner_step is not None:
             microbatch.inner_step.num_open -= 1
@@ -583,7 +576,7 @@ class Pipeline:
                 self._drop(microbatch, "the round is over")
             elif self._now >= microbatch.ask_at:
                 microbatch.ask_at = self._now + ASK_INTERVAL
-                self._outputs.append(Tell(microbatch.origin, wire.Question(microbatch.ticket)))
+                self._outputs.append(machine.Tell(microbatch.origin, wire.Question(microbatch.ticket)))
 
     def _next_deadline(self) -> float:
         """Return when something is next due or can be tried again; everything due by now is done."""

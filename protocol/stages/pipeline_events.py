@@ -1,14 +1,27 @@
 """Events and outputs of `farandole.protocol.stages.pipeline`.
 
-Links carry the messages of `farandole.protocol.stages.activations`. The trainer's jobs and reports are the messages of
-`farandole.protocol.trainer.trainer_messages`. Both are used here as they are on the wire.
+Links carry the messages of `farandole.protocol.stages.activations`. The trainer's commands and reports are the messages
+of `farandole.protocol.trainer.trainer_messages`. Both are used here as they are on the wire.
+
+`Train`, `FinishRound` and `Validate` are events and outputs: the trainer gets each when its turn has come. `Train` is
+passed on at once; `FinishRound` when the round has nothing under way, so that no jobs come before the next round; and
+`Validate` when the trainer has the losses of the held-out text, except of microbatches that were lost repeatedly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
+from ..trainer.trainer_messages import (
+    FinishRound,
+    InnerStepTaken,
+    Settle,
+    TakeInnerStep,
+    Train,
+    Validate,
+    Work,
+    Worked,
+)
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
 
@@ -68,29 +81,6 @@ class Tell:
     message: wire.Question | wire.Answer
 
 
-@dataclass(frozen=True, slots=True)
-class RoundBegan:
-    """Microbatches may be begun."""
-
-    round: int
-    max_steps: int = 0
-    """Inner steps of the round; 0: until `RoundEnds`."""
-    is_followed: bool = False
-    """Whether the next round begins as soon as this one's contribution is made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Measure the loss of N microbatches of held-out text, before others are drawn; `Measured` follows. At stage 0."""
-
-    num_microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEnds:
-    """Let the round's microbatches under way end; `RoundDrained` follows."""
-
-
 Event = (
     NodesChanged
     | LinkOpened
@@ -100,9 +90,9 @@ Event = (
     | Tell
     | Worked
     | InnerStepTaken
-    | RoundBegan
-    | Measure
-    | RoundEnds
+    | Train
+    | FinishRound
+    | Validate
     | TimerFired
 )
 
@@ -144,18 +134,6 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundDrained:
-    """The round has nothing under way: the contribution can be made. No jobs come until the next round begins."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The trainer has the losses of the held-out text; some are missing if their microbatches were lost repeatedly."""
-
-
-@dataclass(frozen=True, slots=True)
 class Avoided:
     """A peer is avoided for ``seconds``: nothing is sent to it, and nothing accepted from it."""
 
@@ -173,8 +151,9 @@ Output = (
     | Work
     | Settle
     | TakeInnerStep
-    | RoundDrained
-    | Measured
+    | Train
+    | FinishRound
+    | Validate
     | Avoided
     | SetTimer
 )

@@ -94,6 +94,8 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     max_steps: int
     takes_steps: bool = True
     """False: contribute at once, to another partner (`RoundConfig.partners`)."""
+    is_followed: bool = False
+    """Whether the next round begins as soon as this one's contribution is made."""
 
 
 class UseFragment(msgspec.Struct, frozen=True, tag=True):

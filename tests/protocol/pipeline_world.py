@@ -13,7 +13,16 @@ from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, 
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.pipeline import Pipeline
-from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, TakeInnerStep, Work, Worked
+from farandole.protocol.trainer.trainer_messages import (
+    FinishRound,
+    InnerStepTaken,
+    Settle,
+    TakeInnerStep,
+    Train,
+    Validate,
+    Work,
+    Worked,
+)
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 from farandole.testnet.simulate.simulation import Simulation
 
@@ -56,7 +65,7 @@ class Node:
         )
         self.is_alive = True
         self.is_frozen = False
-        self.is_followed = False
+        self.round, self.is_followed = 0, False
         self.frozen: list[machine.Event] = []
         self.memory: dict[int, bytes] = {}  # slot -> received data
         self.out: dict[int, bytes] = {}  # slot -> data to send: the ticket and the kind of data
@@ -116,13 +125,13 @@ class Node:
                 self.compute(output)
             case Settle():
                 self.work(0.0, partial(self.settle, output))
-            case machine.Measured():
+            case Validate():
                 self.num_measured += 1
             case TakeInnerStep():
                 self.work(self.seconds, self.step)
             case machine.Avoided(peer, reason, _):
                 self.avoided[peer] = reason
-            case machine.RoundDrained(round_index):
+            case FinishRound(round_index):
                 self.work(0.0, partial(self.drain, round_index))
 
     def work(self, seconds: float, then: Callable[[], None]) -> None:
@@ -131,8 +140,11 @@ class Node:
         self.world.call_at(self.busy_until, then)
 
     def begin_round(self, round_index: int) -> None:
-        self.is_followed = self.world.is_followed
-        self.handle(machine.RoundBegan(round_index, is_followed=self.is_followed))
+        self.round, self.is_followed = round_index, self.world.is_followed
+        self.handle(Train(round_index, 0, is_followed=self.is_followed))
+
+    def end_round(self) -> None:
+        self.handle(FinishRound(self.round))
 
     def drain(self, round_index: int) -> None:
         assert self.is_followed or (not self.summed and not self.began)
@@ -331,10 +343,10 @@ class World(Simulation):
         if self.is_followed:
             self.is_followed = False
             for node in self.nodes.values():
-                node.handle(machine.RoundEnds())
+                node.end_round()
             self.run(4 * self.microbatch_seconds)
         for node in self.nodes.values():
-            node.handle(machine.RoundEnds())
+            node.end_round()
         self.run(4 * self.microbatch_seconds)
 
     def kept(self) -> Counter[bytes]:

@@ -35,7 +35,7 @@ class Recorder:
         source = self._source(frame.f_code.co_filename)
         walk = self._walk_of.get((source, frame.f_code.co_qualname)) if source else None
         if walk is not None and (walk in depths or (self._folder / "begin").exists()):
-            depths[walk] = depths.get(walk, 0) + (1 if event == "call" else -1)
+            depths[walk] = max(0, depths.get(walk, 0) + (1 if event == "call" else -1))
         if source and event == "call":
             for each, depth in depths.items():
                 if depth > 0 and source not in self._seen[each]:

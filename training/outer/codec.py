@@ -146,7 +146,7 @@ class _Plain:
     limit: float = MAX_MAGNITUDE
 
     def size(self, num_elements: int) -> int:
-        return SIZES[self.name].of(num_elements)
+        return self.dtype.itemsize * num_elements
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
         if not _is_within(values, self.limit):

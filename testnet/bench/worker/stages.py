@@ -28,14 +28,12 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop.activation_links import Links, Worker
-from farandole.node.loop.pipeline_service import PipelineService
+from farandole.node.loop.pipeline_service import Links, PipelineService, Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol.run.manifest import Manifest, ModelConfig, manifest_from_dict
 from farandole.protocol.run.models import layers_of
-from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
 from farandole.training.base.device import choose_device
@@ -185,15 +183,13 @@ class StageNode:
     async def learn(self, steps: int) -> dict[str, Any]:
         """Run a round of ``steps`` inner steps; return each one's time, and at stage 0 the mean loss."""
         tell, memory = self._trainer.tell, self._trainer.map_activations(self._manifest.pipeline.in_flight)
-        finish = messages.FinishRound(0)
         with trio.fail_after(ANSWER_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._trainer.write)
                 size = self._trainer.prepared.activation_bytes
-                worker = Worker(self._stage, size, memory, tell, lambda _: tell(finish))
+                worker = Worker(self._stage, size, memory, tell)
                 self._service.begin(worker)
-                tell(messages.Train(0, 0))
-                self._service.handle(machine.RoundBegan(0, steps))
+                self._service.handle(messages.Train(0, steps))
                 stepped_at: list[float] = []
                 while not isinstance(report := await self._trainer.receive(), messages.Contributed):
                     if isinstance(report, messages.InnerStepTaken):

@@ -13,8 +13,8 @@ from trio.testing import MockClock
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.channel import BulkChannel
-from farandole.node.loop import activation_links as activation_link
-from farandole.node.loop.activation_links import PROGRESS_TIMEOUT, ActivationLink
+from farandole.node.loop import pipeline_service
+from farandole.node.loop.pipeline_service import PROGRESS_TIMEOUT, ActivationLink
 from farandole.protocol.exchange.bulk import Secrets
 from farandole.protocol.exchange.pipe import BULK_FROM, Route
 from farandole.protocol.stages.activations import (
@@ -109,14 +109,14 @@ class Bob:
         self.is_routed = trio.Event()
         self.has_ended = trio.Event()
         self.line = Line(stream)
-        self.link = ActivationLink(0, Link(False, HELLO, size), self.line, shaping, cast("Any", channels))
+        self.link = ActivationLink(Link(False, HELLO, size), self.line, shaping, cast("Any", channels))
 
     async def run(self) -> None:
-        await self.link.greet(lambda event: self.link.send(Welcome(1)))
+        await self.link.greet(Welcome(1))
         await self.link.run(self._hear, self.is_routed.set)
         self.has_ended.set()
 
-    def _hear(self, link: ActivationLink, event: Event) -> None:
+    def _hear(self, event: Event) -> None:
         self.heard.append(event)
         self.on_heard(event)
 
@@ -234,10 +234,9 @@ async def test_who_stops_amid_data_loses_the_link(
 async def upstream_of(size: int) -> AsyncIterator[tuple[ActivationLink, Link, trio.StapledStream]]:
     """Open a link from this node to one downstream; yield it with the other's end, which has heard its greeting."""
     near, far = trio.testing.memory_stream_pair()
-    link, theirs = ActivationLink(0, Link(True, HELLO, size), Line(far), Shaping()), Link(False, HELLO, size)
+    link, theirs = ActivationLink(Link(True, HELLO, size), Line(far), Shaping()), Link(False, HELLO, size)
     async with trio.open_nursery() as nursery:
-        link.send(HELLO)
-        nursery.start_soon(link.greet, lambda event: None)
+        nursery.start_soon(link.greet, HELLO)
         theirs.receive_data(await near.receive_some())
         assert theirs.next_event() == HELLO
         yield link, theirs, near
@@ -247,7 +246,7 @@ async def test_what_comes_with_the_welcome_is_heard() -> None:
     """The first credits arrive in one write with it."""
     heard = list[Event]()
 
-    def hear(link: ActivationLink, event: Event) -> None:
+    def hear(event: Event) -> None:
         heard.append(event)
         link.close()
 
@@ -274,7 +273,7 @@ async def test_a_gradient_must_come_too(clock: MockClock) -> None:
         await trio.testing.wait_all_tasks_blocked()
         link.send(FORWARD, memoryview(bytes(SIZE)))
         nursery.start_soon(answer)
-        await link.run(lambda link, event: heard.append(event))
+        await link.run(heard.append)
     assert heard == [Gradient(0)]
 
 
@@ -323,7 +322,7 @@ async def test_who_stops_amid_a_channel_s_data_loses_the_link(
     pause: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender is silent, or sends a byte now and then; over a real channel, so in real time."""
-    monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.3)
+    monkeypatch.setattr(pipeline_service, "PROGRESS_TIMEOUT", 0.3)
     channels = Channels()
     with channels.alice, trio.fail_after(PATIENCE):
         async with linked(BULK_FROM, channels=channels) as (alice, bob):

@@ -22,15 +22,13 @@ from safetensors.torch import load_file
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop import activation_links as activation_link
-from farandole.node.loop.activation_links import ACTIVATIONS_PROTOCOL, Links, Worker
-from farandole.node.loop.pipeline_service import PipelineService
+from farandole.node.loop import pipeline_service
+from farandole.node.loop.pipeline_service import ACTIVATIONS_PROTOCOL, Links, PipelineService, Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol.run.manifest import Manifest, PipelineConfig
-from farandole.protocol.stages import pipeline_events as machine
 from farandole.protocol.stages.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
@@ -78,10 +76,6 @@ class Node:
             await nursery.start(self.service.run)
             nursery.start_soon(self.trainer.write)
             memory = self.trainer.map_activations(manifest.pipeline.in_flight)
-            replies: dict[machine.RoundDrained | machine.Measured, messages.Command] = {
-                machine.RoundDrained(0): messages.FinishRound(0),
-                machine.Measured(): messages.Validate(NUM_HELD_OUT),
-            }
             size = self.trainer.prepared.activation_bytes
             works = deque[messages.Work]()
 
@@ -90,12 +84,11 @@ class Node:
                     works.append(command)
                 tell(command)
 
-            worker = Worker(stage, size, memory, send, lambda report: tell(replies[report]))
+            worker = Worker(stage, size, memory, send)
             self.service.begin(worker)
-            tell(messages.Train(0, 0))
             if stage == 0:
-                self.service.handle(machine.Measure(NUM_HELD_OUT))
-            self.service.handle(machine.RoundBegan(0, steps))
+                self.service.handle(messages.Validate(NUM_HELD_OUT))
+            self.service.handle(messages.Train(0, steps))
             while not self.saved.is_set():
                 report = await self.trainer.receive()
                 self.reports.append(report)
@@ -232,7 +225,7 @@ async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
 
     The falsifier's own warnings do not matter: gradients of activations that it has reversed look odd to it, too. The
     learning rate is low, since the directions of honest gradients turn while a small model learns fast, and then
-    honest neighbours are avoided for some seconds (`farandole.protocol.stages.pipeline_links`).
+    honest neighbours are avoided for some seconds (`farandole.protocol.stages.microbatches`).
     """
     manifest = manifest_of(2)
     manifest = msgspec.structs.replace(manifest, inner=msgspec.structs.replace(manifest.inner, learning_rate=1e-5))
@@ -266,7 +259,7 @@ async def test_who_falls_silent_amid_activations_gives_the_slot_back(
     monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
 ) -> None:
     """The slot is free long before the microbatch's own deadline. Of two real hosts one is a neighbour that stops."""
-    monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.5)
+    monkeypatch.setattr(pipeline_service, "PROGRESS_TIMEOUT", 0.5)
     manifest = msgspec.structs.replace(manifest_of(2, 1_024, 64), pipeline=PipelineConfig(microbatch_seconds=3_600.0))
     size = 2 * DATA_BYTES
     keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2)]
@@ -281,9 +274,9 @@ async def test_who_falls_silent_amid_activations_gives_the_slot_back(
             service = PipelineService(links, messenger, manifest, author, random.Random(1))
             await nursery.start(service.run)
             memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
-            service.begin(Worker(1, size, memory, lambda command: None, lambda report: None))
+            service.begin(Worker(1, size, memory, lambda command: None))
             service.set_nodes([frozenset({neighbour}), frozenset({author})])
-            service.handle(machine.RoundBegan(0, 1))
+            service.handle(messages.Train(0, 1))
             await near.connect(author, far.addresses)
             stream = await near.open_stream(author, ACTIVATIONS_PROTOCOL)
             hello = Hello(RUN_ID, 1, shape_hash(manifest))

@@ -9,15 +9,15 @@ import pytest
 
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.stages import pipeline_events as machine
-from farandole.protocol.stages.pipeline import Pipeline
-from farandole.protocol.stages.pipeline_links import (
+from farandole.protocol.stages.microbatches import (
     FIRST_SECONDS,
     FORGIVEN_AFTER,
     MAX_OUTLIERS,
     NUM_REMEMBERED,
     Avoidance,
 )
-from farandole.protocol.trainer.trainer_messages import Settle, Work, Worked
+from farandole.protocol.stages.pipeline import Pipeline
+from farandole.protocol.trainer.trainer_messages import Settle, Train, Validate, Work, Worked
 from farandole.protocol.wire.timers import TimerFired
 
 from ..pipeline_world import World, manifest_of
@@ -83,7 +83,7 @@ def test_a_slow_node_is_given_less() -> None:
     world.num_stages = 3
     world.announce()
     for node in world.of_stage(1):
-        node.handle(machine.RoundBegan(0))
+        node.handle(Train(0, 0))
     world.run(15)
     fast = world.of_stage(1)[0]
     assert fast is not slow
@@ -125,7 +125,7 @@ def test_what_is_under_way_goes_on_in_a_round_that_follows_at_once() -> None:
     for _ in range(4):
         world.run(2)
         for node in world.nodes.values():
-            node.handle(machine.RoundEnds())
+            node.end_round()
             num_across += len(node.began)
         world.run(1)
     assert num_across > 0
@@ -140,7 +140,7 @@ def test_a_round_may_end_by_its_steps_and_none_follows_its_last(overlap: bool) -
     world = World([1, 1], overlap=overlap)
     world.run(0)
     node = world.of_stage(0)[0]
-    node.handle(machine.RoundBegan(0, max_steps=3))
+    node.handle(Train(0, 3))
     world.run(5)
     assert node.steps == [4, 4, 4]
     assert not node.began
@@ -242,27 +242,28 @@ def test_a_round_ends_with_nothing_under_way_and_another_begins() -> None:
     for round_index in range(1, 4):
         world.run(2)
         for node in world.nodes.values():
-            node.handle(machine.RoundEnds())
+            node.end_round()
         world.run(3)
         for node in world.nodes.values():
             assert node.drained[-1] == round_index - 1
-            node.handle(machine.RoundBegan(round_index))
+            node.begin_round(round_index)
     assert settled_alike(world, 2)
 
 
-def measure(world: World, number: int) -> None:
+def measure(world: World, num_batches: int) -> None:
+    """Measure the loss of so many batches, of four microbatches each."""
     for origin in world.of_stage(0):
-        origin.handle(machine.Measure(number))
+        origin.handle(Validate(num_batches))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stages", [[1, 1], [2, 3, 2]])
 def test_held_out_text_goes_forward_alone_and_is_learned_by_nobody(stages: list[int], overlap: bool) -> None:
     world = World(stages, overlap=overlap)
-    measure(world, 11)
+    measure(world, 3)
     world.run(5)
     for origin in world.of_stage(0):
-        assert sorted(origin.measured) == list(range(11))
+        assert sorted(origin.measured) == list(range(12))
         assert origin.num_measured == 1
     world.run(5)
     assert not any(node.held_out for node in world.nodes.values())
@@ -275,7 +276,7 @@ def test_held_out_text_goes_forward_alone_and_is_learned_by_nobody(stages: list[
 def test_what_is_measured_comes_before_what_is_learned() -> None:
     world = World([1, 1])
     origin, other = world.nodes.values()
-    measure(world, 20)
+    measure(world, 5)
     while not origin.num_measured:
         assert not other.steps
         world.run(0.01)
@@ -285,14 +286,14 @@ def test_what_is_measured_comes_before_what_is_learned() -> None:
 
 def test_held_out_text_that_was_lost_with_a_node_is_measured_all_the_same() -> None:
     world = World([2, 3, 2], latency=0.05)
-    measure(world, 30)
+    measure(world, 8)
     world.run(0.6)
     world.kill(world.of_stage(1)[0])
     world.run(2.0)
     world.announce()
     world.run(20)
     for origin in world.of_stage(0):
-        assert sorted(set(origin.measured)) == list(range(30))
+        assert sorted(set(origin.measured)) == list(range(32))
         assert origin.num_measured == 1
     world.end()
     assert settled_alike(world, 3)
@@ -302,7 +303,7 @@ def test_where_nothing_is_held_out_the_training_goes_on() -> None:
     world = World([1, 1])
     (origin,) = world.of_stage(0)
     origin.has_held_out = False
-    measure(world, 8)
+    measure(world, 2)
     world.run(5)
     assert origin.num_measured == 1
     assert origin.steps
@@ -311,7 +312,7 @@ def test_where_nothing_is_held_out_the_training_goes_on() -> None:
 def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:
     pipeline = Pipeline(manifest_of(3, 4, in_flight, 10.0), b"me" * 16, stage, random.Random(0))
     pipeline.handle(machine.NodesChanged(frozenset({b"next"}), 1, 1, 1), 0.0)
-    pipeline.handle(machine.RoundBegan(20), 0.0)
+    pipeline.handle(Train(20, 0), 0.0)
     pipeline.handle(machine.LinkOpened(1, b"previous", is_upstream=False), 0.0)
     return pipeline
 
