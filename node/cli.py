@@ -7,7 +7,6 @@ Starting is fast because nothing heavy is imported before a command needs it: ne
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         typer.echo("error: native Windows is not supported: install farandole in WSL2 (docs/install.md)", err=True)
         sys.exit(Exit.BAD_INPUT)
     try:
-        whole_app()(args=with_whole_invites(sys.argv[1:] if arguments is None else arguments))
+        whole_app()(args=arguments)
     except FarandoleError as error:
         from .base.control import ControlError, NoNodeError
 
@@ -105,25 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.add_note(f"This is a defect of farandole {VERSION}")
         raise
     sys.exit(Exit.OK)
-
-
-# What an invite begins with, and what the rest of it consists of (`farandole.protocol.run.invite`, which takes time to
-# import).
-_INVITE: Final = "farandole1"
-_PIECE: Final = re.compile("[a-zA-Z2-7]{4,}")
-
-
-def with_whole_invites(arguments: Sequence[str]) -> list[str]:
-    """Join the pieces of an invite that was pasted with blanks or line breaks: no other argument looks like them."""
-    whole: list[str] = []
-    is_invite = False
-    for argument in arguments:
-        if is_invite and _PIECE.fullmatch(argument):
-            whole[-1] += argument
-            continue
-        is_invite = argument.lower().startswith(_INVITE)
-        whole.append(argument)
-    return whole
 
 
 @cache

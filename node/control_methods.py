@@ -84,7 +84,7 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         member = await in_run()
         if member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
-        names, is_admitted, keeps_invites = _taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
+        names, is_admitted = _taken(params, keys=list, is_admitted=bool)
         try:
             keys = [bytes.fromhex(str(name)) for name in names]
         except ValueError as error:
@@ -92,7 +92,7 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         if is_admitted:
             await member.credentials.restore(keys)
             return []
-        told = await member.credentials.revoke(keys, keeps_invites=keeps_invites)
+        told = await member.credentials.revoke(keys)
         return [_row_of(each, member.gossip.state.creator) for each in told]
 
     async def roster(params: dict[str, Any]) -> object:

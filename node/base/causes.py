@@ -273,11 +273,8 @@ CAUSES: Final = {
     ),
     "bootstrap-silent": _failed(
         "{address} is silent for {seconds:g} s: it is off, this machine is offline, or a firewall drops the packets",
-        "check that this machine is online; ask its owner to start it again, or to open its port; " + _FIND_AGAIN,
-    ),
-    "bootstrap-filtered": _failed(
-        "{address}: this network's firewall lets TCP out to port 443 only, and not to {port}",
-        "ask for an invite with a member that listens on port 443; or use a network that lets more out",
+        "check that this machine is online; ask its owner to start it again, or to open its port; where a network lets "
+        "out port 443 alone, ask for an invite with a member that listens there; " + _FIND_AGAIN,
     ),
     "bootstrap-no-route": _failed(
         "there is no way to {address}", "check that this machine is online (IPv6 may be missing)"
@@ -320,7 +317,6 @@ CAUSES: Final = {
         "this run needs {rate} up and down, more than {caps}: {exchange}; {chances}",
         "raise {flags} to {least} or more, or leave out the cap",
     ),
-    "run-ignores": _warning("{flag} has no effect: {why}", "leave it out"),
     "run-none": _skipped("no run is named"),
     "run-newer": _failed("{why}", "upgrade: docs/volunteer.md#upgrade"),
     "run-unknown": _failed(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 BYTES_PER_MBIT: Final = 125_000
-_BARS: Final = "▁▂▃▄▅▆▇█"
+_BARS: Final = " ▁▂▃▄▅▆▇█"
 _LARGE: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G)?(?:bit(?:/s)?|bps)?", re.IGNORECASE)
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(M|G|T)?(i)?B?", re.IGNORECASE)
@@ -56,16 +56,19 @@ def bits_per_byte(value: float | None) -> str:
     return "" if value is None else f" ({value:.3f} bits per byte)"
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw the values in at most ``width`` characters, from their least (low) to their largest (high)."""
+def chart(values: Sequence[float], width: int, height: int = 1) -> list[str]:
+    """Draw the values as bars, from their least (low) to their largest: in lines of at most ``width`` characters."""
     if not values:
-        return ""
-    width = min(width, len(values))
+        return [""] * height
+    width = max(1, min(width, len(values)))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     points = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(points), max(points)
     span = (high - low) or 1.0
-    return "".join(_BARS[min(int((point - low) / span * len(_BARS)), len(_BARS) - 1)] for point in points)
+    full = len(_BARS) - 1
+    levels = [1 + min(int((point - low) / span * height * full), height * full - 1) for point in points]
+    lines = reversed(range(height))
+    return ["".join(_BARS[min(max(level - line * full, 0), full)] for level in levels) for line in lines]
 
 
 def plural(number: int, noun: str) -> str:

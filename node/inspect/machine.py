@@ -302,31 +302,10 @@ def check_line(manifest: Manifest, upload_mbit: float, download_mbit: float) -> 
     ]
 
 
-def unused_inputs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
-    """Return a finding for each input that the user gives and this run does not take."""
-    of_data = {
-        "--data": settings.data,
-        "--stream": settings.stream,
-        "--tokenizer": settings.tokenizer,
-    }
-    unused = {}
-    if settings.trainer == "external":
-        unused = dict.fromkeys(of_data, "the training loop has its own data")
-    else:
-        if manifest.data.source == "stdlib":
-            unused = dict.fromkeys(of_data, "this run trains on the sources of Python's standard library")
-        unused["--tokenizer"] = "" if manifest.tokenizer.sha256 else "this run's tokens are bytes"
-    if not manifest.model.own:
-        unused["--allow-model"] = "this run's model needs no code of others"
-    given = {**of_data, "--allow-model": settings.allow_model}
-    return [found("run-ignores", flag=flag, why=why) for flag, why in unused.items() if why and given[flag]]
-
-
 def check_run(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
-    """Compare a run with the settings of a node: what it lacks, what it gives in vain, and the caps of its line.
+    """Compare a run with the settings of a node: what it lacks, and the caps of its line.
 
     A loop of the user's own brings what it needs.
     """
     needs = check_needs(manifest, settings) if settings.trainer == "own" else []
-    line = check_line(manifest, settings.upload_mbit, settings.download_mbit)
-    return [*needs, *line, *unused_inputs(manifest, settings)]
+    return [*needs, *check_line(manifest, settings.upload_mbit, settings.download_mbit)]

@@ -200,10 +200,10 @@ class Credentials:
         payloads = (told.get(index, Revocation(())) for index in range(max(told, default=-1) + 1))
         return [(set(payload.keys), set(payload.readmitted)) for payload in payloads]
 
-    async def revoke(self, keys: Iterable[bytes], *, keeps_invites: bool = False) -> list[Revoked]:
+    async def revoke(self, keys: Iterable[bytes]) -> list[Revoked]:
         """End these memberships, and the ones that follow from these invites; return how each member came.
 
-        The invite that a member came by admits nobody any more, unless ``keeps_invites``; others that came by it stay.
+        The invite that a member came by admits nobody any more; others that came by it stay.
         Raises `CredentialsError` if this node is not the creator's, and `StoreError`.
         """
         self._require_creator()
@@ -216,11 +216,10 @@ class Credentials:
                     continue
                 others = frozenset(self.roster.invited_with(key)) - {*ended}
                 told.append(Revoked(key, admission, len(others)))
-                if not keeps_invites:
-                    bearer = admission.invitation.bearer
-                    together = next((each for each in await self._bearers() if bearer in each), [bearer])
-                    ended += [each for each in together if each == bearer or not self.roster.has_admitted(each)]
-                    staying |= others
+                bearer = admission.invitation.bearer
+                together = next((each for each in await self._bearers() if bearer in each), [bearer])
+                ended += [each for each in together if each == bearer or not self.roster.has_admitted(each)]
+                staying |= others
             words = await self._words()
             for _, readmitted in words:
                 readmitted.difference_update(ended)

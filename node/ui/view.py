@@ -17,14 +17,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..base.causes import release_words, releases
-from ..base.figures import BYTES_PER_MBIT, bits_per_byte, count, duration, loss, plural, size, sparkline
+from ..base.figures import BYTES_PER_MBIT, bits_per_byte, chart, count, duration, loss, plural, size
 from ..status.round_log import more_steps
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
 from .headline import headline
 
 # Share of an epoch from which on doubted slices are shown: there are always some of members that have just come.
 MUCH_DOUBTED: Final = 0.05
-SPARKLINE_WIDTH: Final = 40
+CURVE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
 
 Emphasis = Literal["", "faint", "strong", "good", "warning", "well", "busy", "trouble"]
@@ -120,7 +120,7 @@ def _of_training(status: NodeStatus) -> Iterator[Row]:
         yield Row("loss", value, "faint", f"loss {value}")
     else:
         since = f" from {loss(status.loss_first)}" if status.loss_first is not None else ""
-        curve = sparkline([value for _, value in status.losses], SPARKLINE_WIDTH)
+        [curve] = chart([value for _, value in status.losses], CURVE_WIDTH)
         value, brief = f"{loss(status.loss)}{since}  {curve}", f"loss {loss(status.loss)} here"
         for round_index, held_out in status.validation[-1:]:
             bits = status.bits_per_byte
@@ -225,6 +225,9 @@ def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
     return ("heard of", "faint") if member.is_heard else ("gone", "trouble")
 
 
+_NUMBERS: Final = ("stage", "round", "steps", "tokens", "tokens/s", "loss", "seen")
+_WIDE_ONLY: Final = ("stage", "steps", "tokens", "tokens/s", "version", "device")
+_COLUMNS: Final = ("peer", "state", *_NUMBERS[:-1], "link", "seen", "version", "device")
 STYLES: Final[dict[Emphasis, str]] = {
     "": "",
     "faint": "dim",
@@ -255,35 +258,36 @@ def status_screen(status: NodeStatus, now: float) -> RenderableType:
     return Group(first, title, grid)
 
 
-def members_table(status: NodeStatus) -> Table:
+def members_table(status: NodeStatus, *, is_narrow: bool = False) -> Table:
     """Make the table of `farandole peers`: a line for each member, then the remarks on peers, and stages' providers."""
     members, providers = status.members, status.run.providers
-    has_stages = len(providers) > 1
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    has_versions = len({member.version for member in members}) > 1
-    texts, numbers = ("peer", "state", "link", "version", "device"), ("round", "steps", "tokens", "tokens/s", "loss")
-    first, last = ["peer", "state", *(["stage"] if has_stages else [])], ["link", "seen"]
     captions = [f"{status.called(peer)} {words}" for peer, words in status.remarks.items()]
-    for column in (*first, *numbers, *last, *(["version"] if has_versions else []), "device"):
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=column != "peer")
+    left_out = {*_WIDE_ONLY} if is_narrow else set[str]()
+    left_out |= {"stage"} if len(providers) < 2 else set()
+    left_out |= {"version"} if len({member.version for member in members}) < 2 else set()
+    names = [name for name in _COLUMNS if name not in left_out]
+    for name in names:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "peer")
     table.columns[0].min_width = 9  # a narrow terminal cuts names off, never ids
     for member in members:
         state, emphasis = member_state(member)
-        table.add_row(
-            Text(status.called(member.peer_id), no_wrap=True, overflow="ellipsis"),
-            Text(state, STYLES[emphasis]),
-            *((str(member.stage),) if has_stages else ()),
-            str(member.round),
-            f"{member.inner_steps:,}",
-            count(member.tokens),
-            count(member.tokens_per_second),
-            loss(member.loss),
-            "this node" if member.is_self else member.path if member.is_connected else "-",
-            "-" if member.last_seen_seconds is None else duration(member.last_seen_seconds),
-            *((member.version or "-",) if has_versions else ()),
-            Text(member.device),
-        )
-    if has_stages:
+        cells: dict[str, Text | str] = {
+            "peer": Text(status.called(member.peer_id), no_wrap=True, overflow="ellipsis"),
+            "state": Text(state, STYLES[emphasis]),
+            "stage": str(member.stage),
+            "round": str(member.round),
+            "steps": f"{member.inner_steps:,}",
+            "tokens": count(member.tokens),
+            "tokens/s": count(member.tokens_per_second),
+            "loss": loss(member.loss),
+            "link": "this node" if member.is_self else member.path if member.is_connected else "-",
+            "seen": "-" if member.last_seen_seconds is None else duration(member.last_seen_seconds),
+            "version": member.version or "-",
+            "device": Text(member.device),
+        }
+        table.add_row(*(cells[name] for name in names))
+    if len(providers) > 1:
         live = ", ".join(f"{number} in {stage}" for stage, number in enumerate(providers))
         captions.append(f"live in each stage: {live}")
     if captions:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
-import time
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -28,15 +24,22 @@ def status(
 ) -> None:
     """Show the state of the node on this machine: whether it is in the run, its last exchange, its loss.
 
-    With --json and --watch, prints a line of JSON a second, with at most 64 members, those closest to the node.
-
     Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan]
     """
-    if watch:
-        _watch(home, as_json=as_json)
-    elif as_json:
-        from ...base.control import call
+    from ...base.control import call
 
+    if watch:
+        from farandole.protocol.wire.errors import FarandoleError
+
+        if not (sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
+            raise FarandoleError("the screen of --watch needs a terminal: for a script there is --json")
+        from ...ui.watch.app import WatchApp
+
+        def ask(method: str) -> Any:
+            return call(home, method, **({"max_members": MAX_MEMBERS} if method == "status" else {}))
+
+        WatchApp(ask, INTERVAL).run()
+    elif as_json:
         print_json(call(home, "status"))
     else:
         from rich.console import Console
@@ -84,33 +87,3 @@ def dashboard(
     print_answer(as_json, page, link)
     if open_browser and not webbrowser.open(link):
         raise FarandoleError("no browser was found here; open the address above")
-
-
-def _watch(home: Path, *, as_json: bool) -> None:
-    """Show the status on the whole screen, or print a line of JSON a second. The node may go away, and come back."""
-    from farandole.protocol.wire.errors import FarandoleError
-
-    from ...base.control import NoNodeError, call
-
-    def ask(method: str) -> Any:
-        return call(home, method, **({"max_members": MAX_MEMBERS} if method == "status" else {}))
-
-    if not as_json:
-        if not (sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
-            raise FarandoleError("the screen of --watch needs a terminal; with --json it is a line a second")
-        from ...ui.watch.app import WatchApp
-
-        WatchApp(ask, INTERVAL).run()
-        return
-    was_there = False
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            try:
-                typer.echo(json.dumps(ask("status")))
-                was_there = True
-            except FarandoleError as error:
-                if not was_there:
-                    raise
-                code = "no_node" if isinstance(error, NoNodeError) else getattr(error, "code", "internal")
-                typer.echo(json.dumps({"error": {"code": code, "message": str(error)}}))
-            time.sleep(INTERVAL)

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeVar
 
 import trio
 
-from farandole.protocol.mesh.dialling import HTTPS_PORT, is_open_to_peers
+from farandole.protocol.mesh.dialling import is_open_to_peers
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_global
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
@@ -32,8 +32,6 @@ RESOLVE_TIMEOUT: Final = 5.0
 # A lost SYN is sent again after one second and after three.
 KNOCK_TIMEOUT: Final = 4.0
 PROVE_TIMEOUT: Final = 8.0
-# Probed where a peer's own port is silent: a machine that is on answers or refuses. No service uses the last one.
-OTHER_PORTS: Final = (HTTPS_PORT, 80, 33_433)
 # Documentation addresses (RFC 5737, RFC 3849): nothing is sent there, the system is only asked for the route.
 _ELSEWHERE: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _NAMED: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/.*)?")
@@ -158,30 +156,10 @@ async def knock_at_all(host: Host, doors: Sequence[Door]) -> list[Finding]:
     async with trio.open_nursery() as nursery:
         for door in doors:
             nursery.start_soon(try_door, door)
-    return judge_doors(doors, lets_out_443_only=await lets_out_443_only(doors))
+    return judge_doors(doors)
 
 
-async def lets_out_443_only(doors: Sequence[Door]) -> bool:
-    """Return whether this network lets TCP out to port 443 alone, by the doors and the machines behind silent ones."""
-    said = {(door.ips[0], door.port): door.knock for door in doors if door.knock is not None}
-    silent = {ip for (ip, _), answer in said.items() if answer == "silent"}
-
-    async def try_port(ip: str, port: int) -> None:
-        said[ip, port] = await knock(ip, port)
-
-    async with trio.open_nursery() as nursery:
-        for ip in silent:
-            for port in OTHER_PORTS:
-                if (ip, port) not in said:
-                    nursery.start_soon(try_port, ip, port)
-    # A port that refuses has been reached, too. One machine that answers on one port and drops the others may have a
-    # firewall of its own; not all of them.
-    answered = {place for place, answer in said.items() if answer in ("open", "refused")}
-    is_one_half_silent = any((ip, HTTPS_PORT) in answered for ip in silent)
-    return is_one_half_silent and all(port == HTTPS_PORT for _, port in answered)
-
-
-def judge_doors(doors: Sequence[Door], *, lets_out_443_only: bool = False) -> list[Finding]:
+def judge_doors(doors: Sequence[Door]) -> list[Finding]:
     """Return the findings about the doors, and what they have in common."""
     if not doors:
         return [found("bootstrap-none")]
@@ -190,7 +168,7 @@ def judge_doors(doors: Sequence[Door], *, lets_out_443_only: bool = False) -> li
         return [found("bootstrap-offline")]
     findings = [
         found(
-            _cause_of(door, lets_out_443_only),
+            _cause_of(door),
             address=door.address,
             ips=", ".join(door.ips),
             port=door.port,
@@ -206,7 +184,7 @@ def judge_doors(doors: Sequence[Door], *, lets_out_443_only: bool = False) -> li
     return findings
 
 
-def _cause_of(door: Door, lets_out_443_only: bool) -> str:
+def _cause_of(door: Door) -> str:
     if door.is_proved:
         return "bootstrap-fine"
     if not door.ips:
@@ -226,7 +204,7 @@ def _cause_of(door: Door, lets_out_443_only: bool) -> str:
             return "bootstrap-refused"
         case "no route":
             return "bootstrap-no-route"
-    return "bootstrap-filtered" if lets_out_443_only and door.port != HTTPS_PORT else "bootstrap-silent"
+    return "bootstrap-silent"
 
 
 # What peers answer

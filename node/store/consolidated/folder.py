@@ -71,11 +71,6 @@ class Consolidated:
         """The safetensors file."""
         return self.path / CHECKPOINT_NAME
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the model's parameters by name."""
-        return shapes_of(self.manifest.model)
-
 
 def tensor_shapes(
     vectors: Sequence[str], parameters: Mapping[str, Shape], present: Collection[str] | None = None

@@ -1,9 +1,9 @@
 """Hugging Face folders: a consolidated checkpoint is written as one, and the weights of one start a run.
 
 A written folder, for `transformers` and all programs that read its files, has the slow weights, in fp32, as
-safetensors; the configuration of the family in which transformers computes the same; the tokenizer; a page about the
-model's origin. A folder that is read may have any family that `farandole.node.store.run_file` knows. Only safetensors
-are read: a ``.bin`` is a pickle, which is code.
+safetensors; the configuration of the family in which transformers computes the same; the tokenizer. A folder that is
+read may have any family that `farandole.node.store.run_file` knows. Only safetensors are read: a ``.bin`` is a pickle,
+which is code.
 """
 
 from __future__ import annotations
@@ -128,7 +128,6 @@ def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> 
         end_token = None if loaded is None else loaded.separator
         write_json(temporary / "config.json", config_json(config, end_token=end_token))
         write_json(temporary / "generation_config.json", {"bos_token_id": end_token, "eos_token_id": end_token})
-        write_file(temporary / "README.md", _card(folder, loaded).encode())
         return sorted(path.name for path in temporary.iterdir())
 
 
@@ -192,35 +191,6 @@ def byte_level_tokenizer() -> dict[str, object]:
             "merges": [],
         },
     }
-
-
-# The page
-
-
-def _card(folder: Consolidated, tokenizer: Tokenizer | None) -> str:
-    manifest, index = folder.manifest, folder.index
-    num_parameters = sum(math.prod(shape) for shape in folder.shapes.values())
-    tokens = "Its tokenizer is `tokenizer.json`."
-    if manifest.tokenizer.kind == "bytes":
-        tokens = "Tokens 0 to 255 are the bytes of UTF-8 text, and NUL (token 0) ends a document."
-    elif tokenizer is None:
-        tokens = f"Its tokenizer is the file with SHA-256 `{manifest.tokenizer.sha256}`, which is not in this folder."
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- farandole
----
-
-# {manifest.name}
-
-{num_parameters:,} parameters, trained by volunteers with farandole: {index.inner_steps:,} inner steps and
-{index.tokens:,} tokens a replica, up to round {index.round:,} of run `{index.run_id.hex()}`. Contexts of
-{manifest.model.context:,} tokens. {tokens}
-
-These are the slow weights of checkpoint `{folder.id.hex()}`, in fp32:
-`transformers.AutoModelForCausalLM.from_pretrained(".")` loads them.
-"""
 
 
 # Weights of a folder, for continued pre-training

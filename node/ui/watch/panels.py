@@ -1,4 +1,4 @@
-"""The parts of the screen: the run, this node, its links, and its events.
+"""The parts of the screen: the run, this node, and its events.
 
 Colours repeat what words say, so that nothing is lost where there are none.
 """
@@ -9,11 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-from rich.table import Table
 from rich.text import Text
 
-from ...base.figures import BYTES_PER_MBIT, duration, loss
+from ...base.figures import BYTES_PER_MBIT, chart, loss
 from ...status.status import Event, NodeStatus
 from ..headline import Headline, Level
 from ..view import STYLES, status_rows
@@ -24,13 +22,7 @@ _CHART_STYLE: Final = "cyan"
 _MIN_CHART_LINES: Final = 2
 # Rows of the status that are about the run, not this node.
 _OF_THE_RUN: Final = ("data", "loss", "stage", "the run")
-# Below this many columns a link's verdict says more than its bandwidth does.
-_MIN_LINK_WIDTH: Final = 60
 _BAR: Final = "█", "░"
-# A chart has eight dots a character (Unicode's braille patterns): a dot's bit, by column and by row from the top.
-_BITS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_COLUMNS, _ROWS = len(_BITS), len(_BITS[0])
-_EMPTY: Final = 0x2800
 # "12.345" and a space.
 LABEL_WIDTH: Final = 7
 
@@ -46,8 +38,10 @@ def first_lines(found: Headline) -> Text:
 def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
     """Draw the curve of the loss, and the run as a whole. ``now``: Unix seconds by the node's clock."""
     lines = [line for row in status_rows(status, now) if row.label in _OF_THE_RUN for line in row.brief.splitlines()]
-    chart = plot(status.losses, width, max(height - len(lines), _MIN_CHART_LINES))
-    text = Text("".join(f"{line}\n" for line in chart), style=_CHART_STYLE)
+    height, losses = max(height - len(lines), _MIN_CHART_LINES), [value for _, value in status.losses]
+    extremes = (loss(max(losses)), *[""] * (height - 2), loss(min(losses))) if len(losses) > 1 else ()
+    drawn = zip(extremes, chart(losses, width - LABEL_WIDTH, height), strict=False)
+    text = Text("".join(f"{label:>{LABEL_WIDTH - 1}} {line}\n" for label, line in drawn), style=_CHART_STYLE)
     return text.append("\n".join(lines), style="not dim default")
 
 
@@ -85,42 +79,6 @@ def _with_bar(label: str, share: float, detail: str, width: int) -> str:
     return f"{label} {_BAR[0] * filled}{_BAR[1] * (room - filled)} {detail}"
 
 
-def links_table(status: NodeStatus, now: float, width: int) -> Table:
-    """Draw one line for each member that this node is connected to, or has exchanged with lately.
-
-    ``now``: Unix seconds by the node's clock.
-    """
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0), width=width)
-    is_wide = width >= _MIN_LINK_WIDTH
-    table.add_column("peer", no_wrap=True, max_width=max(9, width // 3))
-    table.add_column("path", no_wrap=True)
-    for name in ("latency", *(("bandwidth", "last") if is_wide else ())):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", ratio=1, no_wrap=True, overflow="ellipsis")
-    ended = {exchange.partner: exchange for exchange in status.recent_exchanges if exchange.partner}
-    paths = {member.peer_id: member for member in status.members if member.is_connected}
-    newest = sorted(ended, key=lambda peer: -ended[peer].ended_at)
-    for peer in sorted(dict.fromkeys((*newest, *paths)), key=lambda peer: peer not in paths):
-        bandwidth, last, verdict, style, member = "-", "-", "no exchange yet", "yellow", paths.get(peer)
-        if exchange := ended.get(peer):
-            last, verdict = f"{duration(now - exchange.ended_at)} ago", f"round {exchange.round} {exchange.verdict}"
-            moved = exchange.bytes_sent + exchange.bytes_received
-            style = "green" if exchange.verdict == "committed" else style
-            if exchange.verdict == "committed" and exchange.seconds > 0:
-                bandwidth = f"{moved / exchange.seconds / BYTES_PER_MBIT:.1f} Mbit/s"
-        round_trip = status.round_trips.get(peer)
-        table.add_row(
-            Text(status.called(peer), overflow="ellipsis"),
-            "-" if member is None else member.path or "-",
-            "-" if round_trip is None else f"{round_trip * 1_000:.1f} ms",
-            *((bandwidth, last) if is_wide else ()),
-            Text(verdict, style),
-        )
-    if not (ended or paths):
-        table.add_row("none")
-    return table
-
-
 def events_text(events: Sequence[Event]) -> Text:
     """Draw a line for each event, with times in the viewer's time zone."""
     lines = [
@@ -131,31 +89,3 @@ def events_text(events: Sequence[Event]) -> Text:
         for event in events
     ]
     return Text("\n").join(lines) if lines else Text("nothing yet", style="dim")
-
-
-def plot(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Draw the points (x growing) as a curve in ``height`` lines of ``width`` characters, its extremes at the left.
-
-    Return an empty list if there are too few points, or no room.
-    """
-    columns, rows = (width - LABEL_WIDTH) * _COLUMNS, height * _ROWS
-    if len(points) < 2 or columns < 2 or height < 1:
-        return []
-    # The mean of the points in each column; empty columns are interpolated.
-    xs, ys = np.array(points, dtype=float).T
-    places = np.rint((xs - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (columns - 1)).astype(int)
-    counts = np.bincount(places, minlength=columns)
-    known = np.flatnonzero(counts)
-    heights = np.interp(np.arange(columns), known, np.bincount(places, ys)[known] / counts[known])
-    low, high = heights.min(), heights.max()
-    dots = np.full(columns, rows - 1)
-    if high > low:
-        dots = np.rint((high - heights) / (high - low) * (rows - 1)).astype(int)
-    cells = [[_EMPTY] * (columns // _COLUMNS) for _ in range(height)]
-    for column, (before, row) in enumerate(zip([dots[0], *dots], dots, strict=False)):
-        for dot in range(min(row, before), max(row, before) + 1):
-            cells[dot // _ROWS][column // _COLUMNS] |= _BITS[column % _COLUMNS][dot % _ROWS]
-    labels = [""] * height
-    labels[-1] = loss(low)
-    labels[0] = loss(high)
-    return [f"{label:>{LABEL_WIDTH - 1}} {''.join(map(chr, line))}" for label, line in zip(labels, cells, strict=True)]

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from farandole.node.base.settings import NodeSettings
-from farandole.node.inspect.machine import check_line, memory_needed, unused_inputs
+from farandole.node.inspect.machine import check_line, memory_needed
 from farandole.protocol.planning.needs import needs_of
-from farandole.protocol.run.manifest import DataConfig, Manifest
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.models import preset
 from farandole.protocol.run.rules import NoLoCoConfig
 
@@ -42,22 +40,3 @@ def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None
     assert "--upload-mbit 10 and --download-mbit 20" in check_line(LARGE, 10.0, 20.0)[0].found
     assert "only exchanges whose partner is ready early" in check_line(LARGE, 60.0, 0.0)[0].found
     assert check_line(LARGE, 0.0, 0.0) == check_line(LARGE, 97.0, 0.0) == []
-
-
-def words(manifest: Manifest, settings: NodeSettings) -> list[str]:
-    return [finding.found for finding in unused_inputs(manifest, settings)]
-
-
-def test_inputs_that_a_run_does_not_take_are_named() -> None:
-    given = NodeSettings(data=[Path("texts")], tokenizer=Path("tokenizer.json"), allow_model=["a.b:c"])
-    assert words(LARGE, given) == [
-        "--data has no effect: this run trains on the sources of Python's standard library",
-        "--tokenizer has no effect: this run's tokens are bytes",
-        "--allow-model has no effect: this run's model needs no code of others",
-    ]
-    of_text = msgspec.structs.replace(LARGE, data=DataConfig("text"))
-    assert words(of_text, NodeSettings(data=[Path("texts")], stream=["a/b"])) == []
-    assert words(of_text, NodeSettings(data=[Path("texts")], trainer="external")) == [
-        "--data has no effect: the training loop has its own data"
-    ]
-    assert words(LARGE, NodeSettings()) == []

@@ -168,8 +168,9 @@ def test_counts_have_three_figures_and_durations_two_units() -> None:
     assert figures.duration(273_600) == "3 d 4 h"
 
 
-def test_a_sparkline_has_at_most_its_width() -> None:
-    assert figures.sparkline([], 10) == ""
-    assert figures.sparkline([1.0], 10) == "▁"
-    assert figures.sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
-    assert len(figures.sparkline([float(i) for i in range(256)], 40)) == 40
+def test_a_chart_has_at_most_its_width_and_rises_through_its_lines() -> None:
+    assert figures.chart([], 10) == [""]
+    assert figures.chart([1.0], 10) == ["▁"]
+    assert figures.chart([3.0, 2.0, 1.0], 10) == ["█▅▁"]
+    assert figures.chart([3.0, 2.0, 1.0], 10, 2) == ["█▁ ", "██▁"]
+    assert [len(line) for line in figures.chart([float(i) for i in range(256)], 40, 3)] == [40, 40, 40]

@@ -79,7 +79,7 @@ async def test_a_symmetric_router_and_a_firewall_that_lets_out_port_443_alone_ar
             assert causes["nat-symmetric"] is Level.WARNING
             home, folder = lab.add_home("https-only"), tmp_path / "https-only"
             causes = await visit(home, folder, *usual)
-            assert causes["bootstrap-filtered"] is Level.FAILED
+            assert causes["bootstrap-silent"] is Level.FAILED
             causes = await visit(home, folder, *(address_of(*public, port=443) for public in publics))
             assert causes["bootstrap-fine"] is Level.OK
 
@@ -95,4 +95,3 @@ async def test_a_bootstrap_peer_that_is_off(lab: Lab, tmp_path: Path) -> None:
             assert causes["bootstrap-fine"] is Level.OK
             causes = await visit(home, tmp_path, address_of(away, node))
             assert causes["bootstrap-silent"] is Level.FAILED
-            assert "bootstrap-filtered" not in causes

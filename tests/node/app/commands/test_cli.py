@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from farandole.node.base.control import serve_control
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import NodeSettings
-from farandole.node.cli import EXTENSIONS, add_extensions, with_whole_invites
+from farandole.node.cli import EXTENSIONS, add_extensions
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.run.manifest import decode_manifest
@@ -186,15 +185,6 @@ def test_an_invite_may_be_longer_than_a_file_name(run: Run) -> None:
     assert run("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
 
 
-def test_an_invite_in_pieces_is_one() -> None:
-    invite = encode_invite(Invite(bytes(32), ()))
-    assert with_whole_invites(["join", invite[:30], invite[30:50], invite[50:], "--home", "here"]) == [
-        *("join", invite, "--home", "here")
-    ]
-    for arguments in (["join", invite, "--device", "cuda"], ["relay", invite, invite], ["run", "create", "test"]):
-        assert with_whole_invites(arguments) == arguments
-
-
 def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
     code, out, _ = run("status")
     assert code == Exit.OK
@@ -221,23 +211,6 @@ def test_leave_waits_until_the_node_is_gone(run: Run, node: FakeNode) -> None:
     assert (code, out.splitlines()[-1]) == (Exit.OK, "left")
     with locked(node.home / "lock"):
         assert run("status")[0] == Exit.NO_NODE
-
-
-def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "farandole.node", "status", "--watch", "--json", "--home", str(tmp_path / "home")]
-    with FakeNode(tmp_path / "home") as node:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["round"] == 7
-    with process:
-        said = map(json.loads, process.stdout)
-        assert next(each["error"]["code"] for each in said if "error" in each) == "no_node"
-        with FakeNode(node.home):
-            assert next(each["round"] for each in said if "round" in each) == 7
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == Exit.OK
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
 
 
 def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list[str]:

@@ -163,7 +163,7 @@ def test_a_machine_of_this_home_is_not_taken_for_the_inviters(knock: Knock, erro
     """Two homes have a machine at 192.168.1.10, and this one's says nothing about the other's."""
     (door,) = doors = make_doors([(bytes(32), f"/ip4/192.168.1.10/tcp/4001/p2p/{peer_id_of(bytes(32))}")])
     door.ips, door.knock, door.error = [door.host], knock, error
-    told = " ".join(finding.words for finding in judge_doors(doors, lets_out_443_only=True))
+    told = " ".join(finding.words for finding in judge_doors(doors))
     for wrong in ("the machine is on", "start the node again", "another node than the invite says", "firewall"):
         assert wrong not in told
     assert "only addresses of its maker's private network (192.168.1.10)" in told

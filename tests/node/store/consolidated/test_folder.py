@@ -23,6 +23,7 @@ from farandole.node.store.consolidated.folder import (
 )
 from farandole.node.store.consolidated.tensors import ConsolidatedError, open_tensors
 from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.models import shapes_of
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.training.engine.learner import Learner
 
@@ -72,7 +73,7 @@ def test_one_replica_of_each_stage_is_that_replica(folder: Path, run: SignedMani
     assert (read.index.round, read.index.inner_steps, read.index.tokens) == (2, 12, anna.totals.tokens)
     assert read.signed.run_id == read.index.run_id == run.run_id
     verify_hashes(read)
-    assert len(tensors) == len(VECTORS) * len(read.shapes)
+    assert len(tensors) == len(VECTORS) * len(shapes_of(read.manifest.model))
 
 
 def test_replicas_are_their_mean_momentum_and_moments_included(

@@ -56,8 +56,6 @@ def test_bytes_are_tokens_for_transformers_as_well(tmp_path: Path) -> None:
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert len(tokenizer) == 256
-    card = (folder / "README.md").read_text()
-    assert "bytes" in card
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
@@ -89,4 +87,3 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
         export_hf(model, tmp_path / "no", tmp_path / "other.json")
     export_hf(model, tmp_path / "without")
     assert not (tmp_path / "without" / "tokenizer.json").exists()
-    assert digest in (tmp_path / "without" / "README.md").read_text()

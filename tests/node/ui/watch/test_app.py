@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-from farandole.node.status.status import Event, ExchangeStatus, NodeStatus, Resources
+from farandole.node.status.status import Event, NodeStatus, Resources
 from farandole.node.ui.watch.app import News, WatchApp
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -25,11 +25,6 @@ FULL = msgspec.structs.replace(
     resources=Resources(120_000_000, 400_000_000, 33, 55, 2_000_000_000, 24_000_000_000),
     relays=[BOB],
     reachability="punchable",
-    round_trips={BOB: 0.0123},
-    recent_exchanges=[
-        ExchangeStatus(3, CAROL, "failed: the partner aborted: refused: its norm", 0, 0, 0.1, NOW - 90),
-        ExchangeStatus(6, BOB, "committed", 500_000, 500_000, 0.2, NOW - 4),
-    ],
     members=[
         STATUS.members[0],
         msgspec.structs.replace(STATUS.members[1], path="punched"),
@@ -119,7 +114,7 @@ def test_all_questions_are_answered_on_any_screen(size: tuple[int, int]) -> None
             *("5.500", "held-out 2.610 (1.234 bpb)", "loss of all 2.550; 3 live, 1 gone", "28.0 k tokens/s"),
             *("round 7 ", "12 of 48 steps", "95% of the time", "120 MB", "400 MB", "2.00 GB of 24.0 GB"),
             *("4.00 of 5 Mbit/s", "no cap", "by hole punching"),
-            *("6EYc7bLD punched", "12.3 ms", "round 6 committed", "ooWcarol relayed"),
+            *("6EYc7bLD", "punched", "ooWcarol", "relayed"),
             *("averaged with 6EYc7bLD", "q Quit", "p Pause"),
         )
 
@@ -134,14 +129,11 @@ def test_it_says_that_nothing_has_come_that_the_node_is_gone_and_that_it_is_back
         watched.now += 20
         await watched.tell("no node runs in /home/alice")
         await watched.shows(
-            "TROUBLE  the node does not answer; what is below is 20 s old",
-            "no node runs in /home/alice",
-            "warning: the node does not answer",
+            "TROUBLE  the node does not answer; what is below is 20 s old", "no node runs in /home/alice"
         )
 
         await watched.tell(changed(at=NOW + 25, pid=1, started_at=NOW + 21))
-        text = await watched.shows("WELL", "the node was started anew")
-        assert "TROUBLE" not in text
+        assert "TROUBLE" not in await watched.shows("WELL")
 
     play(story)
 
