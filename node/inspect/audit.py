@@ -84,7 +84,7 @@ async def audit_run(settings: NodeSettings, author: bytes | None, say: Callable[
             )
             say("starting a trainer to replay rounds with")
             rows = []
-            async with open_trainer(prepare, None) as trainer:
+            async with open_trainer(prepare) as trainer:
                 for each in sorted(committed()) if author is None else [author]:
                     rounds = committed().get(each, {})  # as of now: starts are not kept for long
                     if rounds:

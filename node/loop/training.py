@@ -42,6 +42,10 @@ from .lease_service import LeaseService
 from .pipeline_service import PipelineService, Worker
 from .rest_service import Rest
 
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and the settlement of each
+# microbatch that a stage may have in flight (256). More means a defect.
+MAX_QUEUED_COMMANDS: Final = 288
+
 # One trainer process in use: its commands, exchanges of its contributions, and its verdicts on others'.
 #
 # The exchange may begin as soon as the encoding of the contribution does, and sends data as they are encoded. The
@@ -69,6 +73,21 @@ class TrainerSession:
     def __post_init__(self) -> None:
         self._encoded = SharedCounter(self.trainer.outgoing)
         self._arrived = SharedCounter(self.trainer.incoming)
+        self._queue, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
+
+    def tell(self, command: messages.Command) -> None:
+        """Queue a command, for `write`."""
+        self._queue.send_nowait(command)
+
+    async def write(self) -> None:
+        """Send what is queued, all that waits in one write, until cancelled or the trainer is gone."""
+        with contextlib.suppress(TrainerError):  # `receive` sees the same death
+            async for first in self._queued:
+                commands = [first]
+                with contextlib.suppress(trio.WouldBlock):
+                    while True:
+                        commands.append(self._queued.receive_nowait())
+                await self.trainer.send(*commands)
 
     def contribute(self, report: messages.Contributed) -> None:
         """Note that a contribution is being encoded."""
@@ -112,7 +131,7 @@ class TrainerSession:
         is_suspected = self.membership.is_suspected(peer)
         begun_at = trio.current_time()
         by = time.monotonic() + judge_by - begun_at
-        self.trainer.tell(messages.Screen(size, self._num_exchanges, peer, tokens, is_suspected, by))
+        self.tell(messages.Screen(size, self._num_exchanges, peer, tokens, is_suspected, by))
         try:
             judged = await verdict.receive()
         except trio.Cancelled:  # the trainer is in the middle of other work, and will have no time to measure
@@ -145,10 +164,15 @@ HALF: Final = 0.5
 TRAFFIC_INTERVAL: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The other parts of a node that its training needs."""
+@dataclass(eq=False)
+class Training:
+    """Trains until every round is done, or the node leaves."""
 
+    loop: TrainingLoop
+    messenger: Messenger
+    exchanges: ExchangeService
+    journal: Journal
+    rest: Rest
     membership: Membership
     provider: Provider
     """Gives other members the checkpoints that are written or resumed from."""
@@ -163,38 +187,21 @@ class Parts:
     audits: AuditService | None = None
     door: ScriptDoor | None = None
     """The door at which a loop of the owner's attaches, if one trains."""
+    _session: TrainerSession | None = None
+    _exchange_bytes: int = 0
+    """Of both contributions."""
+    _error: str = ""
+    _is_slowness_told: bool = False
 
-
-class Training:
-    """Trains until every round is done, or the node leaves."""
-
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        messenger: Messenger,
-        exchanges: ExchangeService,
-        journal: Journal,
-        rest: Rest,
-        parts: Parts,
-    ) -> None:
-        self._loop = loop
-        self._messenger = messenger
-        self._exchanges = exchanges
-        self._journal = journal
-        self._rest = rest
-        self._parts = parts
+    def __post_init__(self) -> None:
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
-        self._driver.begin(loop.handle)
-        self._nursery: trio.Nursery | None = None
+        self._driver.begin(self.loop.handle)
         self._prepare: Callable[[], Awaitable[messages.Prepare]]
+        self._nursery: trio.Nursery
         self._life = trio.CancelScope()  # of the present trainer process
         self._receiving = trio.CancelScope()  # its reports
-        self._session: TrainerSession | None = None
-        self._exchange_bytes = 0  # both contributions
         self._over = trio.Event()
-        self._error = ""
-        self._is_slowness_told = False
-        messenger.set_receiver(
+        self.messenger.set_receiver(
             PAIRING_PROTOCOL,
             MAX_PAIRING_MESSAGE,
             lambda peer, payload: self.handle(pairing.MessageReceived(peer, payload)),
@@ -210,14 +217,14 @@ class Training:
 
         async def watch_rest() -> None:
             while True:
-                await self._rest.changed()
-                self.handle(machine.RestChanged(self._rest.words))
+                await self.rest.changed()
+                self.handle(machine.RestChanged(self.rest.words))
 
         async def watch_traffic() -> None:
             """Tell the loop when there is no traffic for an exchange, or again."""
             is_saving = False
             while True:
-                if is_saving == self._parts.shaping.may_spend(self._exchange_bytes):
+                if is_saving == self.shaping.may_spend(self._exchange_bytes):
                     is_saving = not is_saving
                     self.handle(pairing.TrafficSaved(is_saving))
                 await trio.sleep(TRAFFIC_INTERVAL)
@@ -229,12 +236,12 @@ class Training:
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._driver.run)
-                self.handle(machine.LoopBegan(training_of(self._journal.state), self._rest.words))
+                self.handle(machine.LoopBegan(training_of(self.journal.state), self.rest.words))
                 self._nursery.start_soon(watch_rest)
                 self._nursery.start_soon(watch_traffic)
-                self._nursery.start_soon(handle_after, self._parts.stopped, machine.Signal.RUN_STOPPED)
-                if self._parts.leases is not None:
-                    self._nursery.start_soon(handle_after, self._parts.leases.over, machine.Signal.DATA_OVER)
+                self._nursery.start_soon(handle_after, self.stopped, machine.Signal.RUN_STOPPED)
+                if self.leases is not None:
+                    self._nursery.start_soon(handle_after, self.leases.over, machine.Signal.DATA_OVER)
                 await self._over.wait()
                 self._nursery.cancel_scope.cancel()
         finally:
@@ -254,27 +261,27 @@ class Training:
     # Outputs
 
     def _carry_out(self, output: machine.Output) -> None:
-        journal, nursery = self._journal, self._nursery
+        journal, nursery = self.journal, self._nursery
         match output:
             case SetTimer(at):
                 self._driver.set_timer(at)
             case pairing.SendMessage(peer, payload):
-                self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
+                self.messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
             case _ if isinstance(output, messages.Command):
                 if isinstance(output, messages.Train):
                     journal.update(round_since=journal.clock())
-                pipeline = self._parts.pipeline
+                pipeline = self.pipeline
                 if pipeline is not None and isinstance(
                     output, messages.Train | messages.FinishRound | messages.Validate
                 ):
                     pipeline.handle(output)  # it tells the trainer when nothing is under way
                 elif self._session is not None:
-                    self._session.trainer.tell(output)
+                    self._session.tell(output)
             case pairing.StartExchange():
                 if self._session is not None:
                     self._session.nursery.start_soon(self._exchange, self._session, output)
             case machine.GiveUpExchange(reason):
-                self._exchanges.give_up(reason)
+                self.exchanges.give_up(reason)
             case machine.StartTrainer():
                 assert nursery is not None, "trainers are started while the loop runs"
                 self._life = trio.CancelScope()
@@ -310,17 +317,17 @@ class Training:
         with life:
             try:
                 async with self._open_trainer() as trainer:
-                    await self._use(trainer)
+                    ended = await self._use(trainer)
             except TrainerError as error:
                 ended = machine.TrainerEnded(str(error), error.cause)
             finally:
-                self._journal.update(trainer_pid=None)
+                self.journal.update(trainer_pid=None)
         self.handle(ended)
 
     @contextlib.asynccontextmanager
     async def _open_trainer(self) -> AsyncIterator[Trainer]:
         """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
-        door, journal, tenth_told = self._parts.door, self._journal, 0
+        door, journal, tenth_told = self.door, self.journal, 0
 
         def note_pid(pid: int) -> None:
             """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
@@ -340,7 +347,7 @@ class Training:
             prepare = await self._prepare()
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
-            async with open_trainer(prepare, None, show, note_pid) as child:
+            async with open_trainer(prepare, show, note_pid) as child:
                 yield child
         else:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
@@ -351,61 +358,59 @@ class Training:
                 note_pid(attached.prepared.pid)
                 yield attached
 
-    async def _use(self, trainer: Trainer) -> None:
-        """Pass on the trainer's reports until it ends. Raises `TrainerError` if it dies."""
-        failure: TrainerError | None = None
-        prepared, parts = trainer.prepared, self._parts
+    async def _use(self, trainer: Trainer) -> machine.TrainerEnded:
+        """Pass on the trainer's reports until it ends, or dies; return how."""
+        ended, prepared = machine.TrainerEnded(), trainer.prepared
         async with trio.open_nursery() as nursery:
             self._session = session = TrainerSession(
-                trainer, self._loop.config, self._exchanges, nursery, parts.membership, self._journal
+                trainer, self.loop.config, self.exchanges, nursery, self.membership, self.journal
             )
-            nursery.start_soon(trainer.write)
+            nursery.start_soon(session.write)
             try:
                 with trio.CancelScope() as self._receiving:
                     self._exchange_bytes = 2 * prepared.contribution_bytes
                     if prepared.resumed is not None:
-                        parts.provider.note_saved(prepared.resumed)
-                    if parts.pipeline is not None:
-                        memory = trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-                        parts.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, trainer.tell))
-                    if parts.leases is not None:
-                        parts.leases.begin(prepared, trainer.tell)
-                    if parts.audits is not None:
-                        parts.audits.begin(self.handle)
-                    self.handle(machine.OthersMoved(parts.membership.current_round()))
+                        self.provider.note_saved(prepared.resumed)
+                    if self.pipeline is not None:
+                        memory = trainer.map_activations(self.loop.config.manifest.pipeline.in_flight)
+                        self.pipeline.begin(Worker(prepared.stage, prepared.activation_bytes, memory, session.tell))
+                    if self.leases is not None:
+                        self.leases.begin(prepared, session.tell)
+                    if self.audits is not None:
+                        self.audits.begin(self.handle)
+                    self.handle(machine.OthersMoved(self.membership.current_round()))
                     self.handle(prepared)
                     while True:
                         self._hear(session, await trainer.receive())
             except TrainerError as error:
-                failure = error  # raised below, out of the nursery, which would wrap it in a group
+                ended = machine.TrainerEnded(str(error), error.cause)
             finally:
                 self._session = None
-                for part in (parts.pipeline, parts.leases, parts.audits):
+                for part in (self.pipeline, self.leases, self.audits):
                     if part is not None:
                         part.end()
             nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        return ended
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
         """Pass a report to the part that handles it; most go to the loop."""
-        parts, journal = self._parts, self._journal
+        journal = self.journal
         match report:
             case messages.Encoded():
                 session.seal(report)
             case messages.Screened():
                 session.note_verdict(report)
             case messages.Recorded():
-                if parts.audits is not None:
-                    parts.audits.note_recorded(report)
+                if self.audits is not None:
+                    self.audits.note_recorded(report)
             case messages.SlicesTrained():
-                if parts.leases is not None:
-                    parts.leases.trained(report)
+                if self.leases is not None:
+                    self.leases.trained(report)
             case messages.Worked() | messages.InnerStepTaken():
                 if report == messages.InnerStepTaken(is_taken=False):
                     journal.warn("an inner step was left out: its gradients were not finite")
-                if parts.pipeline is not None:
-                    parts.pipeline.handle(report)
+                if self.pipeline is not None:
+                    self.pipeline.handle(report)
             case messages.Prepared() | messages.Preparing() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
             case _:
@@ -414,24 +419,24 @@ class Training:
                     journal.over("trainer")
                     journal.history.add_loss(report.round, report.loss)
                     seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
-                    warning = slow_steps(self._loop.config.manifest, seconds)
+                    warning = slow_steps(self.loop.config.manifest, seconds)
                     if warning and not self._is_slowness_told:
                         self._is_slowness_told = True
                         journal.warn(warning)
-                elif isinstance(report, messages.Replayed) and parts.audits is not None:
-                    parts.audits.note_replayed(report)
+                elif isinstance(report, messages.Replayed) and self.audits is not None:
+                    self.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
-                    parts.provider.note_saved(report)
+                    self.provider.note_saved(report)
                     journal.over(machine.UNSAVED)
                 # Only the partners of earlier exchanges end a trainer that is behind.
-                self.handle(machine.OthersMoved(parts.membership.partners_round()))
+                self.handle(machine.OthersMoved(self.membership.partners_round()))
                 self.handle(report)
 
     async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:
         ended = await session.exchange(start)
-        self._journal.record_exchange(ended)
+        self.journal.record_exchange(ended)
         if ended.committed:
-            self._parts.membership.partners.note(ended.peer)
-        if self._parts.audits is not None:
-            self._parts.audits.note_exchange(ended)
+            self.membership.partners.note(ended.peer)
+        if self.audits is not None:
+            self.audits.note_exchange(ended)
         self.handle(ended)

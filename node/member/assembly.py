@@ -33,7 +33,7 @@ from ..loop.lease_service import LeaseService
 from ..loop.pipeline_service import ACTIVATIONS_PROTOCOL, Links, PipelineService
 from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService
-from ..loop.training import PAIRING_PROTOCOL, Parts, Training
+from ..loop.training import PAIRING_PROTOCOL, Training
 from ..mesh.host import Host
 from ..state.connections import ReleaseWatch
 from ..state.credentials import Credentials
@@ -62,8 +62,8 @@ async def open_member(
     ):
         member = make_member(daemon, mesh, messenger, raw_manifest, channels)
         mesh.traffic.needs_traffic = member.membership.num_stages > 1
-        if member.pipeline is not None:
-            await nursery.start(member.pipeline.run)
+        if member.training.pipeline is not None:
+            await nursery.start(member.training.pipeline.run)
         await nursery.start(member.gossip.run)
         yield member
 
@@ -157,7 +157,12 @@ def make_member(
         hung_seconds=settings.hung_seconds if daemon.door is None else math.inf,
     )
     loop = TrainingLoop(config, Pairing(host.author, manifest.rounds, rng, manifest.outer.fragments), supervisor)
-    parts = Parts(
+    training = Training(
+        loop,
+        messenger,
+        exchanges,
+        journal,
+        daemon.rest,
         membership,
         weights.provider,
         mesh.shaping,
@@ -167,7 +172,6 @@ def make_member(
         audits,
         daemon.door,
     )
-    training = Training(loop, messenger, exchanges, journal, daemon.rest, parts)
     return RunMember(
         daemon=daemon,
         mesh=mesh,
@@ -180,9 +184,6 @@ def make_member(
         supervisor=supervisor,
         training=training,
         stages=StageService(membership, weights, host, run_id, daemon.store, journal, settings, training),
-        pipeline=pipeline,
-        leases=leases,
-        audits=audits,
         notices=notices,
         releases=releases,
         credentials=credentials,

@@ -23,9 +23,6 @@ from ..base.errors import JoinError
 from ..base.project import VERSION
 from ..join.address_book import Reconnector
 from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
-from ..loop.audit_service import AuditService
-from ..loop.lease_service import LeaseService
-from ..loop.pipeline_service import PipelineService
 from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService, wait_quiet
 from ..loop.training import Training
@@ -83,10 +80,6 @@ class RunMember:
     supervisor: Supervisor
     training: Training
     stages: StageService
-    pipeline: PipelineService | None
-    leases: LeaseService | None
-    audits: AuditService | None
-    """None where the run names no tasks."""
     notices: NoticeBoard
     releases: ReleaseWatch
     credentials: Credentials | None
@@ -102,13 +95,14 @@ class RunMember:
         """Give the reporter what a node knows once it is in its run."""
         reporter.run_name = self.manifest.name
         reporter.state, reporter.liveness = self.gossip.state, self.gossip.liveness
-        reporter.pipeline, reporter.leases, reporter.audits = self.pipeline, self.leases, self.audits
+        training = self.training
+        reporter.pipeline, reporter.leases, reporter.audits = training.pipeline, training.leases, training.audits
         reporter.notices = self.notices
         reporter.nodes_of_stages, reporter.apart = self.membership.nodes_of_stages, self.membership.apart
 
     async def take_part(self, target: Target) -> None:
         """Join, train until asked to leave, and send a farewell. Raises `JoinError` or `TrainerError`."""
-        host, membership = self.mesh.host, self.membership
+        host, membership, leases, audits = self.mesh.host, self.membership, self.training.leases, self.training.audits
         is_cut = membership.num_stages > 1
         async with trio.open_nursery() as nursery:
             if self.start is not None:
@@ -127,9 +121,9 @@ class RunMember:
             else:
                 await membership.announcer.announce()
             await membership.announcer.beat()
-            if self.leases is not None:
-                await self.leases.restore()
-                nursery.start_soon(self.leases.run)
+            if leases is not None:
+                await leases.restore()
+                nursery.start_soon(leases.run)
             if is_cut:
                 nursery.start_soon(self.stages.run)
             connections = ConnectionKeeper(
@@ -141,16 +135,16 @@ class RunMember:
                 nursery.start_soon(service.run)
             nursery.start_soon(self.stages.announce)
             nursery.start_soon(self._follow_members)
-            if self.audits is not None:
-                nursery.start_soon(self.audits.run)
-                nursery.start_soon(self._call_after_each, self.audits.avoided_changed, self._set_peers)
+            if audits is not None:
+                nursery.start_soon(audits.run)
+                nursery.start_soon(self._call_after_each, audits.avoided_changed, self._set_peers)
             save = partial(self.training.handle, Signal.SAVE)
             nursery.start_soon(self._call_after_each, self.weights.provider.save_wanted, save)
             nursery.start_soon(remember, self.daemon, host, membership)
             failure = await self._train()
             with trio.move_on_after(FAREWELL_TIMEOUT):
-                if self.leases is not None:
-                    await self.leases.leave()
+                if leases is not None:
+                    await leases.leave()
                 await membership.announcer.report_progress()
                 await membership.announcer.announce(left=True)
                 await self.gossip.flush()
@@ -233,14 +227,15 @@ class RunMember:
             if membership.live != told:
                 told = membership.live
                 self._set_peers()
-            if self.pipeline is not None:
-                self.pipeline.set_nodes(membership.nodes_of_stages())
+            if self.training.pipeline is not None:
+                self.training.pipeline.set_nodes(membership.nodes_of_stages())
             self.mesh.host.relays.members = membership.everyone
             await membership.changed()
 
     def _set_peers(self) -> None:
         """Set the possible partners: the live members, except the ones that audits have caught."""
-        avoided = frozenset() if self.audits is None else self.audits.avoided
+        audits = self.training.audits
+        avoided = frozenset() if audits is None else audits.avoided
         self.training.handle(PeersChanged(self.membership.live - avoided))
 
     async def _call_after_each(self, awaited: Callable[[], Awaitable[None]], call: Callable[[], None]) -> None:

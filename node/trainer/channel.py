@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from farandole.protocol.trainer.trainer_messages import MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+from farandole.protocol.trainer.trainer_messages import MAX_MESSAGE_BYTES, Command, Report, decode_command
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.framing import FrameParser
+from farandole.protocol.wire.framing import LENGTH_BYTES, FrameParser
+from farandole.protocol.wire.messagepack import encode as encode_body
 
 # More than any command but one with the hashes of a checkpoint.
 READ_BYTES = 65_536
@@ -28,6 +29,12 @@ COUNTER_BYTES: Final = 8
 _COUNT_BITS: Final = 48  # a contribution has less than 2**44 bytes
 MAX_EPOCHS: Final = 1 << (64 - _COUNT_BITS)
 _MEMFD_NAME: Final = "farandole-"
+
+
+def encode(message: Command | Report) -> bytes:
+    """Encode a message, with its length in front."""
+    body = encode_body(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 class TrainerSocket:

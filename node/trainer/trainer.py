@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import trio
@@ -22,7 +21,7 @@ from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
 from ..base.system.processes import ask_where, count_oom_kills, signal_name, start_child
-from .channel import counted_size, map_shared_memory, open_shared_memory
+from .channel import counted_size, encode, map_shared_memory, open_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,6 @@ class TrainerError(FarandoleError):
         self.cause = cause
 
 
-# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and the settlement of each
-# microbatch that a stage may have in flight (256). More means a defect.
-MAX_QUEUED_COMMANDS = 288
 # The memory that is shared with a trainer, in the order of its places.
 SHARED = ("outgoing", "incoming", "activations")
 
@@ -75,7 +71,6 @@ class Trainer:
         self.prepared: messages.Prepared
         self._stream = stream
         self._send_lock = trio.Lock()
-        self._queue, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._parser = FrameParser(messages.MAX_MESSAGE_BYTES)
         self._activations: int | str
         self._mapped: list[mmap.mmap] = []
@@ -137,23 +132,9 @@ class Trainer:
         """Send commands in one write; several tasks may call it. Raises `TrainerError` when the trainer is gone."""
         try:
             async with self._send_lock:
-                await self._stream.send_all(b"".join(map(messages.encode, commands)))
+                await self._stream.send_all(b"".join(map(encode, commands)))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
-
-    def tell(self, command: messages.Command) -> None:
-        """Queue a command, for `write`."""
-        self._queue.send_nowait(command)
-
-    async def write(self) -> None:
-        """Send what is queued, all that waits in one write, until cancelled or the trainer is gone."""
-        with contextlib.suppress(TrainerError):  # `receive` sees the same death
-            async for first in self._queued:
-                commands = [first]
-                with contextlib.suppress(trio.WouldBlock):
-                    while True:
-                        commands.append(self._queued.receive_nowait())
-                await self.send(*commands)
 
     async def receive(self) -> messages.Report:
         """Return the next report; for one task. Raises `TrainerError` when the trainer is gone, or has failed."""
@@ -237,25 +218,22 @@ class ChildTrainer(Trainer):
 @contextlib.asynccontextmanager
 async def open_trainer(
     command: messages.Prepare,
-    log: Path | None,
     on_preparing: Callable[[messages.Preparing], None] = lambda preparing: None,
     on_started: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[ChildTrainer]:
     """Start a trainer process, make it ready, and end it on the way out.
 
-    ``log`` is where its output goes (the terminal if None). ``on_preparing`` gets the progress with its text,
-    ``on_started`` the process id, long before it is ready. Raises `TrainerError`.
+    ``on_preparing`` gets the progress with its text, ``on_started`` the process id, long before it is ready. Raises
+    `TrainerError`.
     """
     with contextlib.ExitStack() as held:
         try:
             shared = [held.enter_context(open_shared_memory(name)) for name in SHARED]
             tracebacks = held.enter_context(open_shared_memory("tracebacks"))
-            output = held.enter_context(log.open("ab")) if log else None
             process, ours = await start_child(
                 "farandole.node.trainer_process.main",
                 [str(tracebacks)],
                 [*shared, tracebacks],
-                output,
                 {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.settings.threads))},
             )
         except OSError as error:  # no memory, or no process more, just now

@@ -8,7 +8,6 @@ has the progress: the process that fills the file stores it, and the other reads
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
@@ -24,7 +23,6 @@ MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
 # Starts of rounds kept in a node's folder: for the commitments in the run state, and for the running round.
 KEPT_STARTS: Final = 5
-LENGTH: Final = struct.Struct(">I")
 
 
 class TrainerSettings(msgspec.Struct, frozen=True):
@@ -459,14 +457,7 @@ Report = (
     | Failed
 )
 
-_encoder = msgspec.msgpack.Encoder()
 decode_command: Final[Callable[[bytes], Command]] = msgspec.msgpack.Decoder(Command).decode
 """Decode a message of the mesh process."""
 decode_report: Final[Callable[[bytes], Report]] = msgspec.msgpack.Decoder(Report).decode
 """Decode a message of the trainer."""
-
-
-def encode(message: Command | Report) -> bytes:
-    """Encode a message, with its length in front."""
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body

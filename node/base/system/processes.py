@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import psutil
 import trio
@@ -73,13 +73,12 @@ async def start_child(
     module: str,
     arguments: Sequence[str],
     inherited: Sequence[int],
-    output: IO[bytes] | None,
     environment: Mapping[str, str],
 ) -> tuple[trio.Process, trio.SocketStream]:
     """Run ``python -m module DESCRIPTOR *arguments``; return the process, and our end of the connection with it.
 
-    The descriptor is the other end. ``inherited``: descriptors that stay open in it. ``output``: where its output
-    goes; None: this process's output. Raises `OSError`. The caller ends the process.
+    The descriptor is the other end. ``inherited``: descriptors that stay open in it. Its output is this process's.
+    Raises `OSError`. The caller ends the process.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -87,8 +86,6 @@ async def start_child(
             process = await trio.lowlevel.open_process(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
                 env=environment,
                 pass_fds=(theirs.fileno(), *inherited),
             )

@@ -65,7 +65,7 @@ async def test_a_node_without_memory_for_a_batch_takes_it_in_parts(
     prepare: messages.Prepare, manifest: Manifest, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainerError, match="out of memory") as caught:
-        async with open_trainer(prepare, None) as trainer:
+        async with open_trainer(prepare) as trainer:
             limit = used(trainer.pid, "VmData") + ROOM
             resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (limit, limit))
             await train(trainer)
@@ -109,7 +109,7 @@ async def test_a_trainer_that_the_kernel_kills_for_want_of_memory(
 ) -> None:
     group, limit = memory_group
     with pytest.raises(TrainerError, match="probably by the kernel for want of memory") as caught:
-        async with open_trainer(prepare, None) as trainer:
+        async with open_trainer(prepare) as trainer:
             (group / "cgroup.procs").write_text(str(trainer.pid))
             limit.write_text(str(ROOM // 3))  # for its allocations from now on
             await train(trainer)

@@ -71,10 +71,16 @@ class Node:
     """Changes a job's output before it is sent."""
 
     async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
-        tell = self.trainer.tell
+        queue, queued = trio.open_memory_channel[messages.Command](math.inf)
+        tell = queue.send_nowait
+
+        async def write() -> None:
+            async for command in queued:
+                await self.trainer.send(command)
+
         async with trio.open_nursery() as nursery:
             await nursery.start(self.service.run)
-            nursery.start_soon(self.trainer.write)
+            nursery.start_soon(write)
             memory = self.trainer.map_activations(manifest.pipeline.in_flight)
             size = self.trainer.prepared.activation_bytes
             works = deque[messages.Work]()
@@ -158,7 +164,7 @@ async def open_nodes(
             home.mkdir(exist_ok=True)
             data = [str(folder / "texts")]
             command = prepare_for(manifest, home, run_id=RUN_ID, author=authors[-1], data=data, stage=stage)
-            trainer = await stack.enter_async_context(open_trainer(command, None))
+            trainer = await stack.enter_async_context(open_trainer(command))
             nodes.append(Node(host, service, trainer))
         for node in nodes:
             node.service.set_nodes(

@@ -19,7 +19,7 @@ from farandole.node.bulk.exchange_service import Judge
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.loop import training as training_module
 from farandole.node.loop.rest_service import BY_HAND, Rest
-from farandole.node.loop.training import TRAFFIC_INTERVAL, Parts, Training
+from farandole.node.loop.training import TRAFFIC_INTERVAL, Training
 from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.trainer.channel import SharedCounter, counted_size
@@ -74,14 +74,12 @@ class FakeTrainer:
         self.commands: list[messages.Command] = []
         self.reports, self._reported = trio.open_memory_channel[messages.Report | TrainerError](100)
 
-    def tell(self, command: messages.Command) -> None:
-        if not isinstance(command, messages.Ping):
-            self.commands.append(command)
-        else:
-            self.reports.send_nowait(messages.Pong())
-
-    async def write(self) -> None:
-        await trio.sleep_forever()
+    async def send(self, *commands: messages.Command) -> None:
+        for command in commands:
+            if not isinstance(command, messages.Ping):
+                self.commands.append(command)
+            else:
+                self.reports.send_nowait(messages.Pong())
 
     async def condemn(self, reason: str) -> None:
         self.reports.send_nowait(TrainerError(reason))
@@ -134,7 +132,7 @@ class Story:
         self.rest = Rest()
         config = LoopConfig(b"r" * 32, manifest, 3 if rounds.overlap else None, CHECKPOINT_SECONDS, 0, 30.0)
         loop = TrainingLoop(config, self.pairing, Supervisor(manifest.inner.batch_size))
-        self.training = Training(loop, fake, fake, self.journal, self.rest, Parts(fake, fake, fake, trio.Event()))
+        self.training = Training(loop, fake, fake, self.journal, self.rest, fake, fake, fake, trio.Event())
 
     @property
     def trainer(self) -> FakeTrainer:
@@ -161,7 +159,7 @@ class Story:
 
     @asynccontextmanager
     async def open_trainer(
-        self, prepare: object, log: object, on_preparing: object, on_started: Callable[[int], None]
+        self, prepare: object, on_preparing: object, on_started: Callable[[int], None]
     ) -> AsyncIterator[FakeTrainer]:
         self.trainers.append(FakeTrainer(self.prepared, len(self.trainers) + 1))
         on_started(self.trainer.pid)

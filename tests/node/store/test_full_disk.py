@@ -74,7 +74,7 @@ def write_starts(path: Path) -> list[int]:
 
 async def test_no_room_at_any_write_of_a_save(prepare: messages.Prepare) -> None:
     folder = CheckpointFolder(Path(prepare.settings.checkpoints), 0)
-    async with open_trainer(prepare, None) as trainer:
+    async with open_trainer(prepare) as trainer:
         old = await train_and_save(trainer, 0)
         assert old.problem == ""
         content = folder.file(1).read_bytes()
@@ -91,7 +91,7 @@ async def test_no_room_at_any_write_of_a_save(prepare: messages.Prepare) -> None
         last = await train_and_save(trainer, len(starts) + 1)
         assert last.problem == ""
         assert folder.files() == [Path(last.path), folder.file(1)]
-    async with open_trainer(prepare, None) as again:
+    async with open_trainer(prepare) as again:
         assert again.prepared.resumed == msgspec.structs.replace(last, seconds=0.0)
 
 

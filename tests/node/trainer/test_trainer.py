@@ -58,7 +58,7 @@ def prepare(tmp_path: Path, texts: Path, manifest: Manifest) -> Callable[..., me
 async def refusal(command: messages.Prepare, words: str) -> TrainerError:
     """Return the error with which a trainer refuses to begin."""
     with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match=words) as caught:
-        async with open_trainer(command, None):
+        async with open_trainer(command):
             pass
     return caught.value
 
@@ -97,7 +97,7 @@ async def test_training_takes_no_more_cores_than_it_has_threads(
     model = msgspec.structs.replace(manifest.model, width=256, hidden=1_024, context=64, num_layers=2)
     inner = msgspec.structs.replace(manifest.inner, batch_size=16)
     large = msgspec.structs.replace(manifest, model=model, inner=inner)
-    async with open_trainer(prepare(run=large), None) as trainer:
+    async with open_trainer(prepare(run=large)) as trainer:
         await trainer.send(messages.Train(0, 2))
         await report_of(trainer, messages.Contributed)
         began, taken = time.monotonic(), cpu_seconds(trainer.pid)
@@ -123,11 +123,11 @@ async def test_a_trainer_tells_how_far_it_is_with_its_text_and_reads_it_once(
         prepare(), data=[str(tmp_path / "large.jsonl")], data_field="content", tokens=str(tmp_path / "tokens")
     )
     told: list[messages.Preparing] = []
-    async with open_trainer(command, None, told.append):
+    async with open_trainer(command, told.append):
         assert told
         assert all(0 < each.position <= each.size for each in told)
     told.clear()
-    async with open_trainer(command, None, told.append):
+    async with open_trainer(command, told.append):
         assert told == []
 
 
@@ -146,7 +146,7 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
     for twin, contribution in zip(twins, sent, strict=True):
         twin.learn()
         twin.round_end.contribute(contribution)
-    async with open_trainer(prepare(run=wide), None) as alice:
+    async with open_trainer(prepare(run=wide)) as alice:
         await alice.send(messages.Train(0, 1))
         first = await report_of(alice, messages.Contributed)
         assert first.size == len(sent[0]) > 2 * STEP_BYTES
@@ -195,14 +195,14 @@ async def test_where_a_trainer_crashed_or_hung_is_logged(
 ) -> None:
     monkeypatch.setattr(trainer_module, "TRACEBACK_SECONDS", 5.0)
     with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match=r"killed by signal 11 \(SIGSEGV\)"):
-        async with open_trainer(prepare(), None) as trainer:
+        async with open_trainer(prepare()) as trainer:
             os.kill(trainer.pid, signal.SIGSEGV)
             await trainer.receive()
     assert "Segmentation fault" in caplog.text
     assert "trainer_process/main.py" in caplog.text
     caplog.clear()
     with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="it hung"):
-        async with open_trainer(prepare(), None) as trainer:
+        async with open_trainer(prepare()) as trainer:
             await trainer.send(messages.Train(0, 0))
             await report_of(trainer, messages.Progress)
             await trainer.condemn("it hung")
@@ -218,7 +218,7 @@ async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., message
         pytest.skip("there is no C++ compiler")
     losses = []
     for is_compiled in (False, True):
-        async with open_trainer(prepare(compile=is_compiled), None) as trainer:
+        async with open_trainer(prepare(compile=is_compiled)) as trainer:
             await trainer.send(messages.Train(0, 3))
             contributed = await report_of(trainer, messages.Contributed)
             assert contributed.inner_steps == 3
@@ -230,7 +230,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
     prepare: Callable[..., messages.Prepare], tmp_path: Path
 ) -> None:
     own, fetched = CheckpointFolder(tmp_path / "a", 0).file(5), tmp_path / "fetched.safetensors"
-    async with open_trainer(prepare(), None) as trainer:
+    async with open_trainer(prepare()) as trainer:
         await save_after_round(trainer, 4)
     kept = own.read_bytes()
     unfit = bytearray(kept)
@@ -242,7 +242,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
         assert own.read_bytes() == kept
         assert not fetched.exists()
     own.replace(fetched)
-    async with open_trainer(prepare(fetched=str(fetched)), None) as trainer:
+    async with open_trainer(prepare(fetched=str(fetched))) as trainer:
         assert trainer.prepared.resumed is not None
         assert (trainer.prepared.resumed.path, trainer.prepared.round) == (str(own), 5)
     assert own.read_bytes() == kept
@@ -251,7 +251,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
 
 async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callable[..., messages.Prepare]) -> None:
     folder = CheckpointFolder(Path(prepare().settings.checkpoints), 0)
-    async with open_trainer(prepare(), None) as trainer:
+    async with open_trainer(prepare()) as trainer:
         old, new = [await save_after_round(trainer, round_index) for round_index in (0, 1)]
         await trainer.send(messages.Save())
         assert await report_of(trainer, messages.Saved) == new, "there is nothing newer to be saved"
@@ -269,7 +269,7 @@ async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callabl
     )
     index_of(folder.file(2)).write_bytes(encode_signed_index(sign_index(key, index)))
     folder.file(2).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    async with open_trainer(prepare(), None) as trainer:
+    async with open_trainer(prepare()) as trainer:
         assert trainer.prepared.resumed == msgspec.structs.replace(old, seconds=0.0)
         assert "its block 0 is not what was written" in trainer.prepared.problem
         assert (await save_after_round(trainer, 1)).problem == ""
@@ -285,10 +285,10 @@ async def test_without_memory_for_a_snapshot_training_waits_for_the_save(
     prepare: Callable[..., messages.Prepare], manifest: Manifest
 ) -> None:
     wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
-    async with open_trainer(prepare(run=wide), None) as trainer:
+    async with open_trainer(prepare(run=wide)) as trainer:
         size = (await save_after_round(trainer, 0)).size
         assert size > LITTLE
-    async with open_trainer(prepare(run=wide), None) as trainer:
+    async with open_trainer(prepare(run=wide)) as trainer:
         await train_alone(trainer, 7)  # it waits, and needs no more memory than it has
         used = next(
             int(line.split()[1]) * 1_024
@@ -310,7 +310,7 @@ async def test_a_trainer_gives_way_to_other_programs_and_does_not_outlive_its_no
     monkeypatch.delenv(KEEP_PRIORITY_VARIABLE)
     monkeypatch.setattr("farandole.node.trainer.trainer.STOP_TIMEOUT", 0.2)
     with trio.fail_after(PATIENCE):
-        async with open_trainer(prepare(), None) as trainer:
+        async with open_trainer(prepare()) as trainer:
             own = os.getpriority(os.PRIO_PROCESS, 0)
             assert os.getpriority(os.PRIO_PROCESS, trainer.pid) == min(own + TRAINING_NICENESS, 19)
             os.kill(trainer.pid, signal.SIGSTOP)
@@ -355,7 +355,7 @@ async def test_deterministic_trainers_with_other_threads_and_another_environment
     )
 
     async def digest(threads: int) -> bytes:
-        async with open_trainer(prepare(run=run, device=device, threads=threads), None) as trainer:
+        async with open_trainer(prepare(run=run, device=device, threads=threads)) as trainer:
             await trainer.send(messages.Train(0, 3))
             await report_of(trainer, messages.Contributed)
             return await digest_of(trainer)

@@ -14,12 +14,14 @@ from farandole.node.trainer.channel import (
     SharedCounter,
     TrainerSocket,
     counted_size,
+    encode,
     map_shared_memory,
     open_shared_memory,
 )
 from farandole.node.trainer_process.process import TrainerProcess, make_engine
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
+from farandole.protocol.wire.framing import LENGTH_BYTES
 from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import Learner
 
@@ -53,7 +55,7 @@ class Trainer:
 
     def _read(self) -> Iterator[messages.Report]:
         while True:
-            (length,) = messages.LENGTH.unpack(self._stream.read(messages.LENGTH.size))
+            length = int.from_bytes(self._stream.read(LENGTH_BYTES), "big")
             yield messages.decode_report(self._stream.read(length))
 
     @property
@@ -69,7 +71,7 @@ class Trainer:
     def send(self, *commands: messages.Command) -> None:
         """Send commands, which the process finds when it looks for some."""
         for command in commands:
-            self._mesh.sendall(messages.encode(command))
+            self._mesh.sendall(encode(command))
 
     def obey(self) -> None:
         """Let the process carry out the next command that was sent."""
