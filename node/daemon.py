@@ -74,16 +74,6 @@ RunDaemon = Callable[[Daemon], Awaitable[None]]
 """Runs until it is asked to leave, and then no longer than a clean leave takes."""
 
 
-async def run_node(settings: NodeSettings) -> int:
-    """Run a node until it is asked to leave; return the exit code (`Exit`)."""
-    return await run_daemon(settings, be_node)
-
-
-async def run_first_node(settings: NodeSettings) -> int:
-    """As `run_node`, and print an invite once others can join with it."""
-    return await run_daemon(settings, _be_first_node)
-
-
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
     journal = Journal(say=console.say, tell_round=console.tell_round)
@@ -142,14 +132,14 @@ async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
 @asynccontextmanager
 async def open_mesh(
     daemon: Daemon,
-    runs: Sequence[bytes],
+    run_id: bytes,
     peers: Mapping[bytes, Sequence[str]],
     limits: Limits | None,
     network_key: bytes = b"",
 ) -> AsyncIterator[Mesh]:
     """Listen, and find out who can dial this node; ``limits``: None to relay for no peer.
 
-    ``runs`` are announced in the local network, the first one with the relay; ``network_key``: of a private one.
+    ``network_key``: of a private run.
     """
     settings = daemon.settings
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
@@ -167,8 +157,8 @@ async def open_mesh(
             first_ports=ports,
             announce=settings.announce,
         ) as host,
-        open_connectivity(host, runs[0], shaping, peers, limits, port_lease=settings.port_lease) as connectivity,
-        open_mdns(host, runs, is_on=settings.mdns),
+        open_connectivity(host, run_id, shaping, peers, limits, port_lease=settings.port_lease) as connectivity,
+        open_mdns(host, run_id, is_on=settings.mdns),
     ):
         await keep_ports(daemon.store, ports, host.ports, daemon.journal.warn)
         yield Mesh(host, connectivity, shaping, traffic)
@@ -302,7 +292,7 @@ async def be_node(daemon: Daemon) -> None:
     page_handlers = _owner_handlers(daemon, rest_service)
     limits = Limits() if settings.relay else None
     async with (
-        open_mesh(daemon, [target.run_id], target.peers, limits, target.network_key) as mesh,
+        open_mesh(daemon, target.run_id, target.peers, limits, target.network_key) as mesh,
         open_messenger(mesh.host) as messenger,
         open_service_nursery() as nursery,
         AsyncExitStack() as stack,
@@ -360,7 +350,7 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
     return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
 
 
-async def _be_first_node(daemon: Daemon) -> None:
+async def be_first_node(daemon: Daemon) -> None:
     """As `be_node`, and print an invite once it trains: by then the router has been asked for a port, too."""
 
     async def invite() -> None:

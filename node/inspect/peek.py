@@ -104,7 +104,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
             open_host(key, settings.listening, shaping=shaping, network_key=target.network_key) as host,
             open_messenger(host) as messenger,
             open_connectivity(host, target.run_id, shaping, peers) as connectivity,
-            open_mdns(host, [target.run_id], is_on=settings.mdns),
+            open_mdns(host, target.run_id, is_on=settings.mdns),
             open_bulk(host, target.run_id, shaping, connectivity) as channels,
         ):
             # Without the home's key a key of its own signs the pass, so that a refusal gives its reason.

@@ -1,6 +1,6 @@
 """Finds peers of the same run in the local network, without any server: multicast DNS (RFC 6762, 6763).
 
-Each node announces one service per run. Its name begins with a hash of the run's id, which does not reveal the id; its
+Each node announces one service. Its name begins with a hash of the run's id, which does not reveal the id; its
 TXT record has the peer id; its addresses are the interfaces' addresses. The library works in threads of its own and
 passes a bounded number of names to trio. Any machine in the network can answer anything. So an answer only ever leads
 to a dial of an address in one of this machine's own networks, where the peer has to prove its peer id.
@@ -12,6 +12,7 @@ import ipaddress
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 import ifaddr
@@ -85,9 +86,9 @@ def neighbour_of(
 class Mdns:
     """Announces one host, and dials the peers that it finds; `open_mdns` runs it."""
 
-    def __init__(self, host: Host, run_ids: Sequence[bytes]) -> None:
+    def __init__(self, host: Host, run_id: bytes) -> None:
         self._host = host
-        self._names = [local_name(run_id) for run_id in run_ids]
+        self._name = local_name(run_id)
         self._found, self.unresolved = trio.open_memory_channel[str](MAX_NAMES)
         """Service names that wait to be resolved, the oldest first."""
         self._arrival = trio.Event()  # a neighbour
@@ -126,11 +127,9 @@ class Mdns:
             responder.close()  # says farewell, and ends the library's threads
 
         try:
-            for info in self.announcements(ips):
+            if (info := self.announcement(ips)) is not None:
                 # Two nodes never have one name: it holds the peer id. So there is nothing to probe for.
-                await trio.to_thread.run_sync(
-                    lambda info=info: responder.register_service(info, cooperating_responders=True)
-                )
+                await trio.to_thread.run_sync(partial(responder.register_service, info, cooperating_responders=True))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._resolve, responder)
                 while self._ips() == ips:
@@ -143,27 +142,26 @@ class Mdns:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(end)
 
-    def announcements(self, ips: Sequence[str]) -> list[ServiceInfo]:
-        """Return the announcement of each run, with those of the IP addresses that have its port."""
+    def announcement(self, ips: Sequence[str]) -> ServiceInfo | None:
+        """Return the announcement of the run, with those of the IP addresses that have its port."""
         # An announcement has one port: the one of IPv4, if both versions of IP do not share it.
         here = sorted(
             (address for address in self._host.own.interfaces if address[0] in ips), key=lambda a: ":" in a[0]
         )
-        return [
-            ServiceInfo(
-                SERVICE_TYPE,
-                f"{name}-{self._host.peer_id[-16:]}.{SERVICE_TYPE}",
-                port=here[0][1],
-                properties={PEER_PROPERTY: self._host.peer_id.encode()},
-                parsed_addresses=[ip for ip, own in here if own == here[0][1]],
-                server=f"{self._host.peer_id[-32:].lower()}.local.",
-            )
-            for name in (self._names if here else ())
-        ]
+        if not here:
+            return None
+        return ServiceInfo(
+            SERVICE_TYPE,
+            f"{self._name}-{self._host.peer_id[-16:]}.{SERVICE_TYPE}",
+            port=here[0][1],
+            properties={PEER_PROPERTY: self._host.peer_id.encode()},
+            parsed_addresses=[ip for ip, own in here if own == here[0][1]],
+            server=f"{self._host.peer_id[-32:].lower()}.local.",
+        )
 
     def note(self, name: str) -> None:
-        """Queue a service name of one of our runs for resolution; at most `MAX_NAMES` wait."""
-        if any(name.startswith(f"{ours}-") for ours in self._names):
+        """Queue a service name of our run for resolution; at most `MAX_NAMES` wait."""
+        if name.startswith(f"{self._name}-"):
             with suppress(trio.WouldBlock):
                 self._found.send_nowait(name)
 
@@ -202,9 +200,9 @@ class Mdns:
 
 
 @asynccontextmanager
-async def open_mdns(host: Host, run_ids: Sequence[bytes], *, is_on: bool = True) -> AsyncIterator[None]:
-    """Announce these runs, and find their peers, in this machine's networks for as long as the block runs."""
+async def open_mdns(host: Host, run_id: bytes, *, is_on: bool = True) -> AsyncIterator[None]:
+    """Announce the run, and find its peers, in this machine's networks for as long as the block runs."""
     async with open_service_nursery() as nursery:
         if is_on:
-            nursery.start_soon(Mdns(host, run_ids).run)
+            nursery.start_soon(Mdns(host, run_id).run)
         yield

@@ -51,21 +51,19 @@ def figures_of(relay: Daemon) -> str:
         return str(answer.read().decode())
 
 
-async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: Path) -> None:
+async def test_it_introduces_members_and_relays(tmp_path: Path) -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             for witness in (alice, bob):
                 Dialback(witness)
-            invites = invite_to(RUN, alice), invite_to(OTHER_RUN, bob)
-            async with started(tmp_path / "relay", "relay", *invites) as relay:
+            async with started(tmp_path / "relay", "relay", invite_to(RUN, alice)) as relay:
                 await relay.says("peers can dial this node")
                 await relay.says("  /ip4/127.0.0.1/tcp/")
                 await alice.dht.provide(run_key(RUN))
                 async with open_home() as newcomer:
                     await newcomer.connect(author_of(relay), relay.addresses)
                     await providers(newcomer, run_key(RUN), alice.author)
-                    for run in (RUN, OTHER_RUN):
-                        await providers(newcomer, relay_key(run), author_of(relay))
+                    await providers(newcomer, relay_key(RUN), author_of(relay))
                     held = await newcomer.relays.reserve(author_of(relay))
                     async with host_at_loopback() as caller:
                         await caller.connect(newcomer.author, [f"{held.address}/p2p/{newcomer.peer_id}"])
@@ -89,6 +87,9 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
                 async with started(tmp_path / "relay", "relay", invite_to(RUN, bootstrap)) as relay:
                     await relay.says("found", short_name(member.author))
                     assert await relay.end(signal.SIGTERM) == Exit.OK
+            async with started(tmp_path / "relay", "relay", encode_invite(Invite(OTHER_RUN))) as relay:
+                await relay.says("this folder is of a relay for another run")
+                assert await relay.ends() == Exit.BAD_INPUT
             async with started(tmp_path / "relay", "relay") as relay:  # no invite, no bootstrap peer
                 await relay.says("listening on")
                 async for peer, is_connected in member.connections.events():

@@ -18,7 +18,6 @@ from farandole.node.relay_page import RUN_FILE, PublicPage
 from farandole.node.status.status import RunStatus
 from farandole.node.ui.dashboard.app import PAGE
 from farandole.node.ui.reporting import run_status
-from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -124,10 +123,3 @@ async def test_a_relay_writes_a_runs_page(tmp_path: Path, run: SignedManifest, t
             with trio.fail_after(PATIENCE):
                 await until(shows_the_member)
             assert await relay.end(signal.SIGTERM) == Exit.OK
-
-
-async def test_a_page_is_of_one_run(tmp_path: Path) -> None:
-    invites = encode_invite(Invite(RUN)), encode_invite(Invite(b"o" * 32))
-    async with started(tmp_path / "relay", "relay", *invites, "--page", str(tmp_path / "other")) as relay:
-        await relay.says("--page is for a relay of one run")
-        assert await relay.ends() == Exit.BAD_INPUT

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
@@ -152,9 +153,9 @@ def join(settings: NodeSettings) -> None:
     invite, manifest = split_source(settings.invite)
     settings = replace(settings, invite=invite, manifest=manifest)
     with importing_for_good():
-        from ...daemon import run_node
+        from ...daemon import be_node, run_daemon
 
-    _run(settings, run_node, settings)
+    _run(settings, run_daemon, settings, be_node)
 
 
 @takes_settings(of_run_file=True)
@@ -173,21 +174,17 @@ def start(settings: NodeSettings) -> None:
         sign_run_file(settings, run_file, path, is_started=True)
     settings = replace(settings, invite=None, manifest=split_source(str(path))[1])
     with importing_for_good():
-        from ...daemon import run_first_node
+        from ...daemon import be_first_node, run_daemon
 
-    _run(settings, run_first_node, settings)
+    _run(settings, run_daemon, settings, be_first_node)
 
 
 @takes_settings(
-    *("port", "listen", "announce", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
-    *("dashboard", "dashboard_port", "log_level"),
+    *("invite", "port", "listen", "announce", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic"),
+    *("mdns", "upnp", "dashboard", "dashboard_port", "log_level"),
 )
 def relay(
     settings: NodeSettings,
-    invites: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="INVITE...", help="An invite to each run; none: the runs that this folder knows."),
-    ] = None,
     page: Annotated[
         Path | None,
         typer.Option(
@@ -207,13 +204,14 @@ def relay(
     """
     from farandole.protocol.run.invite import decode_invite
 
-    given = [invite for text in invites or [] if (invite := unquoted(text))]  # compose.yaml passes an empty one
-    for invite in given:
+    if invite := unquoted(settings.invite or ""):  # compose.yaml passes an empty one
         decode_invite(invite)  # reports a mistyped invite at once
     with importing_for_good():
-        from ...relay_node import run_relay
+        from ...daemon import run_daemon
+        from ...relay_node import be_relay
 
-    _run(settings, run_relay, settings, given, page)
+    settings = replace(settings, invite=invite)
+    _run(settings, run_daemon, settings, partial(be_relay, page))
 
 
 def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *arguments: object) -> NoReturn:

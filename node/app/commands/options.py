@@ -123,7 +123,7 @@ def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = Fal
     # Help shows panels in the order of their first options.
     chosen.sort(key=lambda setting: PANELS.index(setting.panel))
     if names:  # only a whole node takes a manifest too, and the doctor needs no invite
-        unset = "the run that this folder knows" if "device" in names else "the run of the node that runs here"
+        unset = "the run that this folder knows" if "announce" in names else "the run of the node that runs here"
         chosen = [
             replace(setting, help="An invite to the run.", unset=unset) if setting.name == "invite" else setting
             for setting in chosen

@@ -51,7 +51,7 @@ def test_an_answer_names_another_peer_and_a_port() -> None:
 
 async def test_a_flood_of_answers_is_dropped() -> None:
     async with host_at_loopback() as host:
-        mdns = Mdns(host, [RUN])
+        mdns = Mdns(host, RUN)
         for number in range(10 * MAX_NAMES):
             mdns.note(f"{local_name(RUN)}-{number}")
             mdns.note(f"{local_name(OWN)}-{number}")  # of another run
@@ -70,7 +70,8 @@ async def test_an_announcement_names_the_addresses_that_have_its_port(
     bound = property(lambda own: [("fd00:7::9", port), ("192.168.7.9", 4001)])
     monkeypatch.setattr(OwnAddresses, "interfaces", bound)
     async with open_host(Ed25519PrivateKey.generate(), []) as host:
-        (service,) = Mdns(host, [RUN]).announcements(["192.168.7.9", "fd00:7::9"])
+        service = Mdns(host, RUN).announcement(["192.168.7.9", "fd00:7::9"])
+    assert service is not None
     assert service.port == 4001
     assert sorted(service.parsed_addresses()) == announced
 

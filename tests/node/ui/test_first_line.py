@@ -13,7 +13,7 @@ import trio
 from farandole.node.base.control import call
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
-from farandole.node.daemon import run_node
+from farandole.node.daemon import be_node, run_daemon
 from farandole.node.status.status import NodeStatus
 from farandole.node.ui.headline import Headline, headline
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -86,7 +86,8 @@ async def test_a_node_without_a_bootstrap_peer_says_so(
         monkeypatch.setattr(f"farandole.node.ui.headline.{name}", seconds)
     nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
     home = tmp_path / "bob"
-    nursery.start_soon(run_node, NodeSettings(home=home, invite=nobody, listen=LOOPBACK, mdns=False, upnp=False))
+    settings = NodeSettings(home=home, invite=nobody, listen=LOOPBACK, mdns=False, upnp=False)
+    nursery.start_soon(run_daemon, settings, be_node)
     said = ""
     with trio.fail_after(PATIENCE):
         while "warning: not in the run yet" not in said:
