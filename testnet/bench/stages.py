@@ -68,7 +68,7 @@ def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool
     with open_workers("stage node", [f"{OURS} {stage}" for stage in stages], log) as nodes:
         manifest = task.manifest(codec, overlap=overlap)
         heard = ask_all(nodes, "listen", [{"stage": stage} for stage in stages], manifest=manifest)
-        ask_all(nodes, "join", addresses=[answer["addresses"] for answer in heard], folder=str(folder), log=str(log))
+        ask_all(nodes, "join", addresses=[answer["addresses"] for answer in heard], folder=str(folder))
         answers = ask_all(nodes, "learn", steps=task.all_steps)
     return turn_of(task, answers)
 

@@ -6,6 +6,7 @@ trainer in its own process.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -166,7 +167,7 @@ class StageNode:
         await nursery.start(self._service.run)
         return {"addresses": self._host.addresses}
 
-    async def join(self, addresses: list[list[str]], folder: str, log: str) -> dict[str, Any]:
+    async def join(self, addresses: list[list[str]], folder: str) -> dict[str, Any]:
         """Connect with the stages before this one, and prepare the trainer."""
         for other in range(self._stage):
             await self._host.connect(self._authors[other], addresses[other])
@@ -177,17 +178,23 @@ class StageNode:
             settings=messages.TrainerSettings(device="cpu", checkpoints=folder),
             stage=self._stage,
         )
-        self._trainer = await self._stack.enter_async_context(open_trainer(command, Path(log)))
+        self._trainer = await self._stack.enter_async_context(open_trainer(command))
         return {}
 
     async def learn(self, steps: int) -> dict[str, Any]:
         """Run a round of ``steps`` inner steps; return each one's time, and at stage 0 the mean loss."""
-        tell, memory = self._trainer.tell, self._trainer.map_activations(self._manifest.pipeline.in_flight)
+        memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
+        queue, queued = trio.open_memory_channel[messages.Command](math.inf)
+
+        async def write() -> None:
+            async for command in queued:
+                await self._trainer.send(command)
+
         with trio.fail_after(ANSWER_TIMEOUT):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._trainer.write)
+                nursery.start_soon(write)
                 size = self._trainer.prepared.activation_bytes
-                worker = Worker(self._stage, size, memory, tell)
+                worker = Worker(self._stage, size, memory, queue.send_nowait)
                 self._service.begin(worker)
                 self._service.handle(messages.Train(0, steps))
                 stepped_at: list[float] = []
