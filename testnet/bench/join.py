@@ -26,9 +26,8 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.safetensors import encode_header, parse_header
 
 from ..natlab.groups import open_leash
+from ..natlab.lab import open_lab
 from ..natlab.namespace import Location
-from ..play.places import open_links
-from ..play.scenario import LinkSettings
 from ..report.section import cell
 from .process import (
     MB,
@@ -49,8 +48,8 @@ from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_b
 from .worker.join import RUN_ID
 
 SIZE_MB: Final = 100
-# A home's line, with its delay.
-LINK: Final = LinkSettings(up_mbit=20, down_mbit=100, delay_ms=15)
+# A home's line.
+UP_MBIT, DOWN_MBIT, DELAY_MS = 20.0, 100.0, 7.5
 # The others' rounds: the pause for inner steps, and the size of an exchange each way, over a second on that line.
 ROUND_PAUSE: Final = 5.0
 ROUND_MB: Final = 2
@@ -68,7 +67,7 @@ def claims_of(figures: Mapping[str, Any]) -> list[Claim]:
     return [
         Claim(words, known("one_donor_s", "{:.2f}"), known("hivemind_s", "{:.2f}")),
         Claim("the same from two donors", known("two_donors_s", "{:.2f}")),
-        Claim(f"seconds on lines of {LINK.up_mbit:g} Mbit/s up, over size / rate", known("link_over_ideal", "{:.2f}")),
+        Claim(f"seconds on lines of {UP_MBIT:g} Mbit/s up, over size / rate", known("link_over_ideal", "{:.2f}")),
         Claim("by how much the donors' own rounds are longer meanwhile", known("rounds_slower", "{:+.1%}")),
     ]
 
@@ -189,8 +188,12 @@ def measure(
         figures |= {name: statistics.median(seconds) for name, seconds in done.items()}
         if with_link:
             say("on a shaped line")
-            with open_leash() as leash, open_links(LINK, 3, leash) as places:
-                figures |= measure_line(source, size_mb, log, places)
+            with open_leash() as leash, open_lab(leash) as lab:
+                homes = [lab.add_home("open") for _ in range(3)]
+                for home in homes:
+                    home.set_rate(UP_MBIT, DOWN_MBIT)
+                    home.set_delay(DELAY_MS)
+                figures |= measure_line(source, size_mb, log, [home.host for home in homes])
     finally:
         for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
             leftover.unlink(missing_ok=True)
@@ -214,5 +217,5 @@ def measure_line(source: Path, size_mb: int, log: Path, places: Sequence[Locatio
         put_rounds(NUM_ROUNDS)
         seconds = elapsed([nodes.fetch(2)])
         meanwhile = get_rounds()
-    rate = min(LINK.down_mbit, 2 * LINK.up_mbit) * 1e6 / 8
+    rate = min(DOWN_MBIT, 2 * UP_MBIT) * 1e6 / 8
     return {"link_over_ideal": seconds / (size_mb * MB / rate), "rounds_slower": meanwhile / alone - 1}

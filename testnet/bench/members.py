@@ -21,7 +21,7 @@ from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, ScreeningRul
 from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..report.section import Grid
 from ..simulate.plays import play_all
-from ..zoo.member_attacks import ATTACKS
+from ..zoo.member_attacks import ATTACKS, check_attack
 from ..zoo.simulation import HostileOutcome, HostileRun, play
 from .commands import BENCHES
 from .process import BenchError
@@ -53,8 +53,7 @@ def run(
     """
     names = attacks.split(",") if attacks else list(ATTACKS)
     for name in names:
-        if name not in ATTACKS:
-            raise BenchError(f"no attack is called {name!r}; there are {', '.join(ATTACKS)}")
+        check_attack(name)
     if not set(claims.split(",")) <= CLAIMS.keys():
         raise BenchError(f"claims are {' and '.join(CLAIMS)}, not {claims!r}")
     tried = list(product(names, claims.split(",")))

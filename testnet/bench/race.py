@@ -40,7 +40,7 @@ from ..natlab.groups import open_leash
 from ..natlab.namespace import Location
 from ..play.launch import Testnet, play_and_report
 from ..play.merge import VALIDATION_BATCHES
-from ..play.places import LINK_DEVICE, open_links
+from ..play.places import open_lodgings
 from ..play.process import NodeProcess
 from ..play.report import PlayReport
 from ..play.scenario import Scenario, load_scenario
@@ -109,8 +109,8 @@ def run(
     [cyan]farandole testnet bench race --interval 24 --rate 0.25 --no-peers[/cyan]
     """
     scenario = load_scenario(name)
-    if scenario.link is None or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
-        raise BenchError(f"{name} is no race: name a scenario with [link], boxed rounds and step_seconds")
+    if not scenario.home or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
+        raise BenchError(f"{name} is no race: name a scenario with [[home]], boxed rounds and step_seconds")
     manifest = scenario.manifest(0.0)
     with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
         python = obtain_python("hivemind", cache, bench.say) if peers else None
@@ -187,10 +187,11 @@ def play_members(
 
     ``request`` returns what a member begins with: it gets the first member's answer, which is empty for the first.
     """
-    assert scenario.link is not None
     due, coming = replacements(scenario), dict[int, BenchWorker]()
     with ExitStack() as stack:
-        places = stack.enter_context(open_links(scenario.link, scenario.nodes, stack.enter_context(open_leash())))
+        leash = stack.enter_context(open_leash())
+        lodgings = stack.enter_context(open_lodgings(scenario.home, scenario.nodes, leash))
+        places = [lodging.home.host for lodging in lodgings if lodging.home is not None]
 
         def begin(index: int, answer: Mapping[str, Any]) -> BenchWorker:
             worker = stack.enter_context(open_worker(f"member {index}", [*places[index].enter, *command], log))
@@ -240,7 +241,7 @@ def play_diloco(
         live = list(members.values())
         ask_all(live, "learn", steps=interval)
         ranks = [{"rank": rank} for rank in range(len(live))]
-        ask_all(live, "average", ranks, world=len(ranks), group=group, device=LINK_DEVICE)
+        ask_all(live, "average", ranks, world=len(ranks), group=group, device="eth0")
         file = folder / f"diloco-{len(samples):03d}.safetensors"
         samples.append(Sample(time.monotonic() - began_at, file))
         live[0].ask("save", path=str(file))

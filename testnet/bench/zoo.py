@@ -13,9 +13,8 @@ import msgspec
 import typer
 
 from ..play.scenario import load_scenario, scenario_names
-from ..zoo.member_attacks import ATTACKS
+from ..zoo.member_attacks import check_attack
 from ..zoo.play import HostileReport, grid_of, play_clean, play_hostile
-from .process import BenchError
 from .report import OUT, Claim, Out, Write, open_bench
 
 # The scenario whose frame other attacks are played in.
@@ -36,8 +35,7 @@ def run(
     names = only.split(",") if only else [name for name in scenario_names() if name.startswith("hostile-")]
     scenarios = [load_scenario(name) for name in names]
     for attack in filter(None, attacks.split(",")):
-        if attack not in ATTACKS:
-            raise BenchError(f"no attack is called {attack!r}; there are {', '.join(ATTACKS)}")
+        check_attack(attack)
         frame = load_scenario(FRAME)
         assert frame.hostile is not None
         hostile = msgspec.structs.replace(frame.hostile, attack=attack)

@@ -76,8 +76,8 @@ class Home:
         self._late.close()
         if delay_ms:
             tun = self._late.enter_context(open_tun(self.internet, self._late_link))
-            forwarder = [sys.executable, "-m", "farandole.testnet.natlab.link_forwarder", "inf", str(delay_ms / 1e3)]
-            self._late.enter_context(held([*forwarder, f"*={tun}"], self.leash, pass_fds=[tun]))
+            forwarder = [sys.executable, "-m", "farandole.testnet.natlab.link_forwarder", str(tun), str(delay_ms / 1e3)]
+            self._late.enter_context(held(forwarder, self.leash, pass_fds=[tun]))
         self._route()
 
     def set_loss(self, loss: float) -> None:

@@ -8,9 +8,8 @@ that have not asked their router for a port (UPnP).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain
 from typing import Final
 
 from farandole.protocol.wire.errors import FarandoleError
@@ -94,58 +93,39 @@ class KindError(FarandoleError):
 _PORT_RESTRICTED = Nat(Mapping.ENDPOINT_INDEPENDENT, Filtering.ADDRESS_AND_PORT_DEPENDENT)
 # RFC 6888 requires carriers to map endpoint-independently; this filter is the strictest that they have.
 _CARRIER = _PORT_RESTRICTED
-_CARRIER_PREFIX: Final = "carrier-"
-
-_SINGLE: Final = {
-    "open": Nat(),
-    "firewall": Nat(Mapping.NONE, Filtering.ADDRESS_AND_PORT_DEPENDENT),
-    "full-cone": Nat(Mapping.ENDPOINT_INDEPENDENT, Filtering.ENDPOINT_INDEPENDENT),
-    "address-restricted": Nat(Mapping.ENDPOINT_INDEPENDENT, Filtering.ADDRESS_DEPENDENT),
-    "port-restricted": _PORT_RESTRICTED,
-    "symmetric": Nat(Mapping.ADDRESS_AND_PORT_DEPENDENT, Filtering.ADDRESS_AND_PORT_DEPENDENT),
-    "udp-blocked": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, Egress.NO_UDP),
-    "https-only": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, Egress.ONLY_HTTPS),
-    "renumbering": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, is_renumbering=True),
-    "upnp": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, has_upnp=True),
+KINDS: Final[dict[str, tuple[Nat, ...]]] = {
+    "open": (Nat(),),
+    "firewall": (Nat(Mapping.NONE, Filtering.ADDRESS_AND_PORT_DEPENDENT),),
+    "full-cone": (Nat(Mapping.ENDPOINT_INDEPENDENT, Filtering.ENDPOINT_INDEPENDENT),),
+    "address-restricted": (Nat(Mapping.ENDPOINT_INDEPENDENT, Filtering.ADDRESS_DEPENDENT),),
+    "port-restricted": (_PORT_RESTRICTED,),
+    "symmetric": (Nat(Mapping.ADDRESS_AND_PORT_DEPENDENT, Filtering.ADDRESS_AND_PORT_DEPENDENT),),
+    "carrier": (_PORT_RESTRICTED, _CARRIER),  # a home of the commonest kind, behind a carrier's NAT
+    "udp-blocked": (replace(_PORT_RESTRICTED, egress=Egress.NO_UDP),),
+    "https-only": (replace(_PORT_RESTRICTED, egress=Egress.ONLY_HTTPS),),
+    "upnp": (replace(_PORT_RESTRICTED, has_upnp=True),),
 }
+"""The ten kinds of the tables, in their order."""
 # What owners set up by hand. A cloud machine has a private address, to which a public one is mapped one to one; Docker
 # publishes a port of a container, here on such a machine.
-_FORWARDED: Final = Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, forwarded="4001")
-_ONE_TO_ONE: Final = Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, forwarded="1-65535")
-OWNED_KINDS: Final = {
+_FORWARDED: Final = replace(_PORT_RESTRICTED, forwarded="4001")
+_ONE_TO_ONE: Final = replace(_PORT_RESTRICTED, forwarded="1-65535")
+OTHER_KINDS: Final[dict[str, tuple[Nat, ...]]] = {
     "forwarded": (_FORWARDED,),
     "one-to-one": (_ONE_TO_ONE,),
     "docker": (_FORWARDED, _ONE_TO_ONE),
+    "renumbering": (replace(_PORT_RESTRICTED, is_renumbering=True),),
 }
-# The ten kinds of the tables, in their order; "carrier" is a home of the commonest kind behind a carrier's NAT.
-KINDS: Final = (
-    "open",
-    "firewall",
-    "full-cone",
-    "address-restricted",
-    "port-restricted",
-    "symmetric",
-    "carrier",
-    "udp-blocked",
-    "https-only",
-    "upnp",
-)
 """Most NATs preserve ports. ``renumbering`` is port-restricted and does not, as carriers' NATs and some routers: theory
 says the same of both, and who takes its own port for the outer one is found out."""
-CARRIER_KINDS: Final = tuple(f"{_CARRIER_PREFIX}{name}" for name in _SINGLE)
-"""The same, each with a carrier's NAT in front."""
 
 
 def kind_named(name: str) -> HomeKind:
-    """Return one of `KINDS`, `CARRIER_KINDS` or `OWNED_KINDS`; raises `KindError`."""
-    if name == "carrier":
-        return HomeKind(name, (_PORT_RESTRICTED, _CARRIER))
-    if name in OWNED_KINDS:
-        return HomeKind(name, OWNED_KINDS[name])
-    nat = _SINGLE.get(name.removeprefix(_CARRIER_PREFIX))
-    if nat is None:
-        raise KindError(f"no kind of home {name!r}: say one of {', '.join(chain(KINDS, CARRIER_KINDS, OWNED_KINDS))}")
-    return HomeKind(name, (nat, _CARRIER) if name.startswith(_CARRIER_PREFIX) else (nat,))
+    """Return one of `KINDS` or `OTHER_KINDS`; raises `KindError`."""
+    every = KINDS | OTHER_KINDS
+    if name not in every:
+        raise KindError(f"no kind of home {name!r}: say one of {', '.join(every)}")
+    return HomeKind(name, every[name])
 
 
 # Ports above this one stand for any port but HTTPS's.

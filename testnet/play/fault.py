@@ -60,8 +60,6 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
     at_round: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The round of the most advanced live node at which the fault begins."""
-    at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Seconds after the launch of the first node."""
     after_start: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Seconds after all nodes but the late joiners have begun to train."""
     duration: _Positive | None = None
@@ -78,8 +76,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"fault {self.kind!r}: say its nodes, or of_stage")
         if self.kind == "join" and self.of_stage is not None:
             raise ValueError("fault 'join': who has not joined holds no stage")
-        if [self.at_round, self.at_seconds, self.after_start].count(None) != 2:
-            raise ValueError(f"fault {self.kind!r}: say one of at_round, at_seconds and after_start")
+        if (self.at_round is None) == (self.after_start is None):
+            raise ValueError(f"fault {self.kind!r}: say at_round, or after_start")
         if self.kind in _LASTING and self.duration is None:
             raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
         if self.kind in _SUDDEN and self.duration is not None:

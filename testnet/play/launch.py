@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ REPORT_NAME: Final = "report.json"
 PICTURE_NAME: Final = "loss.png"
 MERGED_NAME: Final = "merged.safetensors"
 
-TARGETS: Final = "TESTNET_TARGETS"
-"""Environment variable of intruders: the addresses of all nodes."""
+PLAN, TARGETS = "TESTNET_HOSTILE", "TESTNET_TARGETS"
+"""Environment variables of hostile processes: the scenario's settings of them, and the addresses of all nodes."""
 
 Measure = Callable[[Manifest, bytes, Sequence[Path], Path, Sequence[str]], Merged]
 
@@ -72,16 +73,6 @@ class TestnetError(FarandoleError):
     """The testnet cannot be played here."""
 
     __test__ = False  # not a test, whatever pytest makes of the name
-
-
-@dataclass(frozen=True)
-class Intruder:
-    """A process that takes part and is not judged; it is started as a node is: ``command join INVITE OPTIONS``."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    is_daemon: bool = True
-    """Whether it reports its status; then the other nodes start once it does."""
 
 
 @dataclass
@@ -100,15 +91,14 @@ class Testnet:
     watch: Callable[[Sequence[NodeProcess], float], None] = lambda nodes, seconds: None
     """Called with the nodes and the seconds since the start, about twice a second."""
     is_interrupted: bool = False
-    intruders: Sequence[Intruder] = ()
-    """Started once the first node is up, and gone before the run state is compared."""
     like: Path | None = None
     """Folder of another play, whose run and keys this one uses again: its nodes draw the same batches."""
     _events: list[str] = field(default_factory=list)
     _problems: list[str] = field(default_factory=list)
     _lodgings: list[Lodging] = field(default_factory=list)
     _nodes: list[NodeProcess] = field(default_factory=list)
-    _intruding: list[NodeProcess] = field(default_factory=list)
+    _hostile: list[NodeProcess] = field(default_factory=list)
+    """They are not judged: started once the first node is up, and gone before the run state is compared."""
     _started_at: float = 0.0
     _summed_up_at: float = 0.0
     _exchanges_before: dict[int, int] = field(default_factory=dict)
@@ -137,10 +127,10 @@ class Testnet:
         with (
             trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
             open_leash() as leash,
-            open_lodgings(self.scenario, leash) as self._lodgings,
+            open_lodgings(self.scenario.home, self.scenario.nodes, leash) as self._lodgings,
         ):
             self._nodes = self._make_nodes(leash)
-            self._intruding = self._make_intruders(leash)
+            self._hostile = self._make_hostile(leash)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_signals, signals)
                 nodes, seconds = await self._run_nodes(signed)
@@ -185,15 +175,18 @@ class Testnet:
             nodes.append(self._make(index, options, leash, command, clock))
         return nodes
 
-    def _make_intruders(self, leash: Leash) -> list[NodeProcess]:
+    def _make_hostile(self, leash: Leash) -> list[NodeProcess]:
+        if (hostile := self.scenario.hostile) is None:
+            return []
         targets = " ".join(
             f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.report.peer_id}" for node in self._nodes
         )
-        made, ports = [], free_ports(len(self.intruders))
-        for number, (intruder, port) in enumerate(zip(self.intruders, ports, strict=True), len(self._nodes)):
-            options, environment = self._options(number, "127.0.0.1", port), {**intruder.environment, TARGETS: targets}
-            made.append(self._make(number, options, leash, intruder.command, environment))
-        return made
+        command = [sys.executable, "-m", f"farandole.testnet.zoo.{'daemon' if hostile.is_daemon else 'programs'}"]
+        environment = {PLAN: msgspec.json.encode(hostile).decode(), TARGETS: targets}
+        return [
+            self._make(number, self._options(number, "127.0.0.1", port), leash, command, environment)
+            for number, port in enumerate(free_ports(hostile.members), len(self._nodes))
+        ]
 
     def _make(
         self, index: int, options: Sequence[str], leash: Leash, command: Sequence[str], environment: Mapping[str, str]
@@ -234,15 +227,15 @@ class Testnet:
                 if limit.cancelled_caught:
                     self._problems.append(f"the training was not over after {self.scenario.timeout:g} s")
                 seconds = trio.current_time() - self._started_at
-                died = [node for node in self._intruding if node.report.died]
-                self._problems += [f"{node.name}, an intruder, ended early" for node in died]
-                await self._leave(self._intruding)
+                died = [node for node in self._hostile if node.report.died]
+                self._problems += [f"{node.name}, a hostile one, ended early" for node in died]
+                await self._leave(self._hostile)
                 await self._settle()
             if self._stage.cancelled_caught:
                 seconds = trio.current_time() - self._started_at
             nodes = self._node_reports()
             self._say("ending all nodes")
-            await self._leave([*self._nodes, *self._intruding])
+            await self._leave([*self._nodes, *self._hostile])
         return nodes, seconds
 
     async def _leave(self, nodes: Sequence[NodeProcess]) -> None:
@@ -275,9 +268,7 @@ class Testnet:
         )
 
         async def befall(fault: Fault) -> None:
-            if fault.at_seconds is not None:
-                await trio.sleep_until(self._started_at + fault.at_seconds)
-            elif fault.after_start is not None:
+            if fault.after_start is not None:
                 await self._until(lambda: all(node.record.trained_at is not None for node in self._early_nodes))
                 await trio.sleep(fault.after_start)
             elif (at_round := fault.at_round) is not None:
@@ -349,7 +340,8 @@ class Testnet:
         self.watch(self._nodes, now - self._started_at)
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
-        """Start the first node, and when it can be dialled intruders and the others, one after the other."""
+        """Start the first node, and when it can be dialled hostile ones and the others, one after the other."""
+        daemons = self._hostile if self.scenario.hostile and self.scenario.hostile.is_daemon else []
         first, *others = self._early_nodes
         self._say(f"starting {len(self._early_nodes)} nodes in {self.out / 'nodes'}")
         async with trio.open_nursery() as nursery:
@@ -361,18 +353,14 @@ class Testnet:
 
             await begin(first)
             await first.is_up.wait()
-            for node, intruder in zip(self._intruding, self.intruders, strict=True):
-                if intruder.is_daemon:
-                    await begin(node)
+            for node in self._hostile:
+                await (begin if daemons else start)(node)
+                if daemons:
                     await node.is_up.wait()
-                else:
-                    await start(node)
             for node in others:
-                await trio.sleep(self.scenario.start_interval)
                 await self._until(lambda: sum(each.is_starting for each in self._early_nodes) < MAX_STARTING)
                 await begin(node)
         if self.scenario.start_together:
-            daemons = [node for node, each in zip(self._intruding, self.intruders, strict=True) if each.is_daemon]
             async with trio.open_nursery() as nursery:
                 for node in (*self._early_nodes, *daemons):
                     node.record.excuse(trio.current_time())

@@ -15,7 +15,7 @@ from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
 
-from ..natlab.kinds import CARRIER_KINDS, KINDS, KindError, kind_named
+from ..natlab.kinds import KINDS, KindError, kind_named
 from .fault import HOME_FAULTS, MAX_NODES, Chaos, ChaosError, Fault, FaultKind, draw_faults
 
 MAX_FAULTS: Final = 1_000
@@ -35,21 +35,11 @@ class ScenarioError(ManifestError):
     """The scenario is not valid; the message says which field and why."""
 
 
-class LinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Links between each node and all others; needs Linux and root (`farandole.testnet.play.places`)."""
-
-    up_mbit: _Positive
-    """Upload rate of a node in Mbit/s."""
-    down_mbit: _Positive
-    delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
-    """Delay from one node to another; a round trip takes twice as long."""
-
-
 class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The home of one node in the NAT lab (`farandole.testnet.natlab`), which needs Linux, root and nftables."""
 
     kind: str
-    """One of `KINDS` or `CARRIER_KINDS`; ``open`` is a public host."""
+    """One of `KINDS`; ``open`` is a public host."""
     up_mbit: _Positive | None = None
     """Upload rate in Mbit/s; None: unlimited."""
     down_mbit: _Positive | None = None
@@ -64,7 +54,7 @@ class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             kind_named(self.kind)
         except KindError as error:
-            near = did_you_mean(self.kind, (*KINDS, *CARRIER_KINDS))
+            near = did_you_mean(self.kind, KINDS)
             raise ValueError(f"{error}{f'; did you mean {near}?' if near else ''}") from error
 
 
@@ -90,6 +80,11 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_exchanges: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Smallest number of exchanges among the honest members, as a share of the number that the honest alone had."""
 
+    @property
+    def is_daemon(self) -> bool:
+        """Return whether each reports its status, as a node does."""
+        return self.program == "daemon"
+
 
 # What more nodes on the same cores need more of.
 _TIME_LIMITS: Final = ("timeout", "wedged_after", "settle_timeout")
@@ -114,8 +109,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of their own."""
     stage: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=511)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """The stage that each node holds for good, from node 0 on; the others choose, and move where they are needed."""
-    start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
-    """Seconds between the starts of two nodes: nodes that start together compete for the cores."""
     start_together: bool = False
     """Whether no node trains before all are up: otherwise the first nodes are some rounds ahead."""
     stages: Annotated[int, msgspec.Meta(ge=0, le=512)] = 0
@@ -139,10 +132,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Validation loss of the mean of all replicas, in nats per token."""
     every_round: bool = False
     """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
-    link: LinkSettings | None = None
-    """Links between the nodes; None: all nodes on the loopback interface."""
     home: Annotated[tuple[HomeSettings, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
-    """Homes of the nodes, from node 0 on, and built again if there are more nodes; none: no NAT lab."""
+    """Homes of the nodes, from node 0 on, and built again if there are more nodes; none: all nodes are on the
+    loopback interface."""
     min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of its time that each trainer must spend in inner steps."""
     exchanges_after_faults: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
@@ -198,8 +190,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             entries = getattr(self, name)
             if isinstance(entries, tuple) and len(entries) > self.nodes:
                 yield f"{name} has {len(entries)} entries for {self.nodes} nodes"
-        if self.link and self.home:
-            yield "link: say link, or home, which has a link of its own"
         if self.max_exchange_over_ideal is not None and not self.home:
             yield "max_exchange_over_ideal: say home, whose line it is"
         if self.min_partners >= self.nodes:

@@ -95,10 +95,6 @@ class PairingReport:
     mean_wait: float = 0.0
     utilisation: float = 0.0
     """Share of the nodes' time spent in inner steps, over all rounds but each node's last."""
-    inner_steps: int = 0
-    """Inner steps of all nodes together, over the same rounds."""
-    node_seconds: float = 0.0
-    """Time that all nodes together spent in these rounds."""
     coherence: float = 0.0
     """Coherence of the phases at the end: 1 if all nodes start rounds together, about N^-0.5 for independent starts."""
     disagreements: int = 0
@@ -119,11 +115,6 @@ class PairingReport:
     rounds_at: Counter[int] = field(default_factory=Counter)
     """Finished rounds, by index."""
     trace: str = ""
-
-    def captured_share(self, num_rounds: int) -> float:
-        """Return the share of all nodes' first rounds that went to capturing members."""
-        first = [index for index in self.rounds_at if index < num_rounds]
-        return sum(self.captured[index] for index in first) / sum(self.rounds_at[index] for index in first)
 
 
 def simulate(scenario: PairingScenario, seed: int) -> PairingReport:
@@ -149,7 +140,7 @@ class _World:
         for index in range(scenario.num_nodes):
             simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start)
         if scenario.num_capturing:
-            _Coalition(self).start()
+            _Coalition(self)
         self.tell_peers()
         for index in range(scenario.num_nodes, scenario.num_nodes + scenario.num_late):
             simulation.call_at(self.rng.uniform(0, scenario.seconds / 2), partial(self.join_late, index))
@@ -200,14 +191,18 @@ class _World:
     def summary(self) -> PairingReport:
         report = self.report
         nodes = list(self.nodes.values())
-        report.node_seconds = sum(node.trainer.started_at - node.born_at for node in nodes)
-        report.inner_steps = sum(node.trainer.steps_before for node in nodes)
         inner_seconds = sum(node.trainer.inner_seconds_before for node in nodes)
-        report.utilisation = inner_seconds / max(report.node_seconds, 1e-9)
+        node_seconds = sum(node.trainer.started_at - node.born_at for node in nodes)
+        report.utilisation = inner_seconds / max(node_seconds, 1e-9)
         report.longest_wait = max(self.waits, default=0.0)
         report.mean_wait = statistics.fmean(self.waits) if self.waits else 0.0
-        report.coherence = self.coherence()
-        report.disagreements = sum(self.disagree(beliefs) for beliefs in self.beliefs.values())
+        alive = [node.trainer for node in nodes if node.is_alive]
+        period = statistics.fmean(trainer.period for trainer in alive)
+        phases = (cmath.exp(2j * math.pi * trainer.steps_started_at / period) for trainer in alive)
+        report.coherence = abs(sum(phases)) / len(alive)
+        for beliefs in self.beliefs.values():  # of both sides of a session, once they are done with it
+            living = [committed for name, committed in beliefs.items() if self.nodes[name].is_alive]
+            report.disagreements += len(living) == 2 and living[0] is not living[1]
         report.disagreements += sum(len(fragments) > 1 for fragments in self.fragments.values())
         repeats, chances = sum(node.repeats for node in nodes), sum(max(node.meetings - 1, 0) for node in nodes)
         report.repeats = repeats / max(chances, 1)
@@ -215,16 +210,6 @@ class _World:
         report.messages_per_round = sent / max(report.rounds, 1)
         report.trace = self.simulation.trace
         return report
-
-    def coherence(self) -> float:
-        alive = [node.trainer for node in self.nodes.values() if node.is_alive]
-        period = statistics.fmean(trainer.period for trainer in alive)
-        return abs(sum(cmath.exp(2j * math.pi * trainer.steps_started_at / period) for trainer in alive)) / len(alive)
-
-    def disagree(self, beliefs: dict[bytes, bool]) -> bool:
-        """Return whether two living nodes disagree on a session that both are done with."""
-        living = [committed for name, committed in beliefs.items() if self.nodes[name].is_alive]
-        return len(living) == 2 and living[0] is not living[1]
 
 
 _PAIRING, _EXCHANGE = b"p", b"x"
@@ -247,10 +232,7 @@ class _Coalition:
         self._ask_at: dict[bytes, float] = {}  # by node
         for _ in range(world.scenario.num_capturing):
             self._add_key()
-
-    def start(self) -> None:
-        """Propose several times a round to each node; change keys."""
-        simulation, scenario = self._world.simulation, self._world.scenario
+        simulation, scenario = world.simulation, world.scenario
         simulation.call_every(min(PROPOSE_INTERVAL, (scenario.rounds.round_seconds or math.inf) / 16), self._propose)
         if scenario.key_seconds < math.inf:
             simulation.call_every(scenario.key_seconds / scenario.num_capturing, self._change_key)
@@ -305,10 +287,13 @@ class _Coalition:
                 self._ask_at[sender] = 0.0
             return
         is_ready = self._kind != "absent"
-        match pairing_messages.decode_message(payload[1:]):
+        message = pairing_messages.decode_message(payload[1:])
+        if isinstance(message, pairing_messages.Propose | pairing_messages.Agree | pairing_messages.Begin):
+            # It has a partner: leave it alone until it gives that up, or has exchanged.
+            self._ask_at[sender] = self._world.simulation.now + ABSENCE
+        match message:
             case pairing_messages.Propose(session=session):
                 self._say(name, sender, pairing_messages.Agree(session, self._world.scenario.claimed_seconds))
-                self._rest(sender)
                 if is_ready:
                     self._say(name, sender, pairing_messages.Ready(session))
             case pairing_messages.Agree() | pairing_messages.Begin():
@@ -317,7 +302,6 @@ class _Coalition:
                 if place is not None:  # else the key has just changed
                     turns[place] = (turns[place][0] + 1.0, name)
                     heapq.heapify(turns)
-                self._rest(sender)
             case pairing_messages.Decline():
                 self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
             case pairing_messages.Withdraw():
@@ -326,10 +310,6 @@ class _Coalition:
                 self._say(name, sender, pairing_messages.Begin(session))
                 if self._kind in ("exchange", "stalled"):
                     self._tell(name, sender, _Verb.HELLO, session)
-
-    def _rest(self, peer: bytes) -> None:
-        """Leave a node that has a partner alone until it gives that up, or has exchanged."""
-        self._ask_at[peer] = self._world.simulation.now + ABSENCE
 
     def _say(self, name: bytes, peer: bytes, message: pairing_messages.Message) -> None:
         self._world.network.send(name, peer, _PAIRING + pairing_messages.encode_message(message))
@@ -350,9 +330,9 @@ class _Trainer:
         """Seconds between the last two such times."""
         self.inner_seconds = self.inner_seconds_before = 0.0
         """Seconds spent in inner steps: in all, and before the present round."""
-        self.steps = self.steps_before = 0
-        """The inner steps of the same times."""
         self.fragment = 0
+        self.ready_at = 0.0
+        """When the newest contribution was ready."""
         self._simulation = simulation
         self._rounds = rounds
         self._step_seconds = step_seconds
@@ -391,7 +371,7 @@ class _Trainer:
                 self.period = now - self.steps_started_at
             self.steps_started_at = now
         self._round, self.started_at = round_index, now
-        self.inner_seconds_before, self.steps_before = self.inner_seconds, self.steps
+        self.inner_seconds_before = self.inner_seconds
         if not takes_steps:
             self._end_steps_at(now)
         elif self._rounds.inner_steps:
@@ -416,8 +396,8 @@ class _Trainer:
         takes_steps = self._rounds.takes_steps(self._round)
         seconds = max(ended_at - self.started_at, self._step_seconds if takes_steps else 0.0)
         steps = max(1, round(seconds / self._step_seconds)) if takes_steps else 0
-        self.steps += steps
-        self._node.contribute(
+        self.ready_at = now
+        self._node.handle(
             messages.Contributed(self._round, 0, steps, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
         )
 
@@ -451,28 +431,19 @@ class _Node:
         self.born_at = world.simulation.now
         self.meetings = self.repeats = 0
         self._last_partner = b""
-        self._ready_at = 0.0
         self._finished = -1
         """The newest round whose outcome is known."""
         self._timer: SimulatedTimer | None = None
 
-    @property
-    def now(self) -> float:
-        return self.world.simulation.now
-
     def start(self) -> None:
         """Begin to train, if the node is alive."""
         if self.is_alive:
-            self.born_at = self.now
+            self.born_at = self.world.simulation.now
             self.handle(training_events.LoopBegan(TrainingState()))
-
-    def contribute(self, report: messages.Contributed) -> None:
-        self._ready_at = self.now
-        self.handle(report)
 
     def handle(self, event: training_events.Event) -> None:
         if self.is_alive:
-            for output in self.loop.handle(event, self.now):
+            for output in self.loop.handle(event, self.world.simulation.now):
                 self.carry_out(output)
 
     def carry_out(self, output: training_events.Output) -> None:
@@ -503,7 +474,7 @@ class _Node:
         world = self.world
         world.report.steps_too_many += step.round <= self._finished
         self._finished = step.round
-        world.waits.append(self.now - self._ready_at)
+        world.waits.append(self.world.simulation.now - self.trainer.ready_at)
         world.report.rounds += 1
         world.report.rounds_at[step.round] += 1
         if step.partner:
@@ -511,7 +482,7 @@ class _Node:
                 world.report.pairs[frozenset((self.name, step.partner))] += 1
             is_captured = step.partner not in world.nodes
             world.report.captured[step.round] += is_captured
-            world.report.averaged[int(self.now // 60)] += not is_captured
+            world.report.averaged[int(self.world.simulation.now // 60)] += not is_captured
             self.meetings += 1
             self.repeats += step.partner == self._last_partner
             self._last_partner = step.partner
@@ -563,13 +534,13 @@ class _Exchange:
     def begin(self) -> None:
         node, start = self.node, self.start
         if start.offer_by < start.deadline:
-            node.world.simulation.call_at(start.offer_by, self.give_up_on_offer)
+            node.world.simulation.call_at(start.offer_by, partial(self.end_without, "has_offer"))
         if start.is_initiator:
             node.outcomes.begin(start.session, start.peer)
             node.say(start.peer, _Verb.HELLO, start.session)
             self.at(DECIDE_UNTIL, partial(self.end, False))
         else:
-            self.at(DATA_UNTIL, self.give_up_on_data)
+            self.at(DATA_UNTIL, partial(self.end_without, "has_accepted"))
             self.at(ASK_FROM, self.ask)
             self.at(1.0, partial(self.end, False))
             if start.session in node.hellos:
@@ -577,7 +548,7 @@ class _Exchange:
                 self.receive(_Verb.HELLO)
 
     def at(self, share: float, call: Callable[[], None]) -> None:
-        now = self.node.now
+        now = self.node.world.simulation.now
         self.node.world.simulation.call_at(now + share * (self.start.deadline - now), call)
 
     def receive(self, verb: _Verb) -> None:
@@ -585,7 +556,8 @@ class _Exchange:
             case _Verb.HELLO if not self.start.is_initiator:
                 self.has_offer = True
                 self.node.say(self.start.peer, _Verb.OFFER, self.start.session)
-                self.transfer()
+                world = self.node.world
+                world.simulation.call_after(world.rng.uniform(*world.scenario.transfer_seconds), self.accept)
             case _Verb.OFFER if self.start.is_initiator:
                 self.has_offer = True
             case _Verb.ACCEPTED if self.start.is_initiator:
@@ -595,21 +567,13 @@ class _Exchange:
             case _Verb.COMMITTED | _Verb.ABORTED if self.has_accepted:
                 self.end(verb is _Verb.COMMITTED)
 
-    def transfer(self) -> None:
-        world = self.node.world
-        world.simulation.call_after(world.rng.uniform(*world.scenario.transfer_seconds), self.accept)
-
     def accept(self) -> None:
         if not self.is_over and self.node.is_alive:
             self.has_accepted = True
             self.node.say(self.start.peer, _Verb.ACCEPTED, self.start.session)
 
-    def give_up_on_offer(self) -> None:
-        if not self.has_offer:
-            self.end(False)
-
-    def give_up_on_data(self) -> None:
-        if not self.has_accepted:
+    def end_without(self, condition: str) -> None:
+        if not getattr(self, condition):
             self.end(False)
 
     def break_off(self) -> None:

@@ -38,9 +38,12 @@ _TELL_SECONDS: Final = 10.0
 _SEATS: Final = 1_000
 LIES_AT: Final = 1.0
 """Virtual second at which the lies begin."""
-WRITES_AT: Final = 60.0
-WRITE_SECONDS, FOLLOWED_SECONDS = 15.0, 40.0
-"""Virtual seconds in which every honest node writes an entry, and from their beginning to the end of the play."""
+WRITES_AT, WRITE_SECONDS, FOLLOWED_SECONDS = 60.0, 15.0, 40.0
+"""Virtual second from which honest nodes write and traffic counts; seconds in which every honest node writes an entry,
+and from their beginning to the end of the play."""
+ENDS_AT: Final = WRITES_AT + FOLLOWED_SECONDS
+NUM_LIARS: Final = 4
+LOSS: Final = 0.05
 
 Admissions = Literal["open", "uninvited", "invited"]
 """``open``: anybody is a member; else an invite is needed, which the liars lack, or have, with a quota."""
@@ -54,18 +57,9 @@ class SybilScenario:
     sybils: int
     """Number of invented authors; with 0 there are no liars."""
     admission: Admissions = "open"
-    liars: int = 4
     max_authors: int = MAX_AUTHORS
-    loss: float = 0.05
     replaced_a_minute: float = 0.1
     """Share of the honest nodes that are replaced each minute."""
-    writes_at: float = WRITES_AT
-    """Virtual second at which honest nodes begin to write, and the traffic to count; all nodes start at 0."""
-
-    @property
-    def ends_at(self) -> float:
-        """Return the virtual second at which the play ends."""
-        return self.writes_at + FOLLOWED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +136,7 @@ def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
     """Return a world of settled honest nodes, and the entries that the liars send."""
     now = UNIX_EPOCH + LIES_AT
     if scenario.admission == "open":
-        world = World(seed, scenario.honest, scenario.loss, max_authors=scenario.max_authors, network_of=network_of)
+        world = World(seed, scenario.honest, LOSS, max_authors=scenario.max_authors, network_of=network_of)
         return world, sybil_entries(scenario.sybils, now)
     creator, liar = key_of(_CREATOR), scenario.honest + 1
     sponsors = invite_members(creator, RUN_ID, b"sponsor".ljust(32), range(1), _FOR_EVER, quota=QUOTA)
@@ -170,7 +164,7 @@ def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
     world = World(
         seed,
         scenario.honest,
-        scenario.loss,
+        LOSS,
         max_authors=scenario.max_authors,
         network_of=network_of,
         creator=public_bytes(creator),
@@ -187,14 +181,14 @@ def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
     world.settle()
     honest = list(world.nodes)
     if sybils.entries:
-        liars = [world.add_node() for _ in range(scenario.liars if scenario.admission == "open" else 1)]
+        liars = [world.add_node() for _ in range(NUM_LIARS if scenario.admission == "open" else 1)]
         for liar in liars:
             world.simulation.call_at(LIES_AT, partial(let_lie, world, liar, sybils))
     _replace_some(world, honest, scenario)
-    world.simulation.run_until(scenario.writes_at)
+    world.simulation.run_until(WRITES_AT)
     sent = {node.author: _sent(world, node) for node in honest}
     written = world.publish_all([node for node in honest if node.is_running], WRITE_SECONDS)
-    world.simulation.run_until(scenario.ends_at)
+    world.simulation.run_until(ENDS_AT)
     stayed = [node for node in honest if node.is_running]
     authors = {node.author for node in stayed}
     invented = {signed.author for signed in sybils.entries}
@@ -225,7 +219,7 @@ def _sent(world: World, node: SimulatedNode) -> tuple[int, int]:
 
 def _replace_some(world: World, honest: Sequence[SimulatedNode], scenario: SybilScenario) -> None:
     """Replace nodes one after another, evenly over the whole play: one dies, and a new node joins."""
-    replaced = round(scenario.replaced_a_minute * len(honest) * scenario.ends_at / 60.0)
+    replaced = round(scenario.replaced_a_minute * len(honest) * ENDS_AT / 60.0)
     leavers = world.simulation.rng.sample(list(honest), replaced)
 
     def replace(node: SimulatedNode) -> None:
@@ -233,4 +227,4 @@ def _replace_some(world: World, honest: Sequence[SimulatedNode], scenario: Sybil
         world.add_node().start(world.contacts())
 
     for index, node in enumerate(leavers):
-        world.simulation.call_at(scenario.ends_at * (index + 0.5) / replaced, partial(replace, node))
+        world.simulation.call_at(ENDS_AT * (index + 0.5) / replaced, partial(replace, node))

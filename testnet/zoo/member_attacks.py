@@ -19,6 +19,7 @@ from farandole.training.base.errors import CodecError
 from farandole.training.model.model import cross_entropy, language_loss
 from farandole.training.outer.codec import Form
 
+from ..play.scenario import ScenarioError
 from .gradient_attacks import RADIUS, Insight, climb, distance, most_harmful
 
 
@@ -174,6 +175,12 @@ ATTACKS: dict[str, Attack] = {
 }
 """By name. ``labels`` and ``backdoor`` are in what the attacker trains on (`POISONS`). ``echo`` and ``slow`` are free
 riders: they send back what they got, or never train."""
+
+
+def check_attack(name: str) -> None:
+    """Raise `ScenarioError` if no attack has this name."""
+    if name not in ATTACKS:
+        raise ScenarioError(f"no attack is called {name!r}; there are {', '.join(ATTACKS)}")
 
 
 def forge(values: Tensor, form: Form) -> bytes:

@@ -11,10 +11,9 @@ import msgspec
 from farandole.protocol.run.invite import split_address
 from farandole.protocol.wire.errors import FarandoleError
 
-from ..play.launch import TARGETS
+from ..play.launch import PLAN, TARGETS
 from ..play.scenario import HostileSettings
 
-PLAN: Final = "TESTNET_HOSTILE"
 # For programs that send as fast as they can: below everything else on the machine, the honest nodes included.
 NICENESS: Final = 10
 # A play takes five minutes; the kernel ends a process that outlives it, or runs wild.
@@ -27,11 +26,6 @@ _LOOPBACK: Final = "/ip4/127.0.0.1/tcp/"
 
 class HostileError(FarandoleError):
     """A hostile process was started with what it must not do."""
-
-
-def environment_of(settings: HostileSettings) -> dict[str, str]:
-    """Return the environment of processes with these hostile settings."""
-    return {PLAN: msgspec.json.encode(settings).decode()}
 
 
 def plan_of(environment: Mapping[str, str] = os.environ) -> HostileSettings:

@@ -7,7 +7,6 @@ plays longer and neither worse.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,13 +17,12 @@ import msgspec
 from farandole.protocol.run.manifest import Manifest
 
 from ..play.judge import load_report
-from ..play.launch import Intruder, Testnet, play_and_report
+from ..play.launch import Testnet, play_and_report
 from ..play.merge import measuring_learner
 from ..play.report import Merged, PlayReport
-from ..play.scenario import HostileSettings, Scenario, ScenarioError
+from ..play.scenario import Scenario
 from ..report.section import Grid
-from .member_attacks import ATTACKS
-from .plan import environment_of
+from .member_attacks import check_attack
 
 CLEAN, HOSTILE = "clean", "hostile"
 OUTCOME_NAME: Final = "hostile.json"
@@ -89,25 +87,16 @@ class HostileReport(msgspec.Struct, frozen=True):
         return self.attacked.loss / self.clean.loss - 1
 
 
-def intruders_of(settings: HostileSettings) -> list[Intruder]:
-    """Return the hostile processes; `ScenarioError` if there is no such attack."""
-    if settings.attack not in ATTACKS:
-        raise ScenarioError(f"hostile.attack: no attack is called {settings.attack!r}; there are {', '.join(ATTACKS)}")
-    is_daemon = settings.program == "daemon"
-    command = [sys.executable, "-m", f"{__package__}.{'daemon' if is_daemon else 'programs'}"]
-    return [Intruder(command, environment_of(settings), is_daemon)] * settings.members
-
-
 def play_hostile(scenario: Scenario, out: Path, say: Callable[[str], None], clean: Path | None = None) -> HostileReport:
     """Play the honest alone, unless ``clean`` has such a play, and with the hostile, in folders of ``out``; judge.
 
     Raises as `Testnet.play` does, and `ScenarioError`; `KeyboardInterrupt` if a person ends it.
     """
     assert scenario.hostile is not None, "there are hostile members"
-    intruders = intruders_of(scenario.hostile)
+    check_attack(scenario.hostile.attack)
     clean = clean or play_clean(scenario, out / CLEAN, say)
-    say(f"attacked: {scenario.nodes} honest nodes and {len(intruders)} hostile processes")
-    attacked = Testnet(scenario, out / HOSTILE, say, measure=measure_members, intruders=intruders, like=clean)
+    say(f"attacked: {scenario.nodes} honest nodes and {scenario.hostile.members} hostile processes")
+    attacked = Testnet(scenario, out / HOSTILE, say, measure=measure_members, like=clean)
     made = judge(scenario, load_report(clean), play_and_report(attacked))
     (out / OUTCOME_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
     return made
@@ -139,7 +128,7 @@ def _harm(scenario: Scenario, made: HostileReport) -> Iterator[str]:
             f"and {clean.honest_exchanges} alone: less than {hostile.min_exchanges:.0%}"
         )
     has_met = attacked.hostile_exchanges or attacked.hostile_touched
-    if hostile.program == "daemon" and not has_met and attacked.honest_exchanges >= clean.honest_exchanges:
+    if hostile.is_daemon and not has_met and attacked.honest_exchanges >= clean.honest_exchanges:
         yield "no honest member met a hostile one: nothing was tried"
 
 

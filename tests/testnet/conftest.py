@@ -7,10 +7,8 @@ import pytest
 
 from farandole.testnet.natlab.groups import open_leash
 from farandole.testnet.natlab.lab import Lab, open_lab
-from farandole.testnet.natlab.namespace import Location, NamespaceError, require
+from farandole.testnet.natlab.namespace import NamespaceError, require
 from farandole.testnet.play import launch, process
-from farandole.testnet.play.places import open_links
-from farandole.testnet.play.scenario import LinkSettings
 from farandole.testnet.play.wrong_clock import NoFaketimeError, library
 
 
@@ -55,16 +53,6 @@ def lab(networks: None) -> Iterator[Lab]:
 @pytest.fixture
 def full_lab(full_networks: None, lab: Lab) -> Lab:
     return lab
-
-
-@pytest.fixture
-def places(request: pytest.FixtureRequest) -> Iterator[list[Location]]:
-    """Two places with links as the test's module has them."""
-    link: LinkSettings = request.module.LINK
-    with ExitStack() as stack:
-        with skipping():
-            places = stack.enter_context(open_links(link, 2, stack.enter_context(open_leash())))
-        yield places
 
 
 @pytest.fixture

@@ -2,14 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.testnet.natlab.kinds import (
-    CARRIER_KINDS,
-    KINDS,
-    KindError,
-    can_connect,
-    can_punch_tcp,
-    kind_named,
-)
+from farandole.testnet.natlab.kinds import KINDS, KindError, can_connect, can_punch_tcp, kind_named
 
 # Kind -> kinds with which hole punching works; the four cones and symmetric as in RFC 5128 and every textbook.
 _CONES = ["open", "firewall", "full-cone", "address-restricted", "port-restricted", "carrier", "udp-blocked", "upnp"]
@@ -41,15 +34,6 @@ def test_who_can_simply_be_called() -> None:
     assert [far for far in KINDS if can_connect(caller, kind_named(far), port=443)] == ["open", "full-cone"]
 
 
-def test_behind_a_carrier_nobody_is_less_strict_than_the_carrier() -> None:
-    carrier, near = kind_named("carrier"), kind_named("symmetric")
-    for name in CARRIER_KINDS:
-        kind = kind_named(name)
-        assert kind.filtering == carrier.filtering
-        assert not can_punch_tcp(near, kind)
-        assert can_punch_tcp(carrier, kind) == (kind.name not in ("carrier-symmetric", "carrier-https-only"))
-
-
 def test_an_unknown_kind_names_those_there_are() -> None:
-    with pytest.raises(KindError, match=r"no kind of home 'cone': say one of open, .*carrier-upnp"):
+    with pytest.raises(KindError, match=r"no kind of home 'cone': say one of open, .*upnp"):
         kind_named("cone")

@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from farandole.testnet.natlab.kinds import CARRIER_KINDS, KINDS, kind_named
+from farandole.testnet.natlab.kinds import KINDS, kind_named
 from farandole.testnet.natlab.lab import Lab
 
 from .probe import expected, open_probes, try_pair
@@ -38,9 +38,3 @@ async def test_characteristic_pairs_reach_each_other_as_theory_says(lab: Lab) ->
 @pytest.mark.soak
 async def test_all_pairs_reach_each_other_as_theory_says(full_lab: Lab) -> None:
     await check_pairs(full_lab, list(combinations_with_replacement((*KINDS, "renumbering"), 2)))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("far", ["open", "full-cone", "symmetric", "carrier"])
-async def test_homes_behind_a_carrier_reach_others_as_theory_says(full_lab: Lab, far: str) -> None:
-    await check_pairs(full_lab, [(near, far) for near in CARRIER_KINDS])

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 def scenario(**settings: Any) -> Scenario:
     run = {"name": "fake", "model": "tiny"}
-    return parse_scenario(
-        {"run": run, "nodes": 3, "rounds": 8, "min_partners": 2, "start_interval": 0.0, "timeout": PATIENCE, **settings}
-    )
+    return parse_scenario({"run": run, "nodes": 3, "rounds": 8, "min_partners": 2, "timeout": PATIENCE, **settings})
 
 
 async def test_a_scenario_without_faults_passes(tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ async def test_a_training_that_takes_too_long_fails_and_so_do_nodes_that_do_not_
 async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> None:
     faults = [
         {"kind": "restart", "nodes": [0], "at_round": 3, "duration": 0.1},
-        {"kind": "freeze", "nodes": [1], "at_seconds": 0.5, "duration": 0.2},
+        {"kind": "freeze", "nodes": [1], "at_round": 2, "duration": 0.2},
         {"kind": "kill", "nodes": [2], "at_round": 5},
         {"kind": "join", "nodes": [3], "at_round": 4},
         {"kind": "leave", "nodes": [4], "at_round": 6},
@@ -160,9 +158,9 @@ async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
 
 
 async def test_nothing_befalls_a_node_before_it_has_been_started(tmp_path: Path) -> None:
-    restart = {"kind": "restart", "nodes": [2], "at_seconds": 0.0, "duration": 0.1}
+    restart = {"kind": "restart", "nodes": [2], "at_round": 0, "duration": 0.1}
     with trio.fail_after(PATIENCE):
-        report = await testnet(scenario(rounds=40, start_interval=0.3, fault=[restart]), tmp_path).play()
+        report = await testnet(scenario(rounds=40, fault=[restart]), tmp_path).play()
     assert report.reasons == []
     assert (tmp_path / "nodes" / "02" / "sources").read_text().split()[-1] == "None"  # as for an earlier member
     assert not is_up(tmp_path / "nodes" / "02")

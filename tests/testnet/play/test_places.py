@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from farandole.testnet.natlab.groups import open_leash
-from farandole.testnet.natlab.namespace import Location, NamespaceError
+from farandole.testnet.natlab.namespace import NamespaceError
 from farandole.testnet.play.places import open_lodgings
 from farandole.testnet.play.report import PlayReport
-from farandole.testnet.play.scenario import LinkSettings, parse_scenario
+from farandole.testnet.play.scenario import parse_scenario
 
 from .playing import testnet
-from .transfer import SIZE, measure
 
 RUN = {"name": "homes", "model": "tiny"}
 HOMES = [{"kind": "open"}, {"kind": "symmetric", "up_mbit": 20, "down_mbit": 50, "delay_ms": 5, "loss": 0.01}]
@@ -32,10 +31,10 @@ async def play(out: Path, **settings: Any) -> PlayReport:
 def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
     settings = {"nodes": 2, "min_partners": 1, "run": RUN}
     confined = parse_scenario({**settings, "home": [HOMES[0], {"kind": "https-only"}]})
-    with open_leash() as leash, open_lodgings(confined, leash) as (public, _):
+    with open_leash() as leash, open_lodgings(confined.home, 2, leash) as (public, _):
         assert public.place.port == 443
     scenario = parse_scenario({**settings, "home": HOMES})
-    with open_leash() as leash, open_lodgings(scenario, leash) as (public, home):
+    with open_leash() as leash, open_lodgings(scenario.home, 2, leash) as (public, home):
         assert (public.place.port, home.place.port) == (None, None), "peers dial such a port on nobody's word"
         assert home.home is not None
         assert (home.home.delay_ms, home.home.loss) == (5, 0.01)
@@ -45,7 +44,7 @@ def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
 def test_nodes_of_one_home_are_machines_on_its_local_network() -> None:
     homes = [{"kind": "open"}, {"kind": "full-cone", "nodes": 2}]
     scenario = parse_scenario({"nodes": 4, "min_partners": 1, "run": RUN, "home": homes})
-    with open_leash() as leash, open_lodgings(scenario, leash) as (public, one, other, next_public):
+    with open_leash() as leash, open_lodgings(scenario.home, 4, leash) as (public, one, other, next_public):
         assert one.home is other.home is not None
         assert one.place.enter != other.place.enter
         assert len({id(lodging.home) for lodging in (public, one, next_public)}) == 3
@@ -65,22 +64,7 @@ async def test_nodes_live_in_homes_and_faults_befall_these(tmp_path: Path) -> No
     assert "node 2 has another public address, 5.3.2.1" in told
 
 
-# Links between namespaces, with plain sockets in separate processes. A link is never faster than configured.
-
-LINK = LinkSettings(up_mbit=16, down_mbit=40, delay_ms=30)
-
-
-def test_packets_take_their_time(places: list[Location]) -> None:
-    near, far = places
-    round_trip, transfer = measure(near, far)
-    assert round_trip >= 2 * LINK.delay_ms / 1e3
-    assert transfer >= 0.9 * SIZE * 8 / (LINK.up_mbit * 1e6)
-
-
 async def test_who_lacks_a_tool_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    run = {"name": "links", "model": "tiny"}
-    link = {"up_mbit": 20, "down_mbit": 20}
-    scenario = parse_scenario({"nodes": 2, "min_partners": 1, "link": link, "run": run})
-    with pytest.raises(NamespaceError, match=r"root|ip, tc, nsenter, unshare not found|Linux"):
-        await testnet(scenario, tmp_path / "out").play()
+    with pytest.raises(NamespaceError, match=r"root|ip, tc, nsenter, unshare, nft not found|Linux"):
+        await play(tmp_path / "out")

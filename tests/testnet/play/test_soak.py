@@ -40,7 +40,7 @@ async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) 
         "inner": {"batch_size": 4, "warmup_steps": 10, "learning_rate": 3e-3},
         "rounds": {"round_seconds": 3.0, "exchange_seconds": 10.0},
     }
-    settings = {"run": run, "nodes": 8, "rounds": 6, "seed": start, "start_interval": 0.0, "min_partners": 1}
+    settings = {"run": run, "nodes": 8, "rounds": 6, "seed": start, "min_partners": 1}
     report = await Testnet(parse_scenario(settings), tmp_path / "out", silent).play()
     print(f"\n{figures(report)}")
     assert not any(node.wedged for node in report.nodes)

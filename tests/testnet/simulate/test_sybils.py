@@ -10,6 +10,7 @@ from farandole.protocol.state.state import MAX_AUTHORS
 from farandole.testnet.simulate.simulation import UNIX_EPOCH
 from farandole.testnet.simulate.state import World
 from farandole.testnet.simulate.sybils import (
+    NUM_LIARS,
     QUOTA,
     Admissions,
     SybilScenario,
@@ -19,7 +20,6 @@ from farandole.testnet.simulate.sybils import (
     sybil_entries,
 )
 
-NUM_LIARS = 4
 SYBILS_PER_HONEST = 4
 AUTHORS_PER_HONEST = MAX_AUTHORS / 1_000
 

@@ -9,8 +9,8 @@ import pytest
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.round_log import read_rounds
 from farandole.testnet.play.launch import Testnet
-from farandole.testnet.play.scenario import HostileSettings, parse_scenario
-from farandole.testnet.zoo.play import conduct_of, intruders_of, measure_members
+from farandole.testnet.play.scenario import parse_scenario
+from farandole.testnet.zoo.play import conduct_of, measure_members
 
 from ...patience import PATIENCE
 from ..play.playing import silent
@@ -24,15 +24,10 @@ RUN = {
 
 
 async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path: Path) -> None:
-    settings = HostileSettings(members=1, attack="scale-3.9")
-    scenario = parse_scenario(
-        {
-            **{"run": RUN, "nodes": 2, "rounds": 256, "exchanges_after_faults": 12, "min_partners": 1},
-            **{"start_interval": 0.0, "step_seconds": 0.1, "timeout": PATIENCE},
-        }
-    )
-    play = Testnet(scenario, tmp_path, silent, measure=measure_members, intruders=intruders_of(settings))
-    report = await play.play()
+    settings = {"nodes": 2, "rounds": 256, "exchanges_after_faults": 12, "min_partners": 1, "step_seconds": 0.1}
+    hostile = {"members": 1, "attack": "scale-3.9"}
+    scenario = parse_scenario({"run": RUN, "hostile": hostile, "timeout": PATIENCE, **settings})
+    report = await Testnet(scenario, tmp_path, silent, measure=measure_members).play()
     assert report.reasons == []
     conduct = conduct_of(report)
     assert conduct.honest_exchanges > 0
@@ -45,14 +40,11 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
 @pytest.mark.soak
 async def test_a_member_that_agrees_and_never_comes_leaves_few_alone_where_rounds_overlap(tmp_path: Path) -> None:
     rounds = {"inner_steps": 0, "round_seconds": 2.0, "exchange_seconds": 4.0, "overlap": True}
-    scenario = parse_scenario(
-        {
-            **{"run": {**RUN, "rounds": rounds}, "nodes": 4, "rounds": 60, "min_partners": 1, "validate_every": 0},
-            **{"start_interval": 0.0, "start_together": True, "step_seconds": 0.1, "timeout": PATIENCE},
-        }
-    )
-    settings = HostileSettings(members=1, trains=False, pairing="absent")
-    report = await Testnet(scenario, tmp_path, silent, intruders=intruders_of(settings)).play()
+    settings = {"nodes": 4, "rounds": 60, "min_partners": 1, "validate_every": 0, "start_together": True}
+    hostile = {"members": 1, "trains": False, "pairing": "absent"}
+    run = {**RUN, "rounds": rounds}
+    scenario = parse_scenario({"run": run, "hostile": hostile, "step_seconds": 0.1, "timeout": PATIENCE, **settings})
+    report = await Testnet(scenario, tmp_path, silent).play()
     assert report.reasons == []
     homes = (tmp_path / "nodes" / f"{node.index:02d}" for node in report.nodes)
     late = [record for home in homes for record in read_rounds(NodeSettings(home=home).rounds) if record.round >= 20]

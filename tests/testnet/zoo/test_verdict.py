@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from farandole.testnet.bench.zoo import claims_of
+from farandole.testnet.play.launch import PLAN
 from farandole.testnet.play.report import NodeReport
 from farandole.testnet.play.scenario import ScenarioError, load_scenario, scenario_names
-from farandole.testnet.zoo.plan import HostileError, environment_of, plan_of, targets_of
-from farandole.testnet.zoo.play import Conduct, HostileReport, grid_of, intruders_of, judge
+from farandole.testnet.zoo.member_attacks import check_attack
+from farandole.testnet.zoo.plan import HostileError, plan_of, targets_of
+from farandole.testnet.zoo.play import Conduct, HostileReport, grid_of, judge
 
 from ..play.reports import PASSED, node
 
@@ -74,20 +76,19 @@ def test_who_never_exchanges_is_seen_by_what_the_honest_exchange_less() -> None:
 def test_the_scenarios_are_of_one_run_and_their_attacks_exist(name: str) -> None:
     scenario = load_scenario(name)
     assert scenario.hostile is not None
-    assert len(intruders_of(scenario.hostile)) == scenario.hostile.members
+    check_attack(scenario.hostile.attack)
     assert {**scenario.run, "name": ""} == {**SCENARIO.run, "name": ""}
     assert load_scenario(name, clean=True).hostile is None
 
 
 def test_an_unknown_attack_is_named() -> None:
-    assert SCENARIO.hostile is not None
     with pytest.raises(ScenarioError, match="no attack is called 'rain'"):
-        intruders_of(msgspec.structs.replace(SCENARIO.hostile, attack="rain"))
+        check_attack("rain")
 
 
 def test_hostile_programs_run_for_a_testnet_alone_and_aim_at_this_machine_alone() -> None:
     assert SCENARIO.hostile is not None
-    assert plan_of(environment_of(SCENARIO.hostile)) == SCENARIO.hostile
+    assert plan_of({PLAN: msgspec.json.encode(SCENARIO.hostile).decode()}) == SCENARIO.hostile
     with pytest.raises(HostileError, match="started by farandole testnet run"):
         plan_of({})
     peer = "12D3KooWBKAPFdCqzSLYALR8WiUcwmV1hczt9vNrDRfeRQ1rScJf"
