@@ -11,7 +11,6 @@ as with a connection that breaks, both ends get notice a little later.
 from __future__ import annotations
 
 import cmath
-import heapq
 import math
 import random
 import statistics
@@ -228,7 +227,7 @@ class _Coalition:
         self._kind = world.scenario.capturing
         self._names: deque[bytes] = deque()
         self._num_names = self._num_proposed = 0
-        self._turns: dict[bytes, list[tuple[float, bytes]]] = {}  # by node, a heap of when each member's turn comes
+        self._turns: dict[bytes, list[tuple[float, bytes]]] = {}  # by node, when each member's turn comes
         self._ask_at: dict[bytes, float] = {}  # by node
         for _ in range(world.scenario.num_capturing):
             self._add_key()
@@ -261,7 +260,7 @@ class _Coalition:
                 continue
             turns = self._turns_at(peer)
             is_any = self._num_proposed // len(self._world.nodes) % 2
-            name = self._world.rng.choice(self._names) if is_any else turns[0][1]
+            name = self._world.rng.choice(self._names) if is_any else min(turns)[1]
             session = self._num_proposed.to_bytes(8, "big") + name[-8:]
             self._say(name, peer, pairing_messages.Propose(session, self._world.scenario.claimed_seconds))
         return True
@@ -269,7 +268,6 @@ class _Coalition:
     def _turns_at(self, peer: bytes) -> list[tuple[float, bytes]]:
         if peer not in self._turns:
             self._turns[peer] = [(MeetingLimit(peer).phase(name), name) for name in self._names]
-            heapq.heapify(self._turns[peer])
         return self._turns[peer]
 
     def _receive(self, name: bytes, sender: bytes, payload: bytes) -> None:
@@ -298,10 +296,7 @@ class _Coalition:
                     self._say(name, sender, pairing_messages.Ready(session))
             case pairing_messages.Agree() | pairing_messages.Begin():
                 turns = self._turns_at(sender)
-                place = next((place for place, (_, other) in enumerate(turns) if other == name), None)
-                if place is not None:  # else the key has just changed
-                    turns[place] = (turns[place][0] + 1.0, name)
-                    heapq.heapify(turns)
+                self._turns[sender] = [(turn + (other == name), other) for turn, other in turns]
             case pairing_messages.Decline():
                 self._ask_at[sender] = self._world.simulation.now + PARTNER_INTERVAL
             case pairing_messages.Withdraw():
