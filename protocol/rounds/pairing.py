@@ -377,7 +377,10 @@ class Pairing:
         """Plan the next proposal; if no peer is left to ask and the node is ready, go on alone."""
         current, ask_at = self._current, math.inf
         if not self._is_saving and current.num_proposals < MAX_PROPOSALS:
-            next_at = min((current.ask_at.get(peer, 0.0) for peer in self._left()), default=math.inf)
+            left = self._left()
+            next_at = (
+                0.0 if left - current.ask_at.keys() else min(map(current.ask_at.__getitem__, left), default=math.inf)
+            )
             ask_at = max(current.propose_at, 0.0 if self._to_ask_again(now) else next_at)
         if ask_at < self.wait_ends_at:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
@@ -388,7 +391,7 @@ class Pairing:
             self._go_alone("this node saves its traffic" if self._is_saving else reason)
 
     def _propose(self, now: float) -> None:
-        askable = {peer for peer in self._left() if self._current.ask_at.get(peer, 0.0) <= now}
+        askable = self._left() - {peer for peer, at in self._current.ask_at.items() if at > now}
         best, nearest = self._order.nearest(askable)
         if best > 0 and (again := self._to_ask_again(now)):
             peer = self._rng.choice(sorted(again))
@@ -623,7 +626,7 @@ class Pairing:
         A partner that is put off is a last resort: it is given up for any better one.
         """
         assert self._bond is not None
-        if self._order.puts_off(self._bond.peer):
+        if self._bond.peer in self._order.put_off:
             return peer in self._order.peers and self._order.tier(peer) < self._order.tier(self._bond.peer)
         may_swap = self._is_early(now) and not self._bond.is_partner_ready
         return may_swap and self._current.num_given_up < MAX_GIVEN_UP and peer in self._current.declined
@@ -649,8 +652,8 @@ class Pairing:
     def _left(self) -> Set[bytes]:
         """Return the peers that this node may still ask; those that are put off once no other is left."""
         ends_at, asked = self.wait_ends_at, self._current.ask_at
-        left = {peer for peer in self._order.peers if asked.get(peer, 0.0) < ends_at}
-        return {peer for peer in left if not self._order.puts_off(peer)} or left
+        left = self._order.peers - {peer for peer, at in asked.items() if at >= ends_at}
+        return left - self._order.put_off or left
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""

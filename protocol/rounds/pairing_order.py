@@ -96,6 +96,13 @@ class PartnerBackoff:
         """Return 0, or if others come before this peer how many failures speak against it."""
         return sum(each.number for each in self._counted(peer) if round_ < each.until)
 
+    def put_off(self, peers: frozenset[bytes], round_: int) -> Set[bytes]:
+        """Return those of these peers whose level is not 0; others may be among them."""
+        found = {peer for peer, each in self._of.items() if round_ < each.until}
+        if self._of_strangers.number and round_ < self._of_strangers.until:
+            found |= peers - self.founders - {peer for peer, each in self._of.items() if each.is_proven}
+        return found
+
     def is_proven(self, peer: bytes) -> bool:
         """Return whether an exchange with the peer was ever committed."""
         return peer in self._of and self._of[peer].is_proven
@@ -218,9 +225,10 @@ class PeerOrder:
             return PUT_OFF + level
         return self._meetings.tier(peer, self._round, len(self.peers))
 
-    def puts_off(self, peer: bytes) -> bool:
-        """Return whether all others come before this peer."""
-        return self._backoff.level(peer, self._round) > 0
+    @property
+    def put_off(self) -> Set[bytes]:
+        """Return the peers before which all others come."""
+        return self._backoff.put_off(self.peers, self._round)
 
     def nearest(self, peers: Set[bytes]) -> tuple[float, Iterable[bytes]]:
         """Return the lowest tier of these peers, and those in it; peers that are put off come last."""

@@ -124,6 +124,9 @@ def simulate(scenario: PairingScenario, seed: int) -> PairingReport:
 class _World:
     def __init__(self, scenario: PairingScenario, seed: int) -> None:
         self.scenario = scenario
+        self.manifest = Manifest(
+            "simulated", MODEL, rounds=scenario.rounds, outer=NoLoCoConfig(fragments=scenario.num_fragments)
+        )
         self.simulation = Simulation(seed)
         self.rng = random.Random(f"pairing {seed}")
         self.network = Network(self.simulation, ordered=True)
@@ -404,19 +407,16 @@ class _Node:
         scenario = world.scenario
         self.world = world
         self.name = name
-        manifest = Manifest(
-            "simulated", MODEL, rounds=scenario.rounds, outer=NoLoCoConfig(fragments=scenario.num_fragments)
-        )
         config = LoopConfig(
             run_id=bytes(32),
-            manifest=manifest,
+            manifest=world.manifest,
             max_rounds=None,
             checkpoint_seconds=math.inf,
             validate_every=0,
             hung_seconds=math.inf,
         )
         pairing = Pairing(name, scenario.rounds, random.Random(world.rng.random()), scenario.num_fragments)
-        self.loop = TrainingLoop(config, pairing, Supervisor(manifest.inner.batch_size))
+        self.loop = TrainingLoop(config, pairing, Supervisor(world.manifest.inner.batch_size))
         self.trainer = _Trainer(world.simulation, scenario.rounds, step_seconds, self)
         self.outcomes = Outcomes()
         self.exchanges: dict[bytes, _Exchange] = {}

@@ -118,16 +118,16 @@ def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> N
     order.begin(0)
     order.begin(1)
     order.set_peers(frozenset((BOB, CAROL, MALLORY)))
-    assert not order.puts_off(CAROL)
+    assert CAROL not in order.put_off
     order.note_failure(MALLORY)
-    assert order.puts_off(CAROL)
+    assert CAROL in order.put_off
     assert order.tier(CAROL) < order.tier(MALLORY)
-    assert not order.puts_off(BOB), "it was here before"
+    assert BOB not in order.put_off, "it was here before"
     order.begin(1 + ROUNDS_OF_UNPROVEN + 1)
-    assert not order.puts_off(CAROL)
+    assert CAROL not in order.put_off
     order.note_success(CAROL)
     order.note_failure(MALLORY)
-    assert not order.puts_off(CAROL), "no stranger any more"
+    assert CAROL not in order.put_off, "no stranger any more"
 
 
 def test_a_stranger_that_is_gone_before_its_failure_shows_speaks_against_strangers() -> None:
@@ -139,7 +139,7 @@ def test_a_stranger_that_is_gone_before_its_failure_shows_speaks_against_strange
     order.set_peers(frozenset((BOB, CAROL, MALLORY)))
     order.set_peers(frozenset((BOB, CAROL)))
     order.note_failure(MALLORY)
-    assert order.puts_off(CAROL)
+    assert CAROL in order.put_off
 
 
 def test_of_peers_that_are_put_off_those_with_fewer_failures_come_first() -> None:
