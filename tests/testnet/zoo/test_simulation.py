@@ -23,7 +23,7 @@ def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> Host
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=80, batch_size=8)
     outer = NoLoCoConfig(codec="bf16")
     manifest = Manifest("hostile", MODEL, inner=inner, outer=outer, screening=screening)
-    return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=16, steps=5))
+    return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=12, steps=5))
 
 
 @pytest.fixture(scope="module")
