@@ -235,10 +235,11 @@ async def open_control(
         while True:
             await mesh.traffic.wait_offline()
             journal.warn(daemon.rest.words, "traffic")
-            await host.connections.go_offline()
+            host.connections.is_offline = True
+            await host.connections.close()
             await mesh.traffic.wait_online()
             journal.over("traffic")
-            host.connections.go_online()
+            host.connections.is_offline = False
 
     from_page = {"leave": leave, "limit": limit, **(page_handlers or {})}
     of_socket = {"status": status, "dial": dial, "dashboard": dashboard, **(socket_handlers or {})}

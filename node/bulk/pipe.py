@@ -30,7 +30,6 @@ from farandole.protocol.exchange.pipe import (
     Route,
     RouteStep,
     Sealed,
-    Transfer,
     TransferReceived,
 )
 from farandole.protocol.wire.errors import FarandoleError
@@ -408,25 +407,9 @@ class BulkPipe:
     # Receiving over a channel
 
     async def _receive_over(self, channel: BulkChannel) -> None:
-        flow = self.pipe.incoming
-        while True:
-            await self._until(lambda: flow.is_open)
-            arriving = self.pipe.arriving
-            assert arriving is not None, "what comes has a place"
-            await self._fill(channel, arriving)
-            if arriving.rest:
-                break
-            await self._until(lambda: flow.is_head_sealed)
-            self._settle_whole()
-        self._is_stuck = True
-        if not self.pipe.is_opener and self.pipe.step is RouteStep.CHANNEL:
-            self._send(Reroute())
-        self._notify()
-
-    async def _fill(self, channel: BulkChannel, incoming: Transfer) -> None:
-        """Receive to the end, or until the channel breaks or is silent: on a slow line, a record takes seconds."""
+        """Receive until the channel breaks or is silent: on a slow line, a record takes seconds."""
         assert self._patience is not None, "transfers may move"
-        patience, before = self._patience.silent, incoming.position
+        patience, flow = self._patience.silent, self.pipe.incoming
 
         async def cancel_when_silent() -> None:
             num_before, heard_at = channel.num_received, trio.current_time()
@@ -436,16 +419,29 @@ class BulkPipe:
                     num_before, heard_at = channel.num_received, trio.current_time()
             nursery.cancel_scope.cancel()
 
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(cancel_when_silent)
-                try:
-                    await channel.receive(incoming)
-                except ChannelError as error:
-                    logger.debug("receiving over the bulk channel broke off: %s", error)
-                nursery.cancel_scope.cancel()
-        finally:
-            self.bytes_received += incoming.position - before
+        while True:
+            await self._until(lambda: flow.is_open)
+            arriving = self.pipe.arriving
+            assert arriving is not None, "what comes has a place"
+            before = arriving.position
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(cancel_when_silent)
+                    try:
+                        await channel.receive(arriving)
+                    except ChannelError as error:
+                        logger.debug("receiving over the bulk channel broke off: %s", error)
+                    nursery.cancel_scope.cancel()
+            finally:
+                self.bytes_received += arriving.position - before
+            if arriving.rest:
+                break
+            await self._until(lambda: flow.is_head_sealed)
+            self._settle_whole()
+        self._is_stuck = True
+        if not self.pipe.is_opener and self.pipe.step is RouteStep.CHANNEL:
+            self._send(Reroute())
+        self._notify()
 
     def _settle_whole(self) -> None:
         """Compare the hash of a transfer, and report it, if all of it has come over the channel."""

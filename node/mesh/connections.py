@@ -237,7 +237,7 @@ class ConnectionPool:
         self.ping_timeout = ping_timeout
         self.max_connections = MAX_CONNECTIONS
         self.is_offline = False
-        """Whether connections are refused, both new ones and ones being made."""
+        """Whether connections are refused, both new ones and ones being made; `close` ends the others."""
         self.budget = UnreadBudget(self.is_needed)
         self.turns = Turns()
         self._nursery = nursery
@@ -278,31 +278,27 @@ class ConnectionPool:
 
     async def add(self, muxed: MuxedConn, *, is_outbound: bool, is_punched: bool = False) -> Connection:
         """Run a multiplexed connection and notify subscribers; raise `PeerUnreachableError` if it is refused."""
-        if refusal := self._refusal(muxed, is_outbound=is_outbound):
+        peer, site, refusal = muxed.peer, muxed.link.site, ""
+        is_known = is_outbound or self.is_needed(peer) or bool(self.of(peer))
+        if self.is_offline:
+            refusal = "this node is offline for now"
+        elif self.is_shut_out(peer):
+            refusal = f"{peer_id_of(peer)} is kept out for a while"
+        elif not is_known and not self._flooded.lets_in(site, trio.current_time()):
+            refusal = f"a peer from {site.network} flooded this node: one stranger in {STRANGER_SECONDS:g} s"
+        elif len(self.live) >= self.max_connections and not self._make_room(peer):
+            refusal = "too many connections, and all of use"
+        if refusal:
             await muxed.link.close()
             raise PeerUnreachableError(refusal)
         conn = Connection(muxed, self, is_outbound=is_outbound, is_punched=is_punched)
-        siblings = self.by_peer.setdefault(muxed.peer, [])
+        siblings = self.by_peer.setdefault(peer, [])
         siblings.append(conn)
         if len(siblings) > MAX_CONNECTIONS_PER_PEER:
             siblings[0].muxed.end()
         self._nursery.start_soon(conn.run)
         self._note_change()
         return conn
-
-    def _refusal(self, muxed: MuxedConn, *, is_outbound: bool) -> str:
-        """Return why a connection is refused; empty if there is room for it, which another one may have to make."""
-        peer, site = muxed.peer, muxed.link.site
-        if self.is_offline:
-            return "this node is offline for now"
-        if self.is_shut_out(peer):
-            return f"{peer_id_of(peer)} is kept out for a while"
-        is_known = is_outbound or self.is_needed(peer) or bool(self.of(peer))
-        if not is_known and not self._flooded.lets_in(site, trio.current_time()):
-            return f"a peer from {site.network} flooded this node: one stranger in {STRANGER_SECONDS:g} s"
-        if len(self.live) >= self.max_connections and not self._make_room(peer):
-            return "too many connections, and all of use"
-        return ""
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
         """End every connection to a peer that has flooded this node, and refuse new ones for ``seconds``.
@@ -445,16 +441,6 @@ class ConnectionPool:
         """End every connection to a peer."""
         for conn in self.of(peer):
             await conn.close()
-
-    async def go_offline(self) -> None:
-        """End all connections, and begin and accept none, until `go_online`."""
-        self.is_offline = True
-        for peer in self.connected:
-            await self.disconnect(peer)
-
-    def go_online(self) -> None:
-        """Return to normal after `go_offline`."""
-        self.is_offline = False
 
     async def close(self) -> None:
         """End every connection."""

@@ -177,7 +177,7 @@ class Dht:
             await self._look_up(position_of(multihash), question, lambda answer: add(_peers(answer.providerPeers)))
         found = by_turns(answers)
         for peer, addresses in found:
-            self._dialler.add_hearsay(peer, addresses)
+            self._dialler.add_addresses(peer, addresses, is_hearsay=True)
         return found
 
     async def _look_up(
@@ -195,7 +195,7 @@ class Dht:
             else:
                 closer = _peers(answer.closerPeers)
                 for each, addresses in closer:
-                    self._dialler.add_hearsay(each, addresses)
+                    self._dialler.add_addresses(each, addresses, is_hearsay=True)
                 lookup.note_answer(peer, [each for each, _ in closer])
                 note(answer)
             news.set()

@@ -121,18 +121,12 @@ class Dialler:
 
     # Addresses
 
-    def add_addresses(self, peer: bytes, addresses: Iterable[str]) -> None:
+    def add_addresses(self, peer: bytes, addresses: Iterable[str], *, is_hearsay: bool = False) -> None:
         """Remember where a peer may be reached, from this node's user or from a successful connection.
 
-        Invalid addresses are skipped; new ones replace the oldest. A dial of this peer that is running tries them too.
+        ``is_hearsay``: from the peer itself or from others; these are dialled with caution. Invalid addresses are
+        skipped; new ones replace the oldest. A dial of this peer that is running tries them too.
         """
-        self._learn(peer, addresses, is_hearsay=False)
-
-    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember addresses of a peer from itself or from others; these are dialled with caution."""
-        self._learn(peer, addresses, is_hearsay=True)
-
-    def _learn(self, peer: bytes, addresses: Iterable[str], *, is_hearsay: bool) -> None:
         self.known.add(peer, addresses, is_hearsay=is_hearsay)
         for is_direct in (False, True):
             if (dial := self._dials.get((peer, is_direct))) is not None:
@@ -170,7 +164,7 @@ class Dialler:
         ``is_direct``: a relayed connection does not count. ``is_hearsay``: the addresses come from other peers.
         """
         if addresses:
-            self._learn(peer, addresses, is_hearsay=is_hearsay)
+            self.add_addresses(peer, addresses, is_hearsay=is_hearsay)
 
         def is_done() -> bool:
             return self.connections.is_direct(peer) if is_direct else bool(self.connections.of(peer))
@@ -255,35 +249,27 @@ class Dialler:
         """Return a connection to a peer at this address that no task runs yet; raise any error of the dial."""
         target, is_trusted = dial_target(address, peer), self.known.is_trusted(peer, address)
         if target is None:
-            circuit = await self._open_circuit(peer, address, is_hearsay=not is_trusted)
+            through = parse_circuit(address)
+            if through is None:
+                raise PeerUnreachableError(f"no relay is named in {address}")
+            with expecting_answer(relay := through.relay, CIRCUIT_TIMEOUT):
+                at = [f"{through.relay_address}/p2p/{peer_id_of(relay)}"]
+                await self.connect(relay, at, CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=not is_trusted)
+                question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(peer)))
+                stream = await self.open_stream(relay, HOP_PROTOCOL)
+                await agree(stream, question)
+            circuit = Circuit(stream, address.partition("/p2p-circuit")[0] + "/p2p-circuit")
             return await self.upgrader.upgrade(circuit, peer, is_initiator=True)
         if is_trusted:
             return await self.upgrader.upgrade(Socket(await trio.open_tcp_stream(*target)), peer, is_initiator=True)
-        stream, reached = await self.known.open(target)
+        connected, reached = await self.known.open(target)
         try:
-            muxed = await self.upgrader.upgrade(Socket(stream), peer, is_initiator=True)
+            muxed = await self.upgrader.upgrade(Socket(connected), peer, is_initiator=True)
         except StrangerError:  # the address is a node's all the same, so no third party is bothered
             self.known.budget.succeed(*reached)
             raise
         self.known.budget.succeed(*reached)
         return muxed
-
-    async def _open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool) -> Circuit:
-        """Open a circuit to a peer through the relay in the address; raise `PeerUnreachableError` if that fails.
-
-        ``is_hearsay``: the relay's address comes from other peers.
-        """
-        target = parse_circuit(address)
-        if target is None:
-            raise PeerUnreachableError(f"no relay is named in {address}")
-        relay = target.relay
-        with expecting_answer(relay, CIRCUIT_TIMEOUT):
-            relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
-            await self.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
-            question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(peer)))
-            stream = await self.open_stream(relay, HOP_PROTOCOL)
-            await agree(stream, question)
-        return Circuit(stream, address.partition("/p2p-circuit")[0] + "/p2p-circuit")
 
     async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
         """Return a TCP connection from the listening port, not authenticated yet; raise `OSError` if it fails.

@@ -90,7 +90,7 @@ class IdentifyService:
             return
         if self._dialler.connections.of(peer):
             self.software[peer] = software_of(message.agent_version, message.protocols)
-        self._dialler.add_hearsay(peer, multiaddr_texts(message.listen_addrs))
+        self._dialler.add_addresses(peer, multiaddr_texts(message.listen_addrs), is_hearsay=True)
 
     async def _serve(self, stream: Libp2pStream) -> None:
         public_key = peer_id_bytes(self._dialler.author)[2:]  # the id has it in it, behind the multihash's header

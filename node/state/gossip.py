@@ -246,7 +246,9 @@ class GossipService:
             if entry.author == self._writer.author:
                 self._writer.observe(entry)
             elif entry.kind is Kind.MEMBER:
-                self._host.dialler.add_hearsay(entry.author, dialable_addresses(entry.author, entry.payload))
+                self._host.dialler.add_addresses(
+                    entry.author, dialable_addresses(entry.author, entry.payload), is_hearsay=True
+                )
 
     # anti-entropy
 

@@ -42,7 +42,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from ..mesh.dialling import MIN_PORT, Address, are_neighbours, unicast_ip
+from ..mesh.dialling import MIN_PORT, Address, may_lead_to, unicast_ip
 from ..wire.errors import RemoteProtocolError
 from ..wire.identity import framed
 from ..wire.messagepack import SESSION_BYTES, MessageDecoder
@@ -124,8 +124,8 @@ def dialable(offered: Iterable[Address], in_use: Iterable[str]) -> list[Address]
     (a NAT that keeps ports has mapped it there); offered addresses on the internet; and other offered addresses only if
     they are in the same /24 or /64 as one in use: then the peer is in that network as we are, or on this machine.
     """
-    used = [ip for ip in map(unicast_ip, in_use) if ip is not None]
+    used = list(in_use)
     parsed = [(ip, port) for text, port in offered if (ip := unicast_ip(text)) is not None and port >= MIN_PORT]
-    chosen = [(ip, port) for ip in used for _, port in parsed]
-    chosen += [(ip, port) for ip, port in parsed if ip.is_global or any(are_neighbours(ip, other) for other in used)]
+    chosen = [(ip, port) for ip in map(unicast_ip, used) if ip is not None for _, port in parsed]
+    chosen += [(ip, port) for ip, port in parsed if may_lead_to(ip, used)]
     return [(str(ip), port) for ip, port in dict.fromkeys(chosen)][:MAX_OFFERED]

@@ -56,14 +56,6 @@ def unicast_ip(text: str) -> IpAddress | None:
     return None if ip.is_unspecified or ip.is_multicast else ip
 
 
-def are_neighbours(ip: IpAddress, other: IpAddress) -> bool:
-    """Return whether two addresses lie in the same /24 or /64."""
-    if ip.version != other.version:
-        return False
-    shift = ip.max_prefixlen - _NEIGHBOURHOOD[ip.version]
-    return int(ip) >> shift == int(other) >> shift
-
-
 # Failed attempts in a row at one port, and at one machine or IPv6 network (one customer has 2^64 addresses); then the
 # pauses in seconds, which double.
 FREE_OF_PORT, FREE_OF_IP = 4, 16
@@ -87,10 +79,16 @@ def is_open_to_peers(port: int) -> bool:
 def may_dial(ip_text: str, port: int, in_use: Iterable[str]) -> bool:
     """Return whether to dial an address claimed by a peer; ``in_use``: addresses that this node dials or listens at."""
     ip = unicast_ip(ip_text)
-    if ip is None or not MIN_PORT <= port < 65_536:
-        return False
-    used = (other for text in in_use if (other := unicast_ip(text)) is not None)
-    return ip.is_global or any(are_neighbours(ip, other) for other in used)
+    return ip is not None and MIN_PORT <= port < 65_536 and may_lead_to(ip, in_use)
+
+
+def may_lead_to(ip: IpAddress, near: Iterable[str]) -> bool:
+    """Return whether a peer's word may lead to an address: on the internet, or in the same /24 or /64 as a near one."""
+    if ip.is_global:
+        return True
+    width = _NEIGHBOURHOOD[ip.version]
+    network = ipaddress.ip_network((ip, width), strict=False)
+    return any(other in network for text in near if (other := unicast_ip(text)) is not None)
 
 
 class DialBudget:
@@ -130,13 +128,7 @@ def offer(observed: Iterable[Address], listening: Iterable[Address]) -> list[Add
 
 def targets(offered: Sequence[Address], observed: Iterable[Address], own: Iterable[str]) -> list[Address]:
     """Choose which offered addresses to dial; ``observed`` is our address as others see it, ``own`` our own IPs."""
-    ours, here = {ip for ip, _ in observed}, [ip for text in own if (ip := unicast_ip(text)) is not None]
-    is_next_door = any(ip in ours for ip, _ in offered)
-    chosen = []
-    for text, port in offered[:MAX_OFFERED]:
-        ip = unicast_ip(text)
-        if ip is None or not is_open_to_peers(port):
-            continue
-        if ip.is_global or (is_next_door and any(are_neighbours(ip, other) for other in here)):
-            chosen.append((str(ip), port))
-    return list(dict.fromkeys(chosen))
+    is_next_door = not {ip for ip, _ in offered}.isdisjoint(ip for ip, _ in observed)
+    near = tuple(own) if is_next_door else ()
+    parsed = [(unicast_ip(text), port) for text, port in offered[:MAX_OFFERED] if is_open_to_peers(port)]
+    return list(dict.fromkeys((str(ip), port) for ip, port in parsed if ip is not None and may_lead_to(ip, near)))

@@ -152,6 +152,7 @@ class MemoryChannel:
         self.num_received = 0
         self.seconds_held_up = 0.0
         self.is_moving = 0
+        self.is_closed = False
         self._stream = stream
         self._faults = faults
 
@@ -179,6 +180,7 @@ class MemoryChannel:
                 incoming.write(memoryview(piece))
 
     def close(self) -> None:
+        self.is_closed = True
         for half in (self._stream.send_stream, self._stream.receive_stream):
             assert isinstance(half, trio.testing.MemorySendStream | trio.testing.MemoryReceiveStream)
             half.close()
@@ -203,7 +205,7 @@ class MemoryChannels:
         self.num_allowed = 100
         self.is_frozen = False
         self.kept: dict[bytes, MemoryChannel] = {}
-        self.discarded: list[MemoryChannel] = []
+        self._made: list[MemoryChannel] = []
         self.expected: list[bytes] = []
         self.num_acquired = 0
         self._network = network
@@ -230,11 +232,17 @@ class MemoryChannels:
         session = bytes([self.num_acquired]) * 16
         near, far = trio.testing.memory_stream_pair()
         if self.num_acquired <= remote.num_allowed:
-            remote.kept[session] = MemoryChannel(session, far, remote.faults_of(self.num_acquired))
-        return MemoryChannel(session, near, self.faults_of(self.num_acquired))
+            remote.kept[session] = remote.make(self.num_acquired, session, far)
+        return self.make(self.num_acquired, session, near)
 
-    def faults_of(self, channel: int) -> Faults:
-        return self.faults if channel <= self.faults.num_channels else Faults()
+    def make(self, number: int, session: bytes, stream: trio.StapledStream) -> MemoryChannel:
+        faults = self.faults if number <= self.faults.num_channels else Faults()
+        self._made.append(MemoryChannel(session, stream, faults))
+        return self._made[-1]
+
+    @property
+    def discarded(self) -> list[MemoryChannel]:
+        return [channel for channel in self._made if channel.is_closed]
 
     def take(self, peer: bytes, session: bytes) -> MemoryChannel | None:
         return self.kept.pop(session, None)
@@ -242,11 +250,6 @@ class MemoryChannels:
     def release(self, channel: MemoryChannel) -> None:
         assert not channel.is_moving
         self.kept[channel.session] = channel
-
-    def discard(self, channel: MemoryChannel) -> None:
-        assert not channel.is_moving
-        self.discarded.append(channel)
-        channel.close()
 
 
 class Party:

@@ -115,13 +115,28 @@ class Dialback:
         while self._num_asking:
             await self._none_asking.wait()
         self.holed_at = trio.current_time()
-        async with self._probe(peer, port, timeout) as conn:
-            witness = None
-            with trio.move_on_after(timeout):
-                witness = await _ask_over(await self._host.gate.open_stream(conn, DIALBACK_PROTOCOL), Request(()))
-            if witness is None:
-                raise PeerUnreachableError("no answer to a dial-back")
+        probe = self._probes[peer, port] = self._probes.get((peer, port)) or _Probe()
+        probe.num_users += 1
+        try:
+            try:
+                with trio.fail_after(timeout):
+                    async with probe.dialling:
+                        conn = probe.conn
+                        if conn is not None and conn.is_closed:
+                            await conn.finished.wait()
+                            conn = None
+                        if conn is None:
+                            conn = probe.conn = await self._dial(peer, port)
+                            self._host.nursery.start_soon(conn.run)
+                with trio.fail_after(timeout):
+                    witness = await _ask_over(await self._host.gate.open_stream(conn, DIALBACK_PROTOCOL), Request(()))
+            except Exception as error:  # whatever the handshakes raise
+                raise PeerUnreachableError(f"no view of the port that listens: {error!r}") from error
             yield witness
+        finally:
+            probe.num_users -= 1
+            if probe.conn is not None and not probe.num_users:
+                probe.conn.muxed.abort()
 
     @contextlib.asynccontextmanager
     async def observed_by_any(self, port: int | None = None) -> AsyncIterator[list[Address]]:
@@ -138,36 +153,6 @@ class Dialback:
                     seen.append((witness.answer.ip, witness.answer.port))
                     break
             yield seen
-
-    # Probes
-
-    @contextlib.asynccontextmanager
-    async def _probe(self, peer: bytes, port: int | None, timeout: float) -> AsyncIterator[Connection]:
-        """Yield an extra connection to a peer that was dialled, for as long as the block runs.
-
-        ``port``: the local port, over IPv4; None: the listening port. Raises `PeerUnreachableError` if there is no
-        connection in ``timeout`` seconds.
-        """
-        probe = self._probes[peer, port] = self._probes.get((peer, port)) or _Probe()
-        probe.num_users += 1
-        try:
-            try:
-                with trio.fail_after(timeout):
-                    async with probe.dialling:
-                        conn = probe.conn
-                        if conn is not None and conn.is_closed:
-                            await conn.finished.wait()
-                            conn = None
-                        if conn is None:
-                            conn = probe.conn = await self._dial(peer, port)
-                            self._host.nursery.start_soon(conn.run)
-            except Exception as error:  # whatever the handshakes raise
-                raise PeerUnreachableError(f"cannot dial it from the port that listens: {error!r}") from error
-            yield conn
-        finally:
-            probe.num_users -= 1
-            if probe.conn is not None and not probe.num_users:
-                probe.conn.muxed.abort()
 
     async def _dial(self, peer: bytes, port: int | None) -> Connection:
         target = self._host.connections.dialled_target(peer)

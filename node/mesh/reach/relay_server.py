@@ -120,8 +120,15 @@ class RelayServer:
         if members is not None and members.isdisjoint((source.peer, peer)):  # in no run, or not yet, all are alike
             limits = limits.for_strangers
         try:
-            target = await self._call(peer, source.peer)
+            if not self._host.connections.is_direct(peer):
+                raise PeerUnreachableError("it has gone")
+            target = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
             try:
+                if target.is_relayed:
+                    raise PeerUnreachableError("it has gone")
+                request = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(source.peer)))
+                with expecting_answer(peer, STOP_TIMEOUT):
+                    await agree(target, request)
                 for stream in (source, target):
                     stream.state.max_window = WINDOW_BYTES
                 await self._answer(source, Status.OK)
@@ -133,19 +140,6 @@ class RelayServer:
             await self._answer(source, Status.CONNECTION_FAILED)
         finally:
             self.table.close_circuit(source.peer, peer)
-
-    async def _call(self, peer: bytes, source: bytes) -> Libp2pStream:
-        """Open a stream to a peer with a reservation that accepts the circuit, or raise `PeerUnreachableError`."""
-        if not self._host.connections.is_direct(peer):
-            raise PeerUnreachableError("it has gone")
-        stream = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
-        if stream.is_relayed:
-            stream.reset()
-            raise PeerUnreachableError("it has gone")
-        request = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(source)))
-        with expecting_answer(peer, STOP_TIMEOUT):
-            await agree(stream, request)
-        return stream
 
     async def _relay(self, first: Libp2pStream, second: Libp2pStream, limits: Limits) -> None:
         """Copy two streams to each other until both have ended, or one breaks, or a limit is reached.

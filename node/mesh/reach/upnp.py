@@ -156,7 +156,17 @@ def _name(outer: int) -> dict[str, str]:
 
 async def find_router() -> UpnpRouter:
     """Return the gateway, if it opens ports by UPnP; raise `MappingError` if not."""
-    gateway, local_ip = await _find_gateway()
+    gateway = gateway_of(read_proc("net/route") or "")
+    if gateway is None or not _is_private(gateway):
+        raise MappingError("no home's router leads out of here")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((gateway, 9))  # sends nothing: asks the kernel for its choice
+        except OSError as error:
+            raise MappingError(f"no way to the router: {error}") from error
+        local_ip = str(probe.getsockname()[0])
+    if not _is_private(local_ip):
+        raise MappingError("this machine has an address of its own on the internet")
     location = await _search(gateway, local_ip)
     status, reply = await _request("GET", location, {}, b"")
     if status != 200:
@@ -174,25 +184,6 @@ async def find_router() -> UpnpRouter:
                 raise MappingError("the router sends us to another machine")
             return UpnpRouter(control, service, local_ip)
     raise MappingError("the router opens no ports for others")
-
-
-async def _find_gateway() -> tuple[str, str]:
-    """Return the gateway's and this machine's address, both in one private network.
-
-    Raises `MappingError` if there is no gateway, or if this machine has a public address.
-    """
-    ip = gateway_of(read_proc("net/route") or "")
-    if ip is None or not _is_private(ip):
-        raise MappingError("no home's router leads out of here")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((ip, 9))  # sends nothing: asks the kernel for its choice
-        except OSError as error:
-            raise MappingError(f"no way to the router: {error}") from error
-        local_ip = str(probe.getsockname()[0])
-    if not _is_private(local_ip):
-        raise MappingError("this machine has an address of its own on the internet")
-    return ip, local_ip
 
 
 def _is_private(ip: str) -> bool:

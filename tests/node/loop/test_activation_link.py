@@ -141,9 +141,6 @@ class Channels:
     def release(self, channel: BulkChannel) -> None:
         raise AssertionError("a link's channel ends with it")
 
-    def discard(self, channel: BulkChannel) -> None:
-        channel.close()
-
 
 @contextlib.asynccontextmanager
 async def linked(

@@ -16,7 +16,7 @@ from ..hosts import ECHO, echo, host_at_loopback, port_of
 
 
 async def dial_in_vain(host: Host, peer: bytes, address: str) -> str:
-    host.dialler.add_hearsay(peer, [address])
+    host.dialler.add_addresses(peer, [address], is_hearsay=True)
     with pytest.raises(PeerUnreachableError) as raised:
         await host.connect(peer, timeout=PATIENCE)
     return str(raised.value)
@@ -52,7 +52,7 @@ async def test_liars_who_point_at_an_honest_node_do_not_make_it_unreachable() ->
         address = f"/ip4/127.0.0.1/tcp/{port_of(bob)}"
         for _ in range(3 * FREE_OF_PORT):
             await dial_in_vain(alice, os.urandom(32), address)
-        alice.dialler.add_hearsay(bob.author, [address])
+        alice.dialler.add_addresses(bob.author, [address], is_hearsay=True)
         await alice.connect(bob.author)
         assert address in alice.dialler.known.to_keep(bob.author)
 
@@ -69,6 +69,6 @@ async def test_an_announced_address_inside_a_network_is_not_kept_for_another_day
     async with host_at_loopback() as alice:
         liar = os.urandom(32)
         public, private = "/ip4/8.8.8.8/tcp/4001", "/ip4/192.168.77.1/tcp/8080"
-        alice.dialler.add_hearsay(liar, [public, private])
+        alice.dialler.add_addresses(liar, [public, private], is_hearsay=True)
         assert set(alice.dialler.known.of(liar)) == {public, private}
         assert alice.dialler.known.to_keep(liar) == [public]

@@ -166,10 +166,10 @@ async def test_of_a_flood_of_addresses_no_more_is_kept_than_anybody_dials() -> N
         for message in (question, announcement(stranger, os.urandom(32), [address.to_bytes() for address in flood])):
             assert await answer_to(stranger, kept, message)
             assert len(kept.dialler.known.of(stranger.author)) <= 2 * MAX_ADDRESSES
-        kept.dialler.add_hearsay(stranger.author, map(str, flood))
+        kept.dialler.add_addresses(stranger.author, map(str, flood), is_hearsay=True)
         assert len(kept.dialler.known.of(stranger.author)) <= 2 * MAX_ADDRESSES
         newest = "/ip4/192.0.2.1/tcp/1"
-        kept.dialler.add_hearsay(stranger.author, [newest])
+        kept.dialler.add_addresses(stranger.author, [newest], is_hearsay=True)
         assert newest in kept.dialler.known.of(stranger.author)
 
 
@@ -178,7 +178,7 @@ async def test_strangers_with_long_addresses_do_not_make_answers_too_long() -> N
         key, name = os.urandom(32), ".".join(["x" * 60] * 4)
         long = [f"/dns4/{number:03}.{name}/tcp/1" for number in range(110)]
         for stranger in strangers:
-            kept.dialler.add_hearsay(stranger.author, long)
+            kept.dialler.add_addresses(stranger.author, long, is_hearsay=True)
             question = Message(type=Message.MessageType.FIND_NODE, key=peer_id_bytes(stranger.author))
             assert await answer_to(stranger, kept, question)
         await provider.dht.provide(key)

@@ -185,7 +185,8 @@ async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None
 
 async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
     async with connected_pair() as (alice, bob), host_at_loopback() as carol:
-        await bob.connections.go_offline()
+        bob.connections.is_offline = True
+        await bob.connections.close()
         assert not bob.connected
         with pytest.raises(PeerUnreachableError, match="offline"):
             await bob.connect(carol.author, carol.addresses)
@@ -193,7 +194,7 @@ async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_onlin
             await carol.connect(bob.author, bob.addresses, timeout=3.0)
         assert not bob.connected
 
-        bob.connections.go_online()
+        bob.connections.is_offline = False
         await carol.connect(bob.author, bob.addresses)
         await bob.connect(alice.author, alice.addresses)
         assert bob.connected == {alice.author, carol.author}

@@ -69,7 +69,7 @@ class MemoryHost:
     def shut_out(self, peer: bytes, seconds: float) -> None:
         pass
 
-    def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
+    def add_addresses(self, peer: bytes, addresses: Sequence[str], *, is_hearsay: bool) -> None:
         self.addresses[peer] = list(addresses)
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
