@@ -154,7 +154,7 @@ class LeaseService:
         """Note that the trainer has trained on slices."""
         logger.debug("trained on slices of epoch %d: %s", report.epoch, report.ranges)
         if self._leases is not None:
-            self._leases.trained(report, trio.current_time())
+            self._leases.trained(report)
 
     def end(self) -> None:
         """Note that the trainer is gone."""
@@ -172,7 +172,8 @@ class LeaseService:
         proven = self._acquaintance.proven(self.membership.partners.keys(), partners)
         speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
         num_strangers, epoch = len(leases.strangers), leases.epoch
-        standing = Standing(origins, proven, speeds, self.gossip.liveness.period)
+        own_speed = self.journal.state.tokens_per_second / tokens or None
+        standing = Standing(origins, proven, speeds, self.gossip.liveness.period, own_speed)
         self._carry_out(leases.tick(standing, trio.current_time()))
         if leases.is_over:
             self.over.set()

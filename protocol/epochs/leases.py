@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..run.slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
 from ..state.entries import Kind, Lease, LeasedSlices
@@ -39,45 +39,6 @@ from .lease_claims import MAX_SHARE, MAX_UNFINISHED, SETTLE_SECONDS, Claimant, C
 
 Output = tuple[int, Lease] | DrawSlices
 """An entry to publish, after the index of its slot, or what the trainer draws from now on."""
-
-# Measure a node's training speed.
-
-# A node's pace is measured over this time: several rounds, with the exchanges between them.
-PACE_SECONDS = 240.0
-
-
-class Pace:
-    """Measures how fast this node trains, over the last minutes in which it had data."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._count = 0.0
-        self._since: float | None = None
-
-    @property
-    def slices_per_second(self) -> float | None:
-        """Return the pace; None while it is unknown."""
-        return self._count / self._seconds if self._count and self._seconds else None
-
-    def go_on(self, now: float) -> None:
-        """Start or continue the clock: there is data to train on."""
-        if self._since is None:
-            self._since = now
-
-    def pause(self) -> None:
-        """Stop the clock: there is no data."""
-        self._since = None
-
-    def note(self, count: int, now: float) -> None:
-        """Count ``count`` slices, trained on since the last call."""
-        if self._since is None:
-            return
-        self._seconds += now - self._since
-        self._count += count
-        self._since = now
-        if self._seconds > PACE_SECONDS:  # the older half counts half
-            self._seconds, self._count = self._seconds / 2, self._count / 2
-
 
 # The next lease is claimed when the work left is for less than this.
 CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
@@ -147,14 +108,11 @@ class Leases:
         self.sections = Sections(num_slices)
         self._author = author
         self._exchange_seconds = exchange_seconds
-        self._seen: dict[tuple[bytes, int], int] = {}  # author and slot -> tick of the entry heard last
         self._heard: dict[bytes, dict[int, Lease]] = {}
-        self._corpora: dict[bytes, bytes] = {}  # authors with another text
         self._standing = Standing()
         self._vote = EpochVote()
         self._ticked_at: float | None = None
         self._has_left = False
-        self._pace = Pace()
         self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
         self._announced = _Announced()
         self._current = _Epoch(Claims(self.sections))
@@ -173,30 +131,21 @@ class Leases:
 
     def follow(self, state: RunState) -> None:
         """Hear the lease entries that are new in the run state, at first this node's own of an earlier life as well."""
-        is_first = self._ticked_at is None
-        gone = set(self._seen)
+        is_first, present = self._ticked_at is None, {self._author}
         for entry in state.entries(Kind.LEASE):
-            slot = entry.author, entry.index
-            gone.discard(slot)
-            if self._seen.get(slot) != entry.tick:
-                self._seen[slot] = entry.tick
-                if is_first or entry.author != self._author:
-                    self.hear(entry.author, entry.index, entry.payload)
-        for slot in gone:
-            del self._seen[slot]
-        for author in {author for author, _ in gone} - {author for author, _ in self._seen}:
-            self._heard.pop(author, None)
-            self._corpora.pop(author, None)
+            present.add(entry.author)
+            is_heard = self._heard.get(entry.author, {}).get(entry.index) is entry.payload
+            if not is_heard and (is_first or entry.author != self._author):
+                self.hear(entry.author, entry.index, entry.payload)
+        for author in self._heard.keys() - present:
+            del self._heard[author]
             self._current.claims.forget(author)
 
     def hear(self, author: bytes, index: int, lease: Lease) -> None:
         """Take in an entry of any author, including this node in an earlier life."""
-        if lease.corpus != self.corpus:
-            if author != self._author and index == 0:
-                self._corpora[author] = lease.corpus
-            return
-        self._corpora.pop(author, None)
         self._heard.setdefault(author, {})[index] = lease
+        if lease.corpus != self.corpus:
+            return
         if lease.epoch == self.epoch:
             self._take_in(author, index, lease)
         elif lease.epoch > self.epoch and author != self._author:
@@ -205,14 +154,13 @@ class Leases:
             self._vote.is_new = False
             self._begin_epoch(lease.epoch)
 
-    def trained(self, report: SlicesTrained, now: float) -> None:
+    def trained(self, report: SlicesTrained) -> None:
         """Note the slices that this node's trainer has trained on."""
         if report.epoch == self.epoch:
             self._vote.is_new = False
             for first, count in report.ranges:
                 for index in range(first, first + count):
                     self.done.add(index)
-                self._pace.note(count, now)
 
     def leave(self) -> list[Output]:
         """Release the slices that are not done; return what to publish. There are no leases from now on."""
@@ -242,7 +190,8 @@ class Leases:
     @property
     def strangers(self) -> frozenset[bytes]:
         """Live members with another text. This node shares no slices with them."""
-        return frozenset(self._corpora.keys() & self._standing.live)
+        found = ((author, self._heard.get(author, {}).get(0)) for author in self._standing.live)
+        return frozenset(author for author, lease in found if lease is not None and lease.corpus != self.corpus)
 
     @property
     def patience(self) -> float:
@@ -274,8 +223,8 @@ class Leases:
     # Time
 
     def tick(self, standing: Standing, now: float) -> list[Output]:
-        """Decide what to lease, about once a second. ``standing``: of others; ``own_speed`` is set here."""
-        self._standing = replace(standing, own_speed=self._pace.slices_per_second)
+        """Decide what to lease, about once a second."""
+        self._standing = standing
         if self._has_left:
             return []
         seconds = 0.0 if self._ticked_at is None else now - self._ticked_at
@@ -297,15 +246,12 @@ class Leases:
         if (self.epoch, bounds) == self._assigned:
             return list(self._announce(now))
         self._assigned = (self.epoch, bounds)
-        if bounds:
-            self._pace.go_on(now)
-        else:
-            self._pace.pause()
         return [self.assignment(), *self._announce(now)]
 
     def _follow_epoch(self, now: float) -> None:
         """Begin the next epoch when all is done and the others have heard of it, or else the others' epoch."""
-        said = {author: entries[0].epoch for author, entries in self._heard.items() if 0 in entries}
+        leases = ((author, entries.get(0)) for author, entries in self._heard.items())
+        said = {author: lease.epoch for author, lease in leases if lease is not None and lease.corpus == self.corpus}
         epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
         if epoch == self.epoch and self.done.is_complete and not self.is_over:
             if self._current.completed_at is None:
@@ -321,7 +267,7 @@ class Leases:
         self._current = _Epoch(Claims(self.sections))
         for author, entries in self._heard.items():
             for index, lease in entries.items():
-                if lease.epoch == epoch:
+                if (lease.corpus, lease.epoch) == (self.corpus, epoch):
                     self._take_in(author, index, lease)
 
     # The own leases
@@ -360,7 +306,7 @@ class Leases:
 
     def _trim(self) -> None:
         """Give back what is too much, once this node's speed is known."""
-        pace = self._pace.slices_per_second
+        pace = self._standing.own_speed
         if pace is None:
             return
         budget = int(2 * self._standing.lease_seconds * pace)
@@ -373,7 +319,7 @@ class Leases:
 
     def _claim(self, now: float) -> None:
         """Lease more, if this node will run out of work soon."""
-        pace = self._pace.slices_per_second
+        pace = self._standing.own_speed
         is_enough = self.num_leased > (0 if pace is None else CLAIM_AHEAD_SECONDS * pace)
         if is_enough or len(self._current.own) >= MAX_UNFINISHED:
             self._current.idle_since = None
@@ -432,7 +378,7 @@ class Leases:
     def _wanted(self, free: int) -> int:
         """Return the number of sections to lease next: some heartbeats' work, or a share of half of what is left."""
         share = -(-free.bit_count() // (2 * (len(self._standing.live) + 1)))
-        pace = self._pace.slices_per_second
+        pace = self._standing.own_speed
         if pace is None:
             return max(1, min(share, max_sections(self.sections.count)))
         least, most = (

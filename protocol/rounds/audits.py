@@ -148,10 +148,8 @@ class _Memory:
     """Author -> its contribution in the last exchange, and when; until it is compared."""
     proved: set[bytes] = field(default_factory=set)
     """Authors of commitments proved false."""
-    liars: set[bytes] = field(default_factory=set)
-    """Accusers with an accusation that was wrong, or that could not be checked."""
     heard: set[bytes] = field(default_factory=set)
-    """Accusers whose accusation was replayed."""
+    """Accusers whose accusation was queued: whatever came of it, no other one is."""
 
 
 class Audits:
@@ -241,7 +239,7 @@ class Audits:
         One for each accuser, as most accuse only one.
         """
         memory = self._memory
-        if accuser in (self._author, claim.author) or accuser in memory.liars | memory.heard:
+        if accuser in (self._author, claim.author) or accuser in memory.heard:
             return []
         if self._may_judge(claim) and len(self._waiting) < MAX_WAITING:
             memory.heard.add(accuser)
@@ -268,9 +266,7 @@ class Audits:
             case.path = path
             return [case.replay()]
         self._case = None
-        if case.accuser and not is_excused:  # the round may be long past: the accused is not at fault
-            self._memory.liars.add(case.accuser)
-        elif not is_excused:
+        if not (case.accuser or is_excused):  # the round of an accusation may be long past
             outputs = self._note_failed(case.claim.author, case.claim.commitment.round, now)
         return outputs + self._next()
 
@@ -296,8 +292,6 @@ class Audits:
             if case.first is not None:
                 return self._distrust("two replays of one round differ")
             self._is_proved = self._is_proved or is_own
-            if case.accuser:
-                self._memory.liars.add(case.accuser)
             outputs = [Audited(case.claim)]
         elif case.first is None:
             case.first = replayed

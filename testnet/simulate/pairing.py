@@ -24,7 +24,7 @@ from typing import Literal
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
 from farandole.protocol.rounds import pairing_events, pairing_messages, training_events
 from farandole.protocol.rounds.pairing import Pairing
-from farandole.protocol.rounds.pairing_order import MeetingLimit
+from farandole.protocol.rounds.pairing_order import PeerOrder
 from farandole.protocol.rounds.trainer_rounds import LoopConfig
 from farandole.protocol.rounds.training_loop import TrainingLoop
 from farandole.protocol.run.manifest import Manifest, ModelConfig
@@ -270,7 +270,7 @@ class _Coalition:
 
     def _turns_at(self, peer: bytes) -> list[tuple[float, bytes]]:
         if peer not in self._turns:
-            self._turns[peer] = [(MeetingLimit(peer).phase(name), name) for name in self._names]
+            self._turns[peer] = [(PeerOrder(peer).phase(name), name) for name in self._names]
         return self._turns[peer]
 
     def _receive(self, name: bytes, sender: bytes, payload: bytes) -> None:

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farandole.protocol.rounds.pairing_order import PartnerBackoff
+from farandole.protocol.rounds.pairing_order import PUT_OFF, PeerOrder
 from farandole.protocol.run.manifest import DataConfig, Manifest
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.protocol.state.believing import OwnSuspects, is_suspected
@@ -133,7 +133,7 @@ class _Member:
         self.contribution = b""
         self.sent: Tensor = self.initial  # (n,), before the codec
         self.chance = 1.0
-        self.backoff = PartnerBackoff()
+        self.order = PeerOrder(self.key)
         self.partners: set[bytes] = set()  # of committed exchanges
         self.suspects = OwnSuspects()
         self.back_at = run.joining_round(index)
@@ -152,8 +152,8 @@ class _Member:
             return self.suspects.entry
         return Suspects(tuple(other.key[:PARTNER_BYTES] for other in others if not other.is_hostile))
 
-    def puts_off(self, other: _Member, round_index: int) -> bool:
-        return not self.is_hostile and self.backoff.level(other.key, round_index) > 0
+    def puts_off(self, other: _Member) -> bool:
+        return not self.is_hostile and self.order.tier(other.key) >= PUT_OFF
 
 
 def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:
@@ -267,14 +267,12 @@ def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index:
 
 def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:
     """Pair each member with the first in random order that neither of them puts off, else with the first."""
+    for member in members:
+        member.order.begin(round_index)
     free = rng.sample(members, len(members))
     while free:
         member = free.pop()
-        good = (
-            other
-            for other in free
-            if not member.puts_off(other, round_index) and not other.puts_off(member, round_index)
-        )
+        good = (other for other in free if not member.puts_off(other) and not other.puts_off(member))
         other = next(good, free[0] if free else None)
         if other is None:
             yield [member]
@@ -351,9 +349,9 @@ def _meet(
         if are_accepting:
             member.partners.add(pair[1 - index].key)
         if are_accepting and does_count[index]:
-            member.backoff.note_success(pair[1 - index].key)
+            member.order.note_success(pair[1 - index].key)
         else:
-            member.backoff.note_failure(pair[1 - index].key, round_index)
+            member.order.note_failure(pair[1 - index].key)
         member.learner.round_end.apply(
             sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0
         )

@@ -31,6 +31,7 @@ class Node:
         self.live = frozenset(live)
         self.proven = self.live
         self.speeds = dict.fromkeys(self.live, 5.0)
+        self.speed: float | None = None
         self.now = 1_000.0
         self.entries: dict[int, Lease] = {}
         self.assigned: DrawSlices | None = None
@@ -48,7 +49,7 @@ class Node:
         for second in range(int(seconds) + 1):
             self.now += bool(second)
             epoch = self.leases.epoch
-            self.take(self.leases.tick(Standing(self.live, self.proven, self.speeds, PERIOD), self.now))
+            self.take(self.leases.tick(Standing(self.live, self.proven, self.speeds, PERIOD, self.speed), self.now))
             if self.leases.epoch != epoch:
                 self.epochs.append(self.leases.epoch)
 
@@ -76,7 +77,7 @@ class Node:
     def train(self, count: int = NUM_SLICES) -> set[int]:
         trained = sorted(self.slices)[:count]
         self.trained |= {(self.leases.epoch, index) for index in trained}
-        self.leases.trained(SlicesTrained(self.leases.epoch, [(index, 1) for index in trained]), self.now)
+        self.leases.trained(SlicesTrained(self.leases.epoch, [(index, 1) for index in trained]))
         return set(trained)
 
 
@@ -256,7 +257,7 @@ def test_keys_that_were_ground_do_not_drive_a_node_from_place_to_place() -> None
 
     alice = Node(live=[BOB], num_epochs=1)
     alice.proven = frozenset()
-    alice.leases = Trampled(ALICE, CORPUS, NUM_SLICES, 1)
+    alice.leases, alice.speed = Trampled(ALICE, CORPUS, NUM_SLICES, 1), 2.0
     num_trained = 0
     for _ in range(300):
         alice.tick(1)

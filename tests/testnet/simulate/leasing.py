@@ -34,6 +34,7 @@ class LeasingNode:
         self._epochs = epochs
         self._queue = SliceQueue(epochs.num_slices, epochs.corpus)
         self._credit = 0.0
+        self._own_speed: float | None = None  # not known before the first slice
         self._unwritten: dict[int, Lease] = {}
         epochs.world.simulation.call_every(TICK_SECONDS, self._tick)  # while the node lives
 
@@ -52,7 +53,7 @@ class LeasingNode:
         liveness = self.node.gossip.liveness
         live = frozenset(liveness.live(self.node.clock.monotonic()))
         speeds = {author: self._epochs.speeds.get(author, 0.0) for author in live}
-        standing = Standing(live, frozenset(self._epochs.proven), speeds, liveness.period)
+        standing = Standing(live, frozenset(self._epochs.proven), speeds, liveness.period, self._own_speed)
         self._carry_out(self.leases.tick(standing, self.node.clock.monotonic()))
         self._write()
         return True
@@ -64,13 +65,14 @@ class LeasingNode:
         self._credit += self.pace * TICK_SECONDS
         while self._credit >= 1.0 and self._queue.has_more:
             self._credit -= 1.0
+            self._own_speed = self.pace
             epoch, index, part = self._queue.draw()
             self._queue.settle(epoch, index, part, is_kept=True)
             self._epochs.counts[epoch][index] += 1
 
     def _report(self) -> None:
         if ranges := self._queue.take_trained():
-            self.leases.trained(SlicesTrained(self._queue.epoch, ranges), self.node.clock.monotonic())
+            self.leases.trained(SlicesTrained(self._queue.epoch, ranges))
 
     def _carry_out(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -26,14 +26,14 @@ from farandole.protocol.rounds.pairing_order import (
     FIRST_ROUNDS_AHEAD,
     MAX_FAILURES,
     MAX_PEERS,
-    MAX_ROUNDS,
-    MeetingLimit,
-    PartnerBackoff,
+    PUT_OFF,
     PeerOrder,
 )
 from farandole.protocol.wire.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, MALLORY, MIDDLE, Node, matched, started
+
+MAX_ROUNDS = FIRST_ROUNDS << (MAX_FAILURES - 1)
 
 
 def refused_by_bob(*peers: bytes) -> Node:
@@ -84,31 +84,47 @@ def test_a_partner_that_agreed_and_was_not_ready_in_time_is_put_off() -> None:
     assert alice.propose(130.0)[0] == CAROL
 
 
+def order_of(num_peers: int, *, own: bytes = ALICE, round_: int = 0) -> PeerOrder:
+    """Return the order of a node with so many peers, Alice, Bob and Carol among them, in its first round."""
+    order = PeerOrder(own)
+    others = (number.to_bytes(32, "big") for number in range(1_000_000, 1_000_000 + num_peers - 2))
+    order.set_peers(frozenset((*{ALICE, BOB, CAROL} - {own}, *others)))
+    order.begin(round_)
+    return order
+
+
 def test_each_failure_puts_off_for_twice_as_long_and_a_success_forgives_half_of_them() -> None:
-    backoff, round_ = PartnerBackoff(), 0
-    backoff.note_success(BOB)
+    order, round_ = order_of(2), 0
+    order.note_success(BOB)
     for number in range(12):
-        backoff.note_failure(BOB, round_)
+        order.begin(round_)
+        order.note_failure(BOB)
         rounds = min(FIRST_ROUNDS * 2**number, MAX_ROUNDS)
-        assert backoff.level(BOB, round_ + rounds) == min(number + 1, MAX_FAILURES)
-        assert not backoff.level(BOB, round_ + rounds + 1)
-        assert not backoff.level(CAROL, round_ + 1)
+        order.begin(round_ + rounds)
+        assert order.tier(BOB) == PUT_OFF + min(number + 1, MAX_FAILURES)
+        assert CAROL not in order.put_off
+        order.begin(round_ + rounds + 1)
+        assert BOB not in order.put_off
         round_ += rounds
+    order.begin(round_)
     for _ in range(4):  # of eight failures 4, 2, 1 and 0 are left
-        backoff.note_success(BOB)
-        assert not backoff.level(BOB, round_)
-    backoff.note_failure(BOB, round_)
-    assert not backoff.level(BOB, round_ + FIRST_ROUNDS + 1)
+        order.note_success(BOB)
+        assert BOB not in order.put_off
+    order.note_failure(BOB)
+    order.begin(round_ + FIRST_ROUNDS + 1)
+    assert BOB not in order.put_off
 
 
 ROUNDS_OF_UNPROVEN = FIRST_ROUNDS << (FAILURES_OF_UNPROVEN - 1)
 
 
 def test_a_peer_that_never_exchanged_is_put_off_for_longer() -> None:
-    backoff = PartnerBackoff()
-    backoff.note_failure(BOB, 0)
-    assert backoff.level(BOB, ROUNDS_OF_UNPROVEN)
-    assert not backoff.level(BOB, ROUNDS_OF_UNPROVEN + 1)
+    order = order_of(2)
+    order.note_failure(BOB)
+    order.begin(ROUNDS_OF_UNPROVEN)
+    assert BOB in order.put_off
+    order.begin(ROUNDS_OF_UNPROVEN + 1)
+    assert BOB not in order.put_off
 
 
 def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> None:
@@ -153,14 +169,15 @@ def test_of_peers_that_are_put_off_those_with_fewer_failures_come_first() -> Non
 
 def test_a_peer_that_seldom_follows_through_is_put_off_in_most_rounds() -> None:
     def num_met(fails: Callable[[int], bool]) -> int:
-        backoff, met = PartnerBackoff(), 0
+        order, met = order_of(2), 0
         for round_ in range(200):
-            if not backoff.level(BOB, round_):
+            order.begin(round_)
+            if BOB not in order.put_off:
                 met += 1
                 if fails(met):
-                    backoff.note_failure(BOB, round_)
+                    order.note_failure(BOB)
                 else:
-                    backoff.note_success(BOB)
+                    order.note_success(BOB)
         return met
 
     assert num_met(lambda number: number % 4 != 0) < 30
@@ -168,87 +185,90 @@ def test_a_peer_that_seldom_follows_through_is_put_off_in_most_rounds() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    backoff = PartnerBackoff()
+    order = order_of(100)
     for number in range(MAX_PEERS + 10):
-        backoff.note_success(number.to_bytes(32, "big"))
-    assert not backoff.is_proven(bytes(32)), "those that came first are forgotten"
-    assert backoff.is_proven((MAX_PEERS + 9).to_bytes(32, "big"))
+        order.note_success(number.to_bytes(32, "big"))
+        for _ in range(FAIR_BURST):
+            order.note_meeting(number.to_bytes(32, "big"))
+    order.begin(math.ceil(100 / FAIR_SHARE) - FIRST_ROUNDS_AHEAD)  # all never met before have had their turn
+    first, last = bytes(32), (MAX_PEERS + 9).to_bytes(32, "big")
+    assert not order.is_proven(first), "those that came first are forgotten"
+    assert order.tier(first) == 0
+    assert order.is_proven(last)
+    assert order.tier(last) > 0
 
 
 def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others() -> None:
-    meetings, num_rounds, num_peers = MeetingLimit(ALICE), 1_000, 20
-    met = 0
+    num_rounds, num_peers = 1_000, 20
+    order, met = order_of(num_peers), 0
     for round_ in range(num_rounds):
-        if meetings.tier(BOB, round_, num_peers) == 0:
-            meetings.note_meeting(BOB, round_, num_peers)
+        order.begin(round_)
+        if order.tier(BOB) == 0:
+            order.note_meeting(BOB)
             met += 1
     fair = num_rounds / num_peers
     assert fair - 1 <= met <= FAIR_SHARE * fair + FAIR_BURST
 
 
 def test_many_greedy_peers_of_a_large_run_get_little_more_than_their_share_of_the_first_rounds() -> None:
-    meetings, num_rounds, num_peers = MeetingLimit(ALICE), 100, 1_000
+    num_rounds, num_peers = 100, 1_000
+    order, met = order_of(num_peers, round_=7), 0
     greedy = [number.to_bytes(32, "big") for number in range(300)]
-    met = 0
     for round_ in range(7, 7 + num_rounds):
-        meetings.begin(round_)
-        in_turn = [peer for peer in greedy if meetings.tier(peer, round_, num_peers) == 0]
+        order.begin(round_)
+        in_turn = [peer for peer in greedy if order.tier(peer) == 0]
         if in_turn:
-            meetings.note_meeting(in_turn[0], round_, num_peers)
+            order.note_meeting(in_turn[0])
             met += 1
     fair = num_rounds * len(greedy) / num_peers
     assert 0.9 * fair < met < 1.5 * fair
 
 
 def test_a_greedy_peer_that_is_met_early_has_used_its_turn() -> None:
-    meetings, num_peers = MeetingLimit(ALICE), 1_000
+    order = order_of(1_000)
     greedy = [number.to_bytes(32, "big") for number in range(300)]
     met = []
     for round_ in range(100):
-        meetings.begin(round_)
-        met.append(min(greedy, key=lambda peer: meetings.tier(peer, round_, num_peers)))
-        meetings.note_meeting(met[-1], round_, num_peers)
+        order.begin(round_)
+        met.append(min(greedy, key=order.tier))
+        order.note_meeting(met[-1])
     assert len(set(met)) == 100
-    assert meetings.tier(met[0], 100, num_peers) > 5
+    assert order.tier(met[0]) > 5
 
 
 def test_two_peers_agree_on_when_they_may_first_meet() -> None:
-    of_alice, of_bob = MeetingLimit(ALICE), MeetingLimit(BOB)
-    for num_peers in range(100, 10_000, 100):
-        assert of_alice.tier(BOB, 50, num_peers) == of_bob.tier(ALICE, 50, num_peers)
-    assert of_alice.tier(BOB, 50, 10_000) > 0
-    assert of_alice.tier(BOB, 50, 20) == 0
-
-
-def test_meetings_that_are_remembered_are_bounded() -> None:
-    meetings = MeetingLimit(ALICE)
-    for number in range(MAX_PEERS + 10):
-        for _ in range(FAIR_BURST):
-            meetings.note_meeting(number.to_bytes(32, "big"), 0, 100)
-    round_ = math.ceil(100 / FAIR_SHARE) - FIRST_ROUNDS_AHEAD  # all never met before have had their turn
-    assert meetings.tier(bytes(32), round_, 100) == 0, "those that were met first are forgotten"
-    assert meetings.tier((MAX_PEERS + 9).to_bytes(32, "big"), round_, 100) > 0
+    tiers = []
+    for num_peers in (20, *range(100, 10_001, 900)):
+        of_alice, of_bob = order_of(num_peers), order_of(num_peers, own=BOB)
+        for order in (of_alice, of_bob):
+            order.begin(50)
+        assert of_alice.tier(BOB) == of_bob.tier(ALICE)
+        tiers.append(of_alice.tier(BOB))
+    assert tiers[0] == 0
+    assert tiers[-1] > 0
 
 
 def test_two_nodes_alone_meet_in_every_round() -> None:
-    meetings = MeetingLimit(ALICE)
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset((BOB,)))
     for round_ in range(100):
-        assert meetings.tier(BOB, round_, 1) == 0
-        meetings.note_meeting(BOB, round_, 1)
+        order.begin(round_)
+        assert order.tier(BOB) == 0
+        order.note_meeting(BOB)
 
 
-def test_the_order_of_turns_is_that_of_tiers_after_meetings_and_after_other_peers() -> None:
+def test_the_nearest_peers_are_those_of_the_lowest_tier_after_meetings_and_after_other_peers() -> None:
     rng = random.Random(3)
     everyone = [bytes([number]) * 32 for number in range(40)]
-    limit = MeetingLimit(ALICE)
-    limit.begin(5)
-    peers = frozenset(everyone[:30])
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset(everyone[:30]))
     for round_ in range(5, 60):
+        order.begin(round_)
         if rng.random() < 0.2:
-            peers = frozenset(rng.sample(everyone, rng.choice((29, 30, 30, 31))))
+            order.set_peers(frozenset(rng.sample(everyone, rng.choice((29, 30, 30, 31)))))
         if rng.random() < 0.8:
-            ordered = [peer for _, peer in limit.by_turn(peers)]
-            tiers = [limit.tier(peer, round_, len(peers)) for peer in ordered]
-            assert frozenset(ordered) == peers
-            assert tiers == sorted(tiers)
-        limit.note_meeting(rng.choice(sorted(peers)), round_, len(peers))
+            asked = frozenset(rng.sample(sorted(order.peers), 12))
+            lowest, nearest = order.nearest(asked)
+            assert lowest == min(map(order.tier, asked))
+            assert {*nearest} == {peer for peer in asked if order.tier(peer) == lowest}
+        order.note_meeting(rng.choice(sorted(order.peers)))

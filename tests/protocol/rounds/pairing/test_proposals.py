@@ -30,7 +30,7 @@ from farandole.protocol.rounds.pairing_messages import (
     Withdraw,
     encode_message,
 )
-from farandole.protocol.rounds.pairing_order import MeetingLimit
+from farandole.protocol.rounds.pairing_order import PeerOrder
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
@@ -116,9 +116,10 @@ def test_no_partner_is_given_up_late_or_once_it_is_ready() -> None:
 def test_no_partner_is_given_up_for_a_peer_whose_turn_has_not_come() -> None:
     others = tuple(number.to_bytes(32, "big") for number in range(100))
     alice = started(ALICE, BOXED, *others)
-    meetings = MeetingLimit(ALICE)
-    meetings.begin(7)
-    waiting = [peer for peer in others if meetings.tier(peer, 7, len(others)) > 0]
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset(others))
+    order.begin(7)
+    waiting = [peer for peer in others if order.tier(peer) > 0]
     in_turn = next(peer for peer in others if peer not in waiting)
     alice.hear(in_turn, Propose(MIDDLE, 39.0), 1.0)
     for peer in waiting:
