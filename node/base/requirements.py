@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Needs, needs_of
 from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, reason_for, remedy
-from farandole.protocol.rounds.pairing import MEETING_SHARE
+from farandole.protocol.rounds.pairing_waits import MEETING_SHARE
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..exchange.exchange import DATA_UNTIL
-from ..rounds.pairing import WAIT_SHARE
+from ..rounds.pairing_waits import WAIT_SHARE
 from ..run.manifest import Manifest, ModelConfig
 from ..run.models import layers_of, parts_of, stage_parameters
 from ..run.rules import OPTIMIZER_VECTORS, RoundConfig, encoded_bytes, required_bytes, required_vectors

@@ -47,9 +47,6 @@ import enum
 import math
 import random
 from collections.abc import Set
-from dataclasses import dataclass, field
-
-from blake3 import blake3
 
 from ..run.rules import RoundConfig
 from ..trainer.trainer_messages import FinishRound, UseFragment
@@ -59,12 +56,14 @@ from ..wire.timers import SetTimer, TimerFired
 from . import pairing_messages as messages
 from .pairing_events import (
     FOLLOWING,
+    Bond,
     ContributionReady,
     Event,
     ExchangeEnded,
     GoAlone,
     MessageReceived,
     Output,
+    PairingRound,
     PeerLost,
     PeersChanged,
     RoundStarted,
@@ -76,6 +75,7 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
+from .pairing_waits import MIN_ANSWER, MIN_RETRY, Waits
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
 # back. A newcomer gets weights that are at most this old.
@@ -83,26 +83,10 @@ MAX_ROUNDS_BEHIND = 10
 # A node first proposes at a random time between these shares of its round. From a quarter on, nodes that ended the last
 # round late are back; the last quarter is for nodes whose first proposals are refused.
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
-# Share of exchange_seconds for which a ready node waits for its partner; the rest is for transfer and decision.
-WAIT_SHARE = 0.5
-# A partner that is ready before its box ends (its trainer reached inner_steps) is met within this share of
-# exchange_seconds, well before its patience (WAIT_SHARE) ends: the last inner step takes its time too.
-MEETING_SHARE = 0.25
 # Share of the time to an exchange's deadline in which the partner's offer must come, where a round waits for it.
 OFFER_SHARE = 0.25
 # A box moves by at most this share of its length in either direction, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
-# In a round without inner steps a node waits for a partner for this many times the duration of its last exchange, at
-# least for the seconds that follow: the others are in their exchanges, too. Simulated with 64 nodes, 2 instead of 3
-# leaves half as many again without a partner, 4 a third fewer; and every node waits longer.
-MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
-# An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
-# least a round trip around the earth, at most a dial (8 s) and a round trip.
-ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
-# A busy peer is asked again after this share of a round's inner steps, within these bounds in seconds.
-RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
-# Right before and in a round without inner steps it is asked again after this share of the wait for a partner instead.
-MEETING_RETRY_SHARE = 1 / 12
 # Proposals of one node in one round: among 1,000 nodes the last free ones rarely find each other, and each proposal may
 # cost a dial. After this many the node only accepts.
 MAX_PROPOSALS = 64
@@ -122,62 +106,6 @@ class _Timer(enum.Enum):
     PARTNER = "partner"
     PROPOSE = "propose"
     PATIENCE = "patience"
-
-
-@dataclass(slots=True)
-class Bond:
-    """A proposal of ours that is outstanding, or the agreement with a partner."""
-
-    peer: bytes
-    session: bytes
-    is_proposer: bool
-    is_partner_ready: bool = False
-
-
-@dataclass(slots=True)
-class PairingRound:
-    """State of one round; times are monotonic seconds."""
-
-    fragment: int = 0
-    order: bytes = b""
-    """Key of the coins that decide whose proposal comes first; drawn at random."""
-    started_at: float = 0.0
-    ends_at: float | None = None
-    """End of the box; without boxes the expected end, if known."""
-    ready_at: float = math.inf
-    propose_at: float = 0.0
-    num_proposals: int = 0
-    has_broken: bool = False
-    """Whether the first exchange broke."""
-    failure: str = ""
-    """What first went wrong in this round, for people."""
-    ask_at: dict[bytes, float] = field(default_factory=dict)
-    """Live peer -> not before; infinity: not in this round."""
-    lost: set[bytes] = field(default_factory=set)
-    """Peers whose connection broke: it may be made again once."""
-    matched: set[bytes] = field(default_factory=set)
-    """Peers in turn that declined a proposal because they have a partner: they may be asked once more."""
-    asked_again: set[bytes] = field(default_factory=set)
-    """Peers that were asked once more."""
-    declined: set[bytes] = field(default_factory=set)
-    """Peers in turn whose proposal this node declined because it has a partner."""
-    num_given_up: int = 0
-    """Partners given up for peers that asked a second time."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Return whether the contribution is made."""
-        return self.ready_at < math.inf
-
-    def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the contribution is ready, None if unknown."""
-        if self.is_ready:
-            return 0.0
-        return None if self.ends_at is None else max(0.0, self.ends_at - now)
-
-    def comes_first(self, peer: bytes, bond: Bond) -> bool:
-        """Return whether a peer's proposals come before ours, ``bond``: half do; asking again changes nothing."""
-        return blake3(peer + bond.session, key=self.order).digest()[0] % 2 == 0
 
 
 class Pairing:
@@ -202,11 +130,9 @@ class Pairing:
         self._is_saving = False
         self._num_fragments = num_fragments
         self._num_exchanged = [0] * num_fragments  # alone or not
-        self._current = PairingRound()
-        # Measured:
-        self._inner_seconds: float | None = config.round_seconds or None
+        self.current = PairingRound()
+        self._waits = Waits(config, config.round_seconds or None)
         self._exchange_started_at = 0.0
-        self._last_exchange_seconds = 0.0
 
     @property
     def partner(self) -> bytes | None:
@@ -217,31 +143,7 @@ class Pairing:
     def wait_ends_at(self) -> float:
         """Return when a ready node stops waiting for a partner; infinity while it is not ready."""
         takes_steps = self._config.takes_steps(self.round)
-        return self._current.ready_at + (self._longest_wait if takes_steps else self._meeting_wait)
-
-    @property
-    def _longest_wait(self) -> float:
-        return WAIT_SHARE * self._longest_meeting
-
-    @property
-    def _longest_meeting(self) -> float:
-        """Return ``exchange_seconds``, or two rounds if these are shorter: the next ones have partners too."""
-        round_seconds = self._config.round_seconds or self._inner_seconds or math.inf
-        return min(self._config.exchange_seconds, 2 * round_seconds)
-
-    @property
-    def _answer_wait(self) -> float:
-        return min(max(ANSWER_SHARE * (self._inner_seconds or 0.0), MIN_ANSWER), MAX_ANSWER)
-
-    @property
-    def _meeting_wait(self) -> float:
-        """Seconds for which a node waits for a partner that has ended its inner steps too."""
-        return min(max(MEETING_WAIT * self._last_exchange_seconds, MIN_MEETING_WAIT), self._longest_wait)
-
-    @property
-    def box_ends_at(self) -> float | None:
-        """Return when this round's inner steps end; without boxes the expected end, None if unknown."""
-        return self._current.ends_at
+        return self.current.ready_at + (self._waits.longest if takes_steps else self._waits.meeting)
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Process an event and return the outputs to carry out."""
@@ -289,9 +191,9 @@ class Pairing:
         self._move(State.SEEKING)
         self.round = round_
         self._order.begin(round_)
-        self._current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
+        self.current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
         takes_steps = self._config.takes_steps(round_)
-        current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
+        current.ends_at = None if self._waits.inner_seconds is None else at + self._waits.inner_seconds
         if not takes_steps:
             current.ends_at = at
         elif self._config.round_seconds:
@@ -302,15 +204,15 @@ class Pairing:
         self._seek(now)
 
     def _become_ready(self, round_: int, fragment: int, now: float) -> None:
-        if round_ != self.round or self._current.is_ready or self.state in (State.IDLE, State.AWAY):
+        if round_ != self.round or self.current.is_ready or self.state in (State.IDLE, State.AWAY):
             return  # of a round that has been given up
         if self._bond is not None and self._fragment_of(self._bond.session) != fragment:  # agreed on too late
             self._withdraw()
             self._part(math.inf)
-        self._current.fragment = fragment
-        self._current.ready_at = self._current.propose_at = now
+        self.current.fragment = fragment
+        self.current.ready_at = self.current.propose_at = now
         if self._config.takes_steps(round_):
-            self._inner_seconds = now - self._current.started_at
+            self._waits.inner_seconds = now - self.current.started_at
         self._timers.pop(_Timer.BOX, None)
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         if self.state is State.MATCHED and self._bond:
@@ -323,23 +225,23 @@ class Pairing:
         """Tell the partner that this node is ready, and wait for it; less for one that never came before."""
         self._send(bond.peer, messages.Ready(bond.session))
         if not self._order.is_proven(bond.peer):
-            self._timers[_Timer.PARTNER] = now + self._patience()
+            self._timers[_Timer.PARTNER] = now + self._waits.patience
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
         bond = self._bond
-        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._current.is_ready:
+        if bond is not None and bond.is_proposer and bond.is_partner_ready and self.current.is_ready:
             self._send(bond.peer, messages.Begin(bond.session))
             self._exchange(bond, now)
 
     def _exchange(self, bond: Bond, now: float) -> None:
         self._timers.clear()
         self._move(State.EXCHANGING)
-        self._num_exchanged[self._current.fragment] += 1
+        self._num_exchanged[self.current.fragment] += 1
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
-        deadline = self._current.ready_at + self._config.exchange_seconds
-        offer_by = now + max(OFFER_SHARE * min(deadline - now, self._longest_meeting), MIN_ANSWER)
+        deadline = self.current.ready_at + self._config.exchange_seconds
+        offer_by = now + max(OFFER_SHARE * min(deadline - now, self._waits.longest_exchange), MIN_ANSWER)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
@@ -349,12 +251,12 @@ class Pairing:
             self._order.note_failure(end.peer)
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
             return  # the round has been given up, or another one runs already
-        self._last_exchange_seconds = now - self._exchange_started_at
-        if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
+        self._waits.exchange_seconds = now - self._exchange_started_at
+        if end.is_broken and not self.current.has_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and no other peer is free
-            self._current.has_broken = True
-            self._current.failure = self._current.failure or failure(end.reason)
-            self._num_exchanged[self._current.fragment] -= 1
+            self.current.has_broken = True
+            self.current.failure = self.current.failure or failure(end.reason)
+            self._num_exchanged[self.current.fragment] -= 1
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
             self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
             return
@@ -366,16 +268,16 @@ class Pairing:
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(State.IDLE)
-        self._num_exchanged[self._current.fragment] += 1
-        if self._current.failure and reason != self._current.failure:
-            reason = f"{self._current.failure}, and {reason}"
+        self._num_exchanged[self.current.fragment] += 1
+        if self.current.failure and reason != self.current.failure:
+            reason = f"{self.current.failure}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
 
     # Looking for a partner
 
     def _seek(self, now: float) -> None:
         """Plan the next proposal; if no peer is left to ask and the node is ready, go on alone."""
-        current, ask_at = self._current, math.inf
+        current, ask_at = self.current, math.inf
         if not self._is_saving and current.num_proposals < MAX_PROPOSALS:
             left = self._left()
             next_at = (
@@ -386,17 +288,16 @@ class Pairing:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
             return
         self._timers.pop(_Timer.PROPOSE, None)
-        if self._current.is_ready:
+        if self.current.is_ready:
             reason = f"no peer is {'free' if self._order.peers else 'live'}"
             self._go_alone("this node saves its traffic" if self._is_saving else reason)
 
     def _propose(self, now: float) -> None:
-        askable = self._left() - {peer for peer, at in self._current.ask_at.items() if at > now}
+        askable = self._left() - {peer for peer, at in self.current.ask_at.items() if at > now}
         best, nearest = self._order.nearest(askable)
         if best > 0 and (again := self._to_ask_again(now)):
             peer = self._rng.choice(sorted(again))
-            self._current.matched.discard(peer)
-            self._current.asked_again.add(peer)
+            self.current.matched[peer] = False
         elif nearest:
             peer = self._rng.choice(sorted(nearest))  # so that one seed chooses the same in every process
         else:
@@ -404,38 +305,38 @@ class Pairing:
             return
         session = self._rng.randbytes(SESSION_BYTES)
         if self._num_fragments > 1:  # a session's last byte is the proposal's fragment
-            session = session[:-1] + bytes((self._current.fragment,))
+            session = session[:-1] + bytes((self.current.fragment,))
         self._bond = Bond(peer, session, is_proposer=True)
-        self._current.num_proposals += 1
-        self._timers[_Timer.ANSWER] = now + self._answer_wait
+        self.current.num_proposals += 1
+        self._timers[_Timer.ANSWER] = now + self._waits.answer
         self._move(State.PROPOSED)
-        self._send(peer, messages.Propose(self._bond.session, self._current.seconds_left(now)))
+        self._send(peer, messages.Propose(self._bond.session, self.current.seconds_left(now)))
 
     def _agree(self, bond: Bond, seconds_left: float | None, now: float) -> None:
         self._bond = bond
-        if (fragment := self._fragment_of(bond.session)) != self._current.fragment:
+        if (fragment := self._fragment_of(bond.session)) != self.current.fragment:
             self._use_fragment(fragment)
         self._timers.pop(_Timer.PROPOSE, None)
         self._timers.pop(_Timer.ANSWER, None)
         self._move(State.MATCHED)
-        if self._current.is_ready:
-            if not self._config.takes_steps(self.round):  # the partner is ready within `_meeting_wait`, by its word
-                at = min(now + 2 * self._meeting_wait, self._current.ready_at + self._longest_wait)
+        if self.current.is_ready:
+            if not self._config.takes_steps(self.round):  # the partner is ready within `Waits.meeting`, by its word
+                at = min(now + 2 * self._waits.meeting, self.current.ready_at + self._waits.longest)
                 self._timers[_Timer.PATIENCE] = max(at, self.wait_ends_at)
             self._await_partner(bond, now)
-        elif self._config.round_seconds and self._current.ends_at is not None and seconds_left is not None:
-            self._end_box_at((self._current.ends_at + now + seconds_left) / 2)
+        elif self._config.round_seconds and self.current.ends_at is not None and seconds_left is not None:
+            self._end_box_at((self.current.ends_at + now + seconds_left) / 2)
 
     def _part(self, ask_again_at: float) -> None:
         """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""
         if self._bond is None:
             raise LocalProtocolError("nobody to part from")
         if self._bond.peer in self._order.peers:
-            self._current.ask_at[self._bond.peer] = ask_again_at
+            self.current.ask_at[self._bond.peer] = ask_again_at
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
         self._timers.pop(_Timer.PARTNER, None)
-        self._end_box_at(self._current.started_at + self._config.round_seconds)  # as before the agreement
+        self._end_box_at(self.current.started_at + self._config.round_seconds)  # as before the agreement
         self._move(State.SEEKING)
 
     def _seek_another(self, now: float, ask_again_at: float = math.inf) -> None:
@@ -449,46 +350,20 @@ class Pairing:
 
     def _end_box_at(self, at: float) -> None:
         length = self._config.round_seconds
-        earliest = self._current.started_at + (1 - MAX_BOX_SHIFT) * length
-        latest = self._current.started_at + (1 + MAX_BOX_SHIFT) * length
+        earliest = self.current.started_at + (1 - MAX_BOX_SHIFT) * length
+        latest = self.current.started_at + (1 + MAX_BOX_SHIFT) * length
         if _Timer.BOX in self._timers:  # else the box is over, and the trainer only ends its last inner step
-            self._current.ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
+            self.current.ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
 
-    def _wait_between(self, seconds_left: float | None, now: float) -> float:
-        """Return the seconds for which one node would wait for the other at the end, if they became partners."""
-        own = self._current.seconds_left(now)
-        if own is None or seconds_left is None:
-            return 0.0
-        if not self._config.round_seconds:
-            return abs(own - seconds_left)
-        return abs(own - seconds_left) / 2 if min(own, seconds_left) == 0 else 0.0  # both boxes move, unless one ended
-
-    def _wait_for_next_round(self, seconds_left: float | None, exchange_left: float) -> float:
-        """Return for how many seconds a ready peer would wait for the end of this node's next round; 0 if not ready."""
-        if seconds_left != 0.0 or self._inner_seconds is None:
-            return 0.0
-        wait = max(exchange_left, 0.0)
-        if not self._config.takes_steps(self.round + 1):
-            return wait
-        wait += self._inner_seconds
-        return wait / 2 if self._config.round_seconds else wait
-
-    def _patience(self) -> float:
-        """Return the seconds for which one partner may wait for the other at the end of a round."""
-        return (MEETING_SHARE if self._config.round_seconds else WAIT_SHARE) * self._longest_meeting
-
+    @property
     def _retry_after(self) -> float:
         is_over = self.state in (State.EXCHANGING, State.IDLE)
-        if self._config.takes_steps(self.round + 1 if is_over else self.round):
-            seconds = RETRY_SHARE * (self._inner_seconds or 0.0)
-        else:
-            seconds = MEETING_RETRY_SHARE * self._meeting_wait
-        return min(max(seconds, MIN_RETRY), MAX_RETRY)
+        return self._waits.retry_after(self.round + is_over)
 
     # Fragments
 
     def _use_fragment(self, fragment: int) -> None:
-        self._current.fragment = fragment
+        self.current.fragment = fragment
         if self._num_fragments > 1:
             self._outputs.append(UseFragment(self.round, fragment))
 
@@ -504,7 +379,7 @@ class Pairing:
 
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
         self._order.set_peers(peers)
-        self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._order.peers}
+        self.current.ask_at = {peer: at for peer, at in self.current.ask_at.items() if peer in self._order.peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
             self._seek_another(now)
@@ -517,12 +392,12 @@ class Pairing:
         if self.state in (State.PROPOSED, State.MATCHED):
             self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
         elif self.state is State.EXCHANGING:  # which ends by itself
-            self._current.lost.add(peer)
+            self.current.lost.add(peer)
 
     def _ask_lost_at(self, peer: bytes, now: float) -> float:
-        is_first_time = peer not in self._current.lost
-        self._current.lost.add(peer)
-        return now + self._retry_after() if is_first_time else math.inf
+        is_first_time = peer not in self.current.lost
+        self.current.lost.add(peer)
+        return now + self._retry_after if is_first_time else math.inf
 
     # Messages
 
@@ -544,8 +419,8 @@ class Pairing:
             case messages.Agree(session=session) if bond is None:
                 self._send(peer, messages.Withdraw(session))
             case messages.Decline(reason=reason) if is_answer:
-                if reason == "matched" and self._order.tier(peer) == 0 and peer not in self._current.asked_again:
-                    self._current.matched.add(peer)
+                if reason == "matched" and self._order.tier(peer) == 0:
+                    self.current.matched.setdefault(peer, True)
                 self._seek_another(now)
             case messages.Busy(retry_after=retry_after) if is_answer:
                 self._seek_another(now, ask_again_at=now + max(retry_after, MIN_RETRY))
@@ -559,11 +434,11 @@ class Pairing:
                 self._send(peer, messages.Withdraw(session))
             case messages.Ready() if bond is not None and self.state is State.MATCHED:
                 bond.is_partner_ready = True
-                if self._config.round_seconds and self._current.ends_at is not None:  # end the box soon
-                    self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._longest_meeting))
+                if self._config.round_seconds and self.current.ends_at is not None:  # end the box soon
+                    self._end_box_at(min(self.current.ends_at, now + self._waits.patience))
                 self._begin_if_both_ready(now)
             case messages.Begin() if bond is not None:  # else we gave up, and nothing awaits the stream that comes
-                if bond.is_proposer or not self._current.is_ready:
+                if bond.is_proposer or not self.current.is_ready:
                     raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
                 if self.state is State.MATCHED:
                     self._exchange(bond, now)
@@ -580,7 +455,7 @@ class Pairing:
         if isinstance(answer, messages.Agree) and not is_of_ours:
             self._withdraw()
             if self.state is State.MATCHED:
-                self._current.num_given_up += 1
+                self.current.num_given_up += 1
                 self._part(math.inf)
         self._send(peer, answer)
         if isinstance(answer, messages.Agree):
@@ -593,32 +468,32 @@ class Pairing:
                 return messages.Decline(session, "away")
             case State.MATCHED if not self._gives_partner_up_for(peer, now):
                 if self._order.tier(peer) == 0:
-                    self._current.declined.add(peer)
+                    self.current.declined.add(peer)
                 return messages.Decline(session, "matched")
             case State.EXCHANGING | State.IDLE:
                 is_exchanging = self.state is State.EXCHANGING
-                left = self._exchange_started_at + self._last_exchange_seconds - now if is_exchanging else 0.0
-                if self._wait_for_next_round(proposal.seconds_left, left) > self._patience():
+                left = self._exchange_started_at + self._waits.exchange_seconds - now if is_exchanging else 0.0
+                if self._waits.until_next_round(self.round, proposal.seconds_left, left) > self._waits.patience:
                     return messages.Decline(session, "matched")
-                return messages.Busy(session, max(left, self._retry_after()))
+                return messages.Busy(session, max(left, self._retry_after))
             case State.PROPOSED if (
-                self._bond and self._bond.peer != peer and not self._current.comes_first(peer, self._bond)
+                self._bond and self._bond.peer != peer and not self.current.comes_first(peer, self._bond)
             ):
-                return messages.Busy(session, self._retry_after())
-            case _ if self._current.is_ready and self._fragment_of(session) != self._current.fragment:
+                return messages.Busy(session, self._retry_after)
+            case _ if self.current.is_ready and self._fragment_of(session) != self.current.fragment:
                 return messages.Decline(session, "fragment")
             case _ if self._is_saving:
                 return messages.Decline(session, "away")
-        wait = self._wait_between(proposal.seconds_left, now)
-        patience = min(self.wait_ends_at - now, self._patience())
+        wait = self._waits.between(self.current.seconds_left(now), proposal.seconds_left)
+        patience = min(self.wait_ends_at - now, self._waits.patience)
         if self._config.partners > 1 and proposal.seconds_left == 0.0:  # the peer will not wait for longer
-            patience = min(patience, self._meeting_wait)
+            patience = min(patience, self._waits.meeting)
         if wait > patience:
-            return messages.Busy(session, max(wait - patience, self._retry_after()))
+            return messages.Busy(session, max(wait - patience, self._retry_after))
         # a peer that this node has not heard of yet may be of another stage
         if peer not in self._order.peers or self._may_meet_another(peer, now):
-            return messages.Busy(session, self._retry_after())
-        return messages.Agree(session, self._current.seconds_left(now))
+            return messages.Busy(session, self._retry_after)
+        return messages.Agree(session, self.current.seconds_left(now))
 
     def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
         """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time.
@@ -629,12 +504,12 @@ class Pairing:
         if self._bond.peer in self._order.put_off:
             return peer in self._order.peers and self._order.tier(peer) < self._order.tier(self._bond.peer)
         may_swap = self._is_early(now) and not self._bond.is_partner_ready
-        return may_swap and self._current.num_given_up < MAX_GIVEN_UP and peer in self._current.declined
+        return may_swap and self.current.num_given_up < MAX_GIVEN_UP and peer in self.current.declined
 
     def _is_early(self, now: float) -> bool:
         """Return whether a partner that is given up now has time to find another."""
-        seconds_left = self._current.seconds_left(now)
-        return seconds_left is not None and seconds_left > SWAP_SHARE * (self._inner_seconds or 0.0)
+        seconds_left = self.current.seconds_left(now)
+        return seconds_left is not None and seconds_left > SWAP_SHARE * (self._waits.inner_seconds or 0.0)
 
     def _may_meet_another(self, peer: bytes, now: float) -> bool:
         """Return whether a peer of a lower tier may still be free in this round.
@@ -645,19 +520,20 @@ class Pairing:
         if not (tier := self._order.tier(peer)):
             return False
         left = self._left()
-        if self._current.is_ready and self._config.takes_steps(self.round):
-            left = left - self._current.ask_at.keys()
+        if self.current.is_ready and self._config.takes_steps(self.round):
+            left = left - self.current.ask_at.keys()
         return bool(self._to_ask_again(now)) or self._order.nearest(left)[0] < tier
 
     def _left(self) -> Set[bytes]:
         """Return the peers that this node may still ask; those that are put off once no other is left."""
-        ends_at, asked = self.wait_ends_at, self._current.ask_at
+        ends_at, asked = self.wait_ends_at, self.current.ask_at
         left = self._order.peers - {peer for peer, at in asked.items() if at >= ends_at}
         return left - self._order.put_off or left
 
     def _to_ask_again(self, now: float) -> frozenset[bytes]:
         """Return peers in turn that have a partner, and may give it up while there is time for that."""
-        return self._order.peers & self._current.matched if self._is_early(now) else frozenset()
+        may_ask = self._is_early(now)
+        return frozenset(peer for peer, may in self.current.matched.items() if may and may_ask) & self._order.peers
 
     def _send(self, peer: bytes, message: messages.Message) -> None:
         self._outputs.append(SendMessage(peer, messages.encode_message(message)))
@@ -674,7 +550,7 @@ class Pairing:
             case _Timer.BOX:
                 self._outputs.append(FinishRound(self.round))
             case _Timer.PARTNER:
-                asked, ends_at = self._current.ask_at, self.wait_ends_at
+                asked, ends_at = self.current.ask_at, self.wait_ends_at
                 if any(asked.get(peer, 0.0) < ends_at for peer in self._order.peers - {self.partner}):
                     self._give_partner_up()
                     self._seek(now)
@@ -690,7 +566,7 @@ class Pairing:
     def _give_partner_up(self) -> None:
         """Withdraw from a partner that is late; its turn is used."""
         assert self._bond is not None, "the timer runs while there is a partner"
-        self._current.failure = self._current.failure or NOT_READY
+        self.current.failure = self.current.failure or NOT_READY
         self._order.note_failure(self._bond.peer)
         self._order.note_meeting(self._bond.peer)
         self._withdraw()

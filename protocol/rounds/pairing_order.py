@@ -77,8 +77,8 @@ class _Record:
 class PeerOrder:
     """The live peers of a node, in the order in which they are asked in this round.
 
-    Meetings with each peer are counted in a leaky bucket. A hash of both keys sets its initial level, so two nodes agree
-    on when they may first meet.
+    Meetings with each peer are counted in a leaky bucket. A hash of both keys sets its initial level, so two nodes
+    agree on when they may first meet.
     """
 
     def __init__(self, own: bytes) -> None:

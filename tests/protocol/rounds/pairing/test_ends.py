@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.rounds.pairing import MEETING_SHARE, OFFER_SHARE, WAIT_SHARE
+from farandole.protocol.rounds.pairing import OFFER_SHARE
 from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -27,6 +27,7 @@ from farandole.protocol.rounds.pairing_messages import (
     Withdraw,
     encode_message,
 )
+from farandole.protocol.rounds.pairing_waits import MEETING_SHARE, WAIT_SHARE
 from farandole.protocol.trainer.trainer_messages import FinishRound
 from farandole.protocol.wire.timers import TimerFired
 
@@ -202,9 +203,9 @@ def test_no_wait_is_longer_than_two_rounds_allow() -> None:
 
 def test_a_partner_that_is_let_go_leaves_the_box_as_it_was() -> None:
     alice, session = matched(seconds_left=4.0)
-    assert alice.machine.box_ends_at == pytest.approx(37.0)
+    assert alice.machine.current.ends_at == pytest.approx(37.0)
     alice.hear(BOB, Withdraw(session), 31.0)
-    assert alice.machine.box_ends_at == 40.0
+    assert alice.machine.current.ends_at == 40.0
 
 
 def test_a_last_resort_is_given_up_for_a_better_peer_and_for_no_other() -> None:
@@ -262,7 +263,7 @@ def test_readiness_for_an_unknown_session_is_answered_with_a_withdrawal() -> Non
 
 def test_partners_meet_in_the_middle_of_their_boxes() -> None:
     alice, _ = matched(seconds_left=4.0)  # Alice's box ends at 40, Bob's at 34
-    assert alice.machine.box_ends_at == pytest.approx(37.0)
+    assert alice.machine.current.ends_at == pytest.approx(37.0)
     assert alice.handle(TimerFired(), 36.9) == []
     assert alice.handle(TimerFired(), 37.0) == [FinishRound(7)]
     assert alice.handle(TimerFired(), 38.0) == []
@@ -271,14 +272,14 @@ def test_partners_meet_in_the_middle_of_their_boxes() -> None:
 @pytest.mark.parametrize(("seconds_left", "end"), [(1_000.0, 60.0), (0.0, 35.0)])
 def test_a_box_moves_by_half_its_length_at_most(seconds_left: float, end: float) -> None:
     alice, _ = matched(seconds_left=seconds_left)
-    assert alice.machine.box_ends_at == end
+    assert alice.machine.current.ends_at == end
 
 
 def test_a_partner_that_is_ready_early_is_met_while_it_is_patient() -> None:
     config = msgspec.structs.replace(BOXED, exchange_seconds=8.0)
     alice, session = matched(config, seconds_left=10.0)
     alice.hear(BOB, Ready(session), 31.0)
-    assert alice.machine.box_ends_at == 31.0 + MEETING_SHARE * 8.0
+    assert alice.machine.current.ends_at == 31.0 + MEETING_SHARE * 8.0
 
 
 def test_without_boxes_ends_far_apart_do_not_pair() -> None:
@@ -303,7 +304,7 @@ def test_a_round_that_began_before_its_partner_is_sought_ends_in_time() -> None:
     alice.handle(ContributionReady(7), 40.0)
     alice.hear(BOB, Ready(session), 48.0)
     alice.handle(RoundStarted(8, at=40.0), 48.0)
-    assert alice.machine.box_ends_at == 80.0
+    assert alice.machine.current.ends_at == 80.0
     alice.handle(
         ExchangeEnded(session, BOB, committed=False), 60.0
     )  # left to the caller: the machine is already in round 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.rounds.pairing import WAIT_SHARE
 from farandole.protocol.rounds.pairing_events import ContributionReady, ExchangeEnded, RoundStarted, State
 from farandole.protocol.rounds.pairing_messages import Begin, Decline, Propose, Ready, Withdraw
+from farandole.protocol.rounds.pairing_waits import WAIT_SHARE
 from farandole.protocol.trainer.trainer_messages import UseFragment
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.timers import TimerFired

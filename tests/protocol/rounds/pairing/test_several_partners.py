@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.rounds.pairing import (
-    MEETING_RETRY_SHARE,
-    MEETING_WAIT,
-    MIN_MEETING_WAIT,
-    PROPOSE_UNTIL,
-    WAIT_SHARE,
-)
+from farandole.protocol.rounds.pairing import PROPOSE_UNTIL
 from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -19,6 +13,7 @@ from farandole.protocol.rounds.pairing_events import (
     StartExchange,
 )
 from farandole.protocol.rounds.pairing_messages import Agree, Begin, Busy, Propose, Ready
+from farandole.protocol.rounds.pairing_waits import MEETING_RETRY_SHARE, MEETING_WAIT, MIN_MEETING_WAIT, WAIT_SHARE
 from farandole.protocol.wire.timers import TimerFired
 
 from .nodes import ALICE, BOB, BOXED, CAROL, LOW, MALLORY, SEVERAL, Node, only_proposal
@@ -103,4 +98,4 @@ def test_the_time_of_inner_steps_is_that_of_rounds_that_have_some() -> None:
     alice.handle(ContributionReady(7), 43.0)
     alice.handle(TimerFired(), 43.0 + WAIT_SHARE * SEVERAL.exchange_seconds)
     alice.handle(RoundStarted(8), 60.0)
-    assert alice.machine.box_ends_at == 100.0
+    assert alice.machine.current.ends_at == 100.0

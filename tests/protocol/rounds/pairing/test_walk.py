@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from farandole.protocol.rounds.pairing import WAIT_SHARE, Pairing
+from farandole.protocol.rounds.pairing import Pairing
 from farandole.protocol.rounds.pairing_events import (
     FOLLOWING,
     ContributionReady,
@@ -34,6 +34,7 @@ from farandole.protocol.rounds.pairing_messages import (
     decode_message,
     encode_message,
 )
+from farandole.protocol.rounds.pairing_waits import WAIT_SHARE
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.trainer.trainer_messages import FinishRound
 from farandole.protocol.wire.errors import RemoteProtocolError

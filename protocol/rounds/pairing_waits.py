@@ -1,0 +1,86 @@
+"""How long a node waits for answers and partners, from the run's settings and from what it has measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..run.rules import RoundConfig
+
+# Share of exchange_seconds for which a ready node waits for its partner; the rest is for transfer and decision.
+WAIT_SHARE = 0.5
+# A partner that is ready before its box ends (its trainer reached inner_steps) is met within this share of
+# exchange_seconds, well before its patience (WAIT_SHARE) ends: the last inner step takes its time too.
+MEETING_SHARE = 0.25
+# In a round without inner steps a node waits for a partner for this many times the duration of its last exchange, at
+# least for the seconds that follow: the others are in their exchanges, too. Simulated with 64 nodes, 2 instead of 3
+# leaves half as many again without a partner, 4 a third fewer; and every node waits longer.
+MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
+# An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
+# least a round trip around the earth, at most a dial (8 s) and a round trip.
+ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
+# A busy peer is asked again after this share of a round's inner steps, within these bounds in seconds.
+RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
+# Right before and in a round without inner steps it is asked again after this share of the wait for a partner instead.
+MEETING_RETRY_SHARE = 1 / 12
+
+
+@dataclass(slots=True)
+class Waits:
+    """The waits of one node, in seconds."""
+
+    config: RoundConfig
+    inner_seconds: float | None
+    """The last round's inner steps; None: not known yet."""
+    exchange_seconds: float = 0.0
+    """The last exchange; 0: there was none."""
+
+    @property
+    def longest_exchange(self) -> float:
+        """Return ``exchange_seconds``, or two rounds if these are shorter: the next ones have partners too."""
+        round_seconds = self.config.round_seconds or self.inner_seconds or math.inf
+        return min(self.config.exchange_seconds, 2 * round_seconds)
+
+    @property
+    def longest(self) -> float:
+        """Return for how long a ready node waits."""
+        return WAIT_SHARE * self.longest_exchange
+
+    @property
+    def meeting(self) -> float:
+        """Return for how long a node waits for a partner that has ended its inner steps too."""
+        return min(max(MEETING_WAIT * self.exchange_seconds, MIN_MEETING_WAIT), self.longest)
+
+    @property
+    def patience(self) -> float:
+        """Return for how long one partner may wait for the other at the end of a round."""
+        return (MEETING_SHARE if self.config.round_seconds else WAIT_SHARE) * self.longest_exchange
+
+    @property
+    def answer(self) -> float:
+        """Return after how long an answer to a proposal is overdue."""
+        return min(max(ANSWER_SHARE * (self.inner_seconds or 0.0), MIN_ANSWER), MAX_ANSWER)
+
+    def retry_after(self, round_: int) -> float:
+        """Return after how long a busy peer is asked again; ``round_``: the one that the peer is in, or begins next."""
+        takes_steps = self.config.takes_steps(round_)
+        seconds = RETRY_SHARE * (self.inner_seconds or 0.0) if takes_steps else MEETING_RETRY_SHARE * self.meeting
+        return min(max(seconds, MIN_RETRY), MAX_RETRY)
+
+    def between(self, one: float | None, other: float | None) -> float:
+        """Return how long one partner would wait for the other, if they are ready after ``one`` and ``other``."""
+        if one is None or other is None:
+            return 0.0
+        if not self.config.round_seconds:
+            return abs(one - other)
+        return abs(one - other) / 2 if min(one, other) == 0 else 0.0  # both boxes move, unless one ended
+
+    def until_next_round(self, round_: int, seconds_left: float | None, exchange_left: float) -> float:
+        """Return how long a ready peer would wait for the end of the round after ``round_``; 0 if it is not ready."""
+        if seconds_left != 0.0 or self.inner_seconds is None:
+            return 0.0
+        wait = max(exchange_left, 0.0)
+        if not self.config.takes_steps(round_ + 1):
+            return wait
+        wait += self.inner_seconds
+        return wait / 2 if self.config.round_seconds else wait
