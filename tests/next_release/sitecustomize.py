@@ -4,10 +4,7 @@ Run by Python if PYTHONPATH has this folder; a test sets ``OTHER_SOURCE``:
 
 entries     the next release: its entries have one more field, and a kind of their own
 exchange    the same, and its exchanges speak another protocol
-state       the same, and its run state does
 half        a trainer that counts every other inner step and does not take it
-fault       a trainer with bad memory: now and then a bit of a gradient flips
-name        a node that gives itself a name which no terminal should show
 """
 
 from __future__ import annotations
@@ -49,27 +46,10 @@ EDITS = {
 }
 REPLICA = "farandole.training.engine.replica"
 _STEP = "        self.optimizer.step(steps, divisor)\n"
-NAME = "\x1b[2J\u202e[red]<b>\n"
 _SOURCES = {
     "entries": EDITS,
     "exchange": EDITS | {"farandole.node.bulk.exchange_service": {"/farandole/exchange/1": "/farandole/exchange/2"}},
-    "state": EDITS
-    | {
-        "farandole.protocol.state.antientropy": {"/farandole/state/2": "/farandole/state/3"},
-        "farandole.protocol.state.push": {"/farandole/push/2": "/farandole/push/3"},
-    },
     "half": {REPLICA: {_STEP: f"        if steps % 2:\n    {_STEP}"}},
-    "name": {
-        ENTRIES: {"shown_name(self.name)": "self.name"},
-        "farandole.node.state.membership": {"name=self.name,": f"name={NAME!r},"},
-    },
-    "fault": {  # the first rounds are right; steps of replays count too
-        REPLICA: {
-            _STEP: "        Replica.taken = taken = getattr(Replica, 'taken', 0) + 1\n"
-            "        if taken > 30 and taken % 7 == 0:\n"
-            f"            self.gradient[taken % len(self.gradient)] += 0.5\n{_STEP}"
-        }
-    },
 }
 
 

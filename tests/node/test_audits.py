@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from farandole.node.base.exits import Exit
@@ -17,11 +16,6 @@ MANIFEST = small_manifest(
     rounds={"inner_steps": 10, "round_seconds": 2.0, "exchange_seconds": 5.0},
     audits=1.0,
 )
-
-
-def cheating(cheat: str, home: Path, *arguments: str) -> AbstractAsyncContextManager[Daemon]:
-    """Run a daemon whose trainer trains otherwise than it says."""
-    return joined(home, *arguments, env=other_source(cheat))
 
 
 def has_caught(status: NodeStatus, peer: str) -> bool:
@@ -47,7 +41,7 @@ async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, 
         invite = alice.invite(run.run_id)
         async with (
             joined(tmp_path / "bob", invite, *data) as bob,
-            cheating("half", tmp_path / "mallory", invite, *data) as mallory,
+            joined(tmp_path / "mallory", invite, *data, env=other_source("half")) as mallory,
         ):
             await mallory.says("step")
             peer = (await mallory.status()).peer_id
@@ -68,12 +62,3 @@ async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, 
             assert verdicts.pop(peer) == "wrong"
             assert set(verdicts) == {(await honest.status()).peer_id for honest in (alice, bob)}
             assert set(verdicts.values()) <= {"right", "not given"}, "fast rounds may be over before they are fetched"
-
-
-async def test_a_machine_that_computes_wrongly_stops_and_says_why(tmp_path: Path, texts: Path) -> None:
-    write_run(tmp_path, MANIFEST)
-    async with cheating("fault", tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
-        assert "memory" in await alice.says("computes wrongly")
-        status = await alice.until(lambda status: status.phase == "paused")
-        assert "computes wrongly" in status.phase_detail
-        assert any("computes wrongly" in warning for warning in status.warnings)

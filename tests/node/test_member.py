@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.app.commands.control import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join.address_book import AddressBook
 from farandole.node.loop.rest_service import Rest
@@ -24,16 +23,11 @@ from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.store.folder import CheckpointFolder
-from farandole.node.transfers import receiver as downloads
-from farandole.node.transfers.receiver import Fetched
-from farandole.node.transfers.weights import WEIGHTS_TIMEOUT
-from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.identity import public_bytes
 
 from .hosts import until
-from .transfers.files import signed_index_of
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -89,49 +83,6 @@ async def test_a_full_disk_does_not_end_the_node(
     nursery.start_soon(remember, member.daemon, member.mesh.host, member.membership)
     await until(lambda: any("the disk is full" in warning for warning in journal.warnings))
     nursery.cancel_scope.cancel()
-
-
-async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not_cut_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
-    member = member_at(tmp_path)
-    asked: list[bytes] = []
-
-    async def ask(conditions: object, donor: bytes, *args: object) -> tuple[SignedIndex, Index]:
-        await trio.lowlevel.checkpoint()
-        return signed_index_of(donor)
-
-    async def fetch(
-        conditions: object, signed: SignedIndex, index: Index, donors: Any, *args: object, **options: object
-    ) -> Fetched:
-        (donor,) = donors()
-        asked.append(donor)
-        await trio.sleep(3 * WEIGHTS_TIMEOUT)
-        if donor == FROZEN:
-            raise PeerUnreachableError("too slow")
-        return Fetched({donor: 1}, 1)
-
-    monkeypatch.setattr(downloads, "ask_for_index", ask)
-    monkeypatch.setattr(downloads, "fetch_checkpoint", fetch)
-    monkeypatch.setattr(member.membership, "current_round", lambda: 50)
-    monkeypatch.setattr(member.membership, "donors", lambda after_round, stage: [FROZEN, MALLORY, ALICE])
-    await member.weights.obtain()
-    assert asked == [FROZEN, MALLORY]
-    asked.clear()
-    await member.weights.obtain()  # as if the trainer could not use them
-    assert asked == [FROZEN, ALICE]
-
-
-async def test_what_a_killed_trainer_left_half_saved_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
-    member = member_at(tmp_path)
-    leftover = NodeSettings(home=tmp_path).checkpoints / ".stage-0-round-7.safetensors.1234.tmp"
-    leftover.parent.mkdir()
-    leftover.write_bytes(b"half")
-    monkeypatch.setattr(member.membership, "current_round", lambda: 0)
-    await member.weights.obtain()
-    assert not leftover.exists()
 
 
 async def test_a_member_that_comes_back_says_its_round_at_once(

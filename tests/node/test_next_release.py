@@ -15,7 +15,6 @@ from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.state.entries import Kind, decode_delta
 from farandole.protocol.wire.identity import public_key_of
 
-from ..next_release.sitecustomize import NAME
 from ..next_release.sitecustomize import VERSION as NEXT_VERSION
 from .daemons import farandole, joined, other_source, two_that_average
 
@@ -75,33 +74,3 @@ async def test_nodes_that_cannot_average_say_so_at_both_ends_with_the_remedy(
             assert "other release" in (await farandole(alice.home, "peers")).out
             await alice.says("alone: no peer is live")
             assert not [line for line in alice.said if "failed" in line]
-
-
-async def test_a_node_that_reads_no_members_run_state_learns_that_its_release_is_why(
-    tmp_path: Path, run: SignedManifest, texts: Path
-) -> None:
-    data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, env=other_source("state")) as bob:
-            told = await bob.says("warning:", f"1 connected peer runs farandole {VERSION}")
-            assert "cannot average" in told
-            await alice.says("warning:", f"1 connected peer runs farandole {NEXT_VERSION}", "upgrade this node")
-
-
-async def test_a_name_stands_behind_an_id_and_a_hostile_one_is_passed_on_and_not_shown(
-    tmp_path: Path, run: SignedManifest, texts: Path
-) -> None:
-    """Carol takes Alice's name; Bob's node writes control characters."""
-    words = ("--data", str(texts), "--name", "Anna's PC")
-    async with two_that_average(tmp_path, run.run_id, *words, bobs=other_source("name")) as (alice, bob):
-        author = public_key_of((await bob.status()).peer_id)
-        async with joined(tmp_path / "carol", alice.invite(run.run_id), *words) as carol:
-            await carol.says("averaged with")
-            await alice.says(f'{carol.name} "Anna\'s PC" is here')
-            peers = (await farandole(alice.home, "peers")).out
-            rows = {row[:8]: "Anna's PC" in row for row in peers.splitlines()}
-            assert [rows[each.name] for each in (alice, bob, carol)] == [True, False, True]
-            await alice.end(signal.SIGTERM)
-        assert not set("\x1b\u202e<") & set("".join((*alice.said, peers)))
-    assert NAME in (await fields_of(alice.home, author))[Kind.MEMBER]

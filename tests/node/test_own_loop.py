@@ -83,52 +83,6 @@ async def test_a_node_that_a_killed_loop_has_started_is_taken_over_and_ended(tmp
         assert not await trio.to_thread.run_sync(run_of_node, run)
 
 
-async def test_a_loop_waits_while_its_node_rests(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    async with loop(tmp_path / "alice", "--create", str(run), *ENDLESS) as alice:
-        await alice.says("step 0")
-        async with node_of_a_loop(run) as node:
-            resting = await node.until(lambda status: status.round > 0)
-            assert resting.trainer_pid == alice.process.pid
-            await node.ask("pause")
-            resting = await node.until(lambda status: status.phase == "paused")
-            await node.ask("resume")
-            await node.until(lambda status: status.phase == "training" and status.inner_steps > resting.inner_steps)
-
-
-FAILING = """
-import torch
-import farandole
-from torch import distributed
-
-distributed.init_process_group("gloo")
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-run = farandole.create_run(model, "run", rounds={"round_seconds": 1})
-with farandole.NoLoCo(model, optimizer, run) as joined:
-    print("begun", flush=True)
-    while True:
-        model(torch.randn(8, 4)).square().mean().backward()
-        for parameter in model.parameters():
-            distributed.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        if joined.round == 2 and distributed.get_rank() == 1:
-            raise RuntimeError("this rank fails")
-"""
-
-
-async def test_when_the_loop_fails_in_one_rank_all_of_them_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "failing.py"
-    program.write_text(FAILING)
-    monkeypatch.chdir(tmp_path)
-    async with loop(tmp_path / "home", program=(*TORCHRUN, str(program))) as ranks:
-        await ranks.says("begun")
-        async with node_of_a_loop(tmp_path / "run"):
-            await ranks.says("RuntimeError: this rank fails")
-            assert await ranks.ends() != 0
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found as Linux lists a process's children")
 async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_back_when_a_rank_is_lost(
     tmp_path: Path,

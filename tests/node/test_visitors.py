@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -59,9 +57,8 @@ async def test_an_invited_member_pulls_and_audits_by_its_data_directory_and_a_st
         assert len(members) == 2
 
 
-@pytest.mark.parametrize("is_running", [True, False])
 async def test_a_listed_member_pulls_by_its_data_directory_and_a_stranger_reads_what_to_do(
-    tmp_path: Path, texts: Path, *, is_running: bool
+    tmp_path: Path, texts: Path
 ) -> None:
     data = ("--data", str(texts))
     (tmp_path / "bob").mkdir(mode=0o700)
@@ -70,12 +67,7 @@ async def test_a_listed_member_pulls_by_its_data_directory_and_a_stranger_reads_
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("step")
         invite = encode_invite(Invite(run.run_id, alice.addresses))
-        if is_running:
-            async with joined(tmp_path / "bob", invite, *data) as bob:
-                await bob.says("averaged with", alice.name)
-                assert await does_pull(bob.home, invite)
-        else:
-            assert await does_pull(tmp_path / "bob", invite)
+        assert await does_pull(tmp_path / "bob", invite)
         said = await refusal(tmp_path / "eve", "checkpoint", "pull", invite)
         assert "for the members that its manifest lists" in said
         assert "run the command with --home of a member's node" in said

@@ -32,7 +32,7 @@ from farandole.protocol.stages.activations import (
 )
 from farandole.protocol.wire.record_layer import Sealer
 
-from ..parties import AlwaysWaits
+from ..parties import Faults, MemoryStream
 from ..sockets import tcp_pair
 
 PATIENCE = 10.0
@@ -44,27 +44,18 @@ def send_data(link: Link, data: memoryview) -> bytes:
     return link.pipe.send_chunk(data)
 
 
-class Line(AlwaysWaits):
+class Line(MemoryStream):
     """A stream to Alice; ``on_sent`` is called after each write, with the number of writes."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
-        self.is_bulk = False
-        self.handshake_hash = bytes(32)
-        self.peer = b"alice"
+        super().__init__(stream, b"alice", Faults())
         self.num_sent = 0
         self.on_sent: Callable[[int], None] = lambda number: None
-        self._stream = stream
 
     async def send_all(self, data: bytes) -> None:
-        await self._stream.send_all(data)
+        await super().send_all(data)
         self.num_sent += 1
         self.on_sent(self.num_sent)
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        return await self._stream.receive_some(max_bytes)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
 
 class Alice:

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from itertools import combinations
 from pathlib import Path
 
-import pytest
 import trio
 
 from farandole.protocol.run.manifest import SignedManifest
@@ -77,26 +76,6 @@ async def takes_part(node: Daemon) -> None:
     """Wait until the node's trainer has trained on a slice."""
     while not drawn(node.home):  # noqa: ASYNC110 - another process tells no event
         await trio.sleep(0.2)
-
-
-@pytest.mark.soak
-async def test_where_the_model_is_cut_the_first_stage_draws_every_slice_and_all_finish(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    write_texts(texts, 2)
-    signed = signed_run(tmp_path, {"num_stages": 2, "num_layers": 2}, pipeline={"microbatch_size": 4})
-    data = ("--data", str(texts), "--log-level", "debug")
-    async with AsyncExitStack() as stack:
-        nodes = [await stack.enter_async_context(joined(tmp_path / "0", str(tmp_path / "run.manifest"), *data))]
-        await nodes[0].says("listening on")
-        invite = nodes[0].invite(signed.run_id)
-        nodes += [await stack.enter_async_context(joined(tmp_path / name, invite, *data)) for name in ("1", "2")]
-        async with trio.open_nursery() as nursery:
-            for node in nodes:
-                nursery.start_soon(node.says, "all 1 epochs are done")
-        num_slices = max([(await data_of(node))["slices"] for node in nodes])
-    counts = sum((drawn(node.home) for node in nodes), Counter[int]())
-    assert set(counts) == set(range(num_slices))
-    assert counts.total() <= MAX_MEAN * num_slices
 
 
 async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.status.status import DataStatus
 from farandole.protocol.epochs.lease_claims import SETTLE_SECONDS
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.run.slices import Sections, parts
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.state.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.state.liveness import Liveness
@@ -245,6 +246,26 @@ async def test_another_text_is_told_of_until_its_node_is_gone_for_good(run: Run,
         run.state.expire(run.now + 2 * 3_600)
         await trio.sleep(3)
         assert node.status.others_texts == 0
+
+
+async def test_what_a_member_that_never_exchanged_says_is_done_is_trained_on_all_the_same(
+    run: Run, disk: Disk, clock: MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.others = frozenset({public_bytes(BOB)})
+        node.begin()
+        run.write(BOB, 0, Lease(0, CORPUS, (LeasedSlices(0, 16, 16),)))
+        for index, raw in enumerate(parts(Sections(NUM_SLICES).all), 1):
+            run.write(BOB, index, Lease(0, CORPUS, (), raw))
+        await trio.sleep(SETTLE_SECONDS + 3)
+        assert (node.status.done, node.status.doubted) == (0, NUM_SLICES)
+        drawn = set[int]()
+        with trio.fail_after(3_000):
+            while node.status.epoch == 1:
+                drawn |= {index for first, count in node.drawn[-1].ranges for index in range(first, first + count)}
+                node.train()
+                await trio.sleep(1)
+        assert drawn >= set(range(NUM_SLICES))
 
 
 async def test_a_stage_that_draws_nothing_hears_of_the_end(run: Run, disk: Disk, clock: MockClock) -> None:

@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import trio
 
-from farandole.node.base.control import ControlError, call
-from farandole.node.base.identity import load_or_create_key
+from farandole.node.base.control import ControlError
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.run.manifest import sign_manifest
-from farandole.protocol.state.entries import Kind, Notice
 
-from ...patience import PATIENCE
 from ..daemons import Daemon, joined
-from ..outsiders import light_member
-from ..small_runs import small_manifest
+from ..small_runs import small_manifest, write_run
 
 
 async def notify(daemon: Daemon, action: str, text: str = "") -> None:
-    await trio.to_thread.run_sync(lambda: call(daemon.home, "notice", timeout=PATIENCE, action=action, text=text))
+    await daemon.ask("notice", action=action, text=text)
 
 
 def rests(status: NodeStatus) -> bool:
@@ -29,9 +23,7 @@ def rests(status: NodeStatus) -> bool:
 
 async def test_the_creator_pauses_resumes_and_stops_all_who_let_it(tmp_path: Path, texts: Path) -> None:
     home, data = tmp_path / "alice", ("--data", str(texts))
-    home.mkdir(mode=0o700)
-    run = sign_manifest(small_manifest(), load_or_create_key(home / "key"))
-    (tmp_path / "run.manifest").write_bytes(run.encode())
+    run = write_run(tmp_path, small_manifest(), creator=home)
     async with joined(home, str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
         invite = alice.invite(run.run_id)
@@ -59,11 +51,9 @@ async def test_the_creator_pauses_resumes_and_stops_all_who_let_it(tmp_path: Pat
             step = (await carol.status()).inner_steps
             await carol.until(lambda status: status.inner_steps > step + 5)
 
-            async with light_member(tmp_path / "mallory", run, alice) as mallory:
-                await mallory.publish(Kind.NOTICE, 0, Notice("resume"))  # hers stays in her own state
-                await notify(alice, "resume")
-                await bob.says("has resumed")
-                await bob.until(lambda status: status.phase == "training")
+            await notify(alice, "resume")
+            await bob.says("has resumed")
+            await bob.until(lambda status: status.phase == "training")
 
             await notify(alice, "stop", "thank you all")
             stopped = await bob.until(lambda status: status.phase == "finished" and status.trainer_pid is None)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,17 +19,16 @@ from safetensors.torch import load_file
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop import pipeline_service
 from farandole.node.loop.pipeline_service import ACTIVATIONS_PROTOCOL, Links, PipelineService, Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol.run.manifest import Manifest, PipelineConfig
-from farandole.protocol.stages.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
+from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.stages.activations import Hello, Link, shape_hash
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.protocol.wire.identity import public_bytes, short_name
+from farandole.protocol.wire.identity import public_bytes
 from farandole.training.data.dataset import Bring
 from farandole.training.engine.learner import build_learner
 
@@ -44,7 +40,6 @@ from ..trainer_commands import prepare_for
 STEPS = 8
 NUM_HELD_OUT = 2  # batches, which are microbatches here
 Values = npt.NDArray[np.float32]
-NUM_HONEST = 30  # microbatches before a node falsifies
 RUN_ID = b"r" * 32
 
 
@@ -67,8 +62,6 @@ class Node:
     contributed: trio.Event = field(default_factory=trio.Event)
     saved: trio.Event = field(default_factory=trio.Event)
     has_used_channels: bool = False
-    falsify: Callable[[messages.Work, memoryview], None] = lambda work, outgoing: None
-    """Changes a job's output before it is sent."""
 
     async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
         queue, queued = trio.open_memory_channel[messages.Command](math.inf)
@@ -83,14 +76,7 @@ class Node:
             nursery.start_soon(write)
             memory = self.trainer.map_activations(manifest.pipeline.in_flight)
             size = self.trainer.prepared.activation_bytes
-            works = deque[messages.Work]()
-
-            def send(command: messages.Command) -> None:
-                if isinstance(command, messages.Work):
-                    works.append(command)
-                tell(command)
-
-            worker = Worker(stage, size, memory, send)
+            worker = Worker(stage, size, memory, tell)
             self.service.begin(worker)
             if stage == 0:
                 self.service.handle(messages.Validate(NUM_HELD_OUT))
@@ -101,8 +87,6 @@ class Node:
                 match report:
                     case messages.Worked(problem, is_outlier):
                         assert is_outlier or problem == ""
-                        work = works.popleft()
-                        self.falsify(work, worker.outgoing(work.slot))
                         self.service.handle(report)
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
@@ -129,22 +113,16 @@ async def open_nodes(
     folder: Path,
     *,
     with_channels: bool = False,
-    stages: Sequence[int] = (),
-    warn: Callable[[int, str], None] = lambda number, text: None,
 ) -> AsyncIterator[list[Node]]:
-    """Open one node for each stage of the model, or of ``stages``, connected with each other; the trainers are ready.
-
-    ``warn`` gets a node's number and its warning.
-    """
-    stages = stages or range(manifest.model.num_stages)
+    """Open one node for each stage of the model, connected with each other; the trainers are ready."""
     folder.joinpath("texts").mkdir()
     for number in range(20):
         folder.joinpath("texts", f"{number}.txt").write_text(f"text {number}, which goes on and on; " * 100)
     async with contextlib.AsyncExitStack() as stack:
         nodes: list[Node] = []
         authors: list[bytes] = []
-        for number, stage in enumerate(stages):
-            key = Ed25519PrivateKey.from_private_bytes(bytes([number + 1]) * 32)
+        for stage in range(manifest.model.num_stages):
+            key = Ed25519PrivateKey.from_private_bytes(bytes([stage + 1]) * 32)
             authors.append(public_bytes(key))
             host = await stack.enter_async_context(open_host(key, LOOPBACK))
             messenger = await stack.enter_async_context(open_messenger(host))
@@ -157,22 +135,13 @@ async def open_nodes(
                 Shaping(),
                 await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None,
             )
-            service = PipelineService(
-                links, messenger, manifest, authors[-1], random.Random(number), partial(warn, number)
-            )
-            home = folder if stage == number else folder / str(number)
-            home.mkdir(exist_ok=True)
+            service = PipelineService(links, messenger, manifest, authors[-1], random.Random(stage))
             data = [str(folder / "texts")]
-            command = prepare_for(manifest, home, run_id=RUN_ID, author=authors[-1], data=data, stage=stage)
+            command = prepare_for(manifest, folder, run_id=RUN_ID, author=authors[-1], data=data, stage=stage)
             trainer = await stack.enter_async_context(open_trainer(command))
             nodes.append(Node(host, service, trainer))
         for node in nodes:
-            node.service.set_nodes(
-                [
-                    frozenset(author for author, held in zip(authors, stages, strict=True) if held == stage)
-                    for stage in range(manifest.model.num_stages)
-                ]
-            )
+            node.service.set_nodes([frozenset({author}) for author in authors])
         yield nodes
 
 
@@ -214,90 +183,6 @@ async def test_nodes_of_one_stage_each_learn_what_one_learns(tmp_path: Path, num
     }
     assert learnt.keys() == slow.keys()
     assert all(torch.equal(learnt[name], slow[name]) for name in slow)
-
-
-@pytest.mark.parametrize(
-    ("stages", "job", "factor"),
-    [
-        ((0, 1, 1), "backward", 1_000.0),
-        ((0, 1, 1), "forward", -1.0),
-        ((0, 1, 0), "draw", -1.0),
-    ],
-)
-async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
-    tmp_path: Path, stages: tuple[int, ...], job: messages.Job, factor: float
-) -> None:
-    """The last of three nodes falsifies after being honest for a while. A neighbour notices, and warns its owner.
-
-    The falsifier's own warnings do not matter: gradients of activations that it has reversed look odd to it, too. The
-    learning rate is low, since the directions of honest gradients turn while a small model learns fast, and then
-    honest neighbours are avoided for some seconds (`farandole.protocol.stages.microbatches`).
-    """
-    manifest = manifest_of(2)
-    manifest = msgspec.structs.replace(manifest, inner=msgspec.structs.replace(manifest.inner, learning_rate=1e-5))
-    warnings: list[str] = []
-    is_avoided = trio.Event()
-    done: Counter[str] = Counter()
-
-    def warn(number: int, text: str) -> None:
-        if number < len(stages) - 1:
-            warnings.append(text)
-            is_avoided.set()
-
-    def falsify(work: messages.Work, outgoing: memoryview) -> None:
-        done[work.work] += 1
-        if work.work == job and done[work.work] > NUM_HONEST:
-            values = np.frombuffer(outgoing, dtype="<f4")
-            values[:] = factor * values
-
-    with trio.fail_after(PATIENCE):
-        async with open_nodes(manifest, tmp_path, stages=stages, warn=warn) as nodes, trio.open_nursery() as nursery:
-            nodes[-1].falsify = falsify
-            for node, stage in zip(nodes, stages, strict=True):
-                nursery.start_soon(node.run, manifest, stage, 100_000)
-            await is_avoided.wait()
-            nursery.cancel_scope.cancel()
-    assert {short_name(nodes[-1].host.author) in warning for warning in warnings} == {True}, warnings
-    assert 0 < done[job] - NUM_HONEST <= 50
-
-
-async def test_who_falls_silent_amid_activations_gives_the_slot_back(
-    monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
-) -> None:
-    """The slot is free long before the microbatch's own deadline. Of two real hosts one is a neighbour that stops."""
-    monkeypatch.setattr(pipeline_service, "PROGRESS_TIMEOUT", 0.5)
-    manifest = msgspec.structs.replace(manifest_of(2, 1_024, 64), pipeline=PipelineConfig(microbatch_seconds=3_600.0))
-    size = 2 * DATA_BYTES
-    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2)]
-    neighbour, author = map(public_bytes, keys)
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_host(keys[0], LOOPBACK) as near,
-            open_host(keys[1], LOOPBACK) as far,
-            open_messenger(far) as messenger,
-        ):
-            links = Links(far, manifest, RUN_ID, Shaping())
-            service = PipelineService(links, messenger, manifest, author, random.Random(1))
-            await nursery.start(service.run)
-            memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
-            service.begin(Worker(1, size, memory, lambda command: None))
-            service.set_nodes([frozenset({neighbour}), frozenset({author})])
-            service.handle(messages.Train(0, 1))
-            await near.connect(author, far.addresses)
-            stream = await near.open_stream(author, ACTIVATIONS_PROTOCOL)
-            hello = Hello(RUN_ID, 1, shape_hash(manifest))
-            link = Link(True, hello, size)
-            await stream.send_all(link.send(hello))
-            while link.credits == 0:
-                link.receive_data(await stream.receive_some())
-                while link.next_event() is not None:
-                    pass
-            forward = link.send(Forward(b"t" * 16, neighbour, 0, 3_600.0))
-            await stream.send_all(forward + link.pipe.send_chunk(memoryview(bytes(DATA_BYTES))))
-            while await stream.receive_some():
-                pass
-            assert service.counts.reasons == {"an earlier stage's node was lost": 1}
-    nursery.cancel_scope.cancel()
 
 
 async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import pytest
 import trio
 import trio.testing
 from hypothesis import given
@@ -18,7 +17,6 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.loop.rest_service import Rest
 from farandole.node.loop.traffic_service import (
     HEAD_START,
-    LAST_BYTES,
     MAX_AHEAD_SHARE,
     RESUME_SECONDS,
     WIRE_SHARE,
@@ -144,20 +142,10 @@ async def test_a_kill_never_forgets_and_adds_little(tmp_path: Path) -> None:
 
 NOVEMBER = datetime(2026, 11, 1)
 DECEMBER = datetime(2026, 12, 1)
-HALF = NOVEMBER + (DECEMBER - NOVEMBER) / 2
 
 
 def budget(limit: int = 100 * GB, used: int = 0) -> Budget:
     return Budget(limit, Used(2026, 11, used))
-
-
-def test_the_budget_comes_in_as_the_month_goes_by() -> None:
-    one = budget()
-    assert one.come_in(NOVEMBER) == pytest.approx(HEAD_START * 100 * GB)
-    assert one.come_in(HALF) == pytest.approx((1 + HEAD_START) / 2 * 100 * GB)
-    assert one.come_in(DECEMBER - timedelta(seconds=1)) == pytest.approx(100 * GB, rel=1e-5)
-    assert one.end == DECEMBER
-    assert Budget(GB, Used(2026, 12, 0)).end == datetime(2027, 1, 1)
 
 
 def test_a_new_month_begins_anew_and_an_earlier_one_does_not() -> None:
@@ -167,13 +155,6 @@ def test_a_new_month_begins_anew_and_an_earlier_one_does_not() -> None:
     one.count(1000, DECEMBER)
     assert one.used == Used(2026, 12, round(1000 * WIRE_SHARE))
     assert one.end == datetime(2027, 1, 1)
-
-
-def test_at_the_end_of_the_budget_it_says_until_when() -> None:
-    assert not budget(used=99 * GB).is_spent()
-    spent = budget(used=100 * GB - LAST_BYTES)
-    assert spent.is_spent()
-    assert spent.resumes_at() == DECEMBER
 
 
 def test_who_rests_until_there_is_some_has_an_hours_worth_then() -> None:

@@ -27,10 +27,8 @@ from farandole.protocol.state.entries import (
     Lease,
     Member,
     Payload,
-    Proof,
     Signed,
     encode_body,
-    entry_id,
 )
 from farandole.protocol.state.gossip import INBOUND_LIMITS
 from farandole.protocol.state.push import MAX_PUSH_BYTES, Batch
@@ -66,15 +64,13 @@ class Victim:
             await self.gossip.changed()
 
 
-def signed(
-    key: Ed25519PrivateKey, kind: Kind, payload: Payload, index: int = 0, ahead: int = 0, run_id: bytes = RUN_ID
-) -> Signed:
+def signed(key: Ed25519PrivateKey, kind: Kind, payload: Payload, index: int = 0, ahead: int = 0) -> Signed:
     body = encode_body(kind, index, int(time.time() // RULES[kind].quantum) + ahead, payload)
-    return Signed(public_bytes(key), body, sign(key, DOMAIN, run_id, body))
+    return Signed(public_bytes(key), body, sign(key, DOMAIN, RUN_ID, body))
 
 
-def push(*entries: Signed, proofs: tuple[Proof, ...] = ()) -> bytes:
-    return encode(Batch(False, Delta(entries, proofs)))
+def push(*entries: Signed) -> bytes:
+    return encode(Batch(False, Delta(entries)))
 
 
 @asynccontextmanager
@@ -174,10 +170,3 @@ async def test_new_keys_do_not_let_a_flooder_in_again_at_once(monkeypatch: pytes
             await victim.host.connections.wait_for_change()
         await victim.friend.connect(victim.host.author, victim.host.addresses)
         await victim.hears_friend(2)
-
-
-def fork(run_id: bytes = RUN_ID) -> Proof:
-    key = Ed25519PrivateKey.generate()
-    stories = [signed(key, Kind.MEMBER, Member(device=device), run_id=run_id) for device in ("a", "b")]
-    a, b = sorted(stories, key=lambda story: entry_id(story.author, story.body))
-    return Proof(a, b)
