@@ -6,12 +6,10 @@ import math
 import random
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,17 +24,12 @@ from farandole.node.base.bandwidth import (
 )
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.bulk.exchange_service import SILENT_FOR
-from farandole.node.mesh.host import open_host
-from farandole.node.transfers.giver import MAX_SERVED, BlockService, Holding
-from farandole.node.transfers.receiver import Conditions, fetch_checkpoint
-from farandole.protocol.checkpoints.block_transfer import BlockQuestion
+from farandole.node.transfers.giver import MAX_SERVED
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
 from ..bulk.channels.parties import move
-from ..hosts import LOOPBACK, until
 from ..sockets import channel_pair
-from ..transfers.files import RUN, checkpoint_bytes, hold
 
 PATIENCE = 30.0
 RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
@@ -228,34 +221,6 @@ async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sen
                 await free.send(memoryview(bytes(3 * MIN_QUANTUM)))  # in one record
             nursery.cancel_scope.cancel()
         assert not capped.is_fit
-
-
-async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> None:
-    content = checkpoint_bytes(3 * MIB // 16)
-    holding = hold(tmp_path / "theirs", content)
-    alices, bobs = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
-    keys = [Ed25519PrivateKey.generate() for _ in range(2)]
-
-    async def find(question: BlockQuestion) -> Holding:
-        await trio.lowlevel.checkpoint()
-        return holding
-
-    with trio.fail_after(PATIENCE):
-        async with (
-            open_host(keys[0], LOOPBACK, shaping=alices) as alice,
-            open_host(keys[1], LOOPBACK, shaping=bobs) as bob,
-        ):
-            BlockService(Conditions(alice, RUN, alices), find).register()
-            await bob.connect(alice.author, alice.addresses)
-            await until(lambda: num_counted(bobs.up) > 0 < num_counted(alices.down))  # libp2p's traffic
-            conditions, donors = Conditions(bob, RUN, bobs), [alice.author]
-            path = tmp_path / "ours"
-            await fetch_checkpoint(conditions, holding.signed, holding.index, lambda: donors, lambda name: True, path)
-    assert path.read_bytes() == content
-    for shaper in (alices.up, bobs.down):
-        assert len(content) < num_counted(shaper) < 1.02 * len(content)
-    for shaper in (alices.down, bobs.up):
-        assert 0 < num_counted(shaper) < 0.02 * len(content)
 
 
 @pytest.mark.parametrize("mbit", [0.5, 5, 500])

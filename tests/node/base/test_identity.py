@@ -14,12 +14,9 @@ import pytest
 from farandole.node.base.identity import IdentityError, IdentityInUseError, keep_private, load_or_create_key, locked
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import (
-    SMALL_ORDER_KEYS,
-    is_signed_by,
     peer_id_of,
     public_bytes,
     public_key_of,
-    sign,
 )
 
 
@@ -111,19 +108,3 @@ def test_peer_ids_and_keys_convert_both_ways(tmp_path: Path) -> None:
     for wrong in ("", "0OIl", "12D3", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "1" * 5_000):
         with pytest.raises(RemoteProtocolError):
             public_key_of(wrong)
-
-
-def test_signatures_hold_for_their_parts_alone(tmp_path: Path) -> None:
-    key = load_or_create_key(tmp_path / "key")
-    public, signature = public_bytes(key), sign(key, b"test", b"ab", b"c")
-    assert is_signed_by(public, signature, b"test", b"ab", b"c")
-    assert not is_signed_by(public, signature, b"test", b"a", b"bc")
-    assert not is_signed_by(public, signature, b"other", b"ab", b"c")
-    assert not is_signed_by(public, signature[:-1], b"test", b"ab", b"c")
-
-
-def test_keys_of_small_order_sign_nothing() -> None:
-    identity_point = (1).to_bytes(32, "little")
-    forged = identity_point + bytes(32)  # R = identity, S = 0 verifies for every message unless this is checked
-    assert identity_point in SMALL_ORDER_KEYS
-    assert not any(is_signed_by(key, forged, b"test", bytes([n])) for key in SMALL_ORDER_KEYS for n in range(8))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
-from trio.testing import MockClock
 
 from farandole.protocol.exchange.pipe import BULK_FROM
 
@@ -49,12 +48,6 @@ class BulkPair:
         assert not self.bob.result.committed
         assert not any(way.kept for way in self.ways)
         assert trio.current_time() <= PATIENCE
-
-
-@pytest.fixture
-def clock(autojump_clock: MockClock) -> MockClock:
-    """Return virtual time that jumps to whatever is waited for."""
-    return autojump_clock
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from farandole.node.base.figures import size
 from farandole.node.bulk.exchange_service import ROUTE_UNTIL, SILENT_FOR
 from farandole.node.bulk.pipe import SILENT_CHECKS, Outgoing
 from farandole.protocol.exchange.pipe import BULK_FROM, Transfer
@@ -65,16 +64,6 @@ async def test_a_channel_that_breaks_or_falls_silent_is_replaced(
     assert silence < 0.1 if fault == "cut_at" else 1 <= silence <= 1 + 2 / SILENT_CHECKS
 
 
-async def test_a_cancelled_exchange_gives_its_channel_up(pair: BulkPair, clock: MockClock) -> None:
-    pair.way(BOB).faults.freeze_at = 1_000
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(pair.bob.exchange, ALICE)
-        with trio.move_on_after(3):
-            await pair.alice.exchange(BOB)
-        assert pair.way(ALICE).discarded
-    assert not pair.bob.result.committed
-
-
 async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
     pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
@@ -91,24 +80,6 @@ async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
     await pair.meet()
     pair.assert_committed("bulk", num_channels=1)
     assert trio.current_time() > 2 * SILENT_FOR * PATIENCE
-
-
-async def test_a_channel_that_is_too_slow_says_so_with_figures(
-    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, clock: MockClock
-) -> None:
-    send, piece = MemoryChannel.send, pair.size // 200
-
-    async def drip(channel: MemoryChannel, data: memoryview) -> None:
-        for start in range(0, len(data), piece):
-            await trio.sleep(PATIENCE / 100)
-            await send(channel, data[start : start + piece])
-
-    monkeypatch.setattr(MemoryChannel, "send", drip)
-    await pair.meet()
-    pair.assert_aborted()
-    for party in (pair.alice, pair.bob):
-        assert party.result.path == "bulk"
-        assert party.result.reason.startswith(f"{size(pair.size)} did not fit into ")
 
 
 # Contributions that are sent while they are encoded, and decoded while they arrive

@@ -201,13 +201,6 @@ async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_onlin
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this system has no IPv6")
-async def test_ipv6_works_like_ipv4() -> None:
-    async with open_host(new_key(), ["/ip6/::1/tcp/0"]) as bob, host_at_loopback() as alice:
-        await alice.connect(bob.author, bob.addresses)
-        assert bob.connections.path(alice.author) == "direct"
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this system has no IPv6")
 async def test_by_default_both_versions_of_ip_have_one_port() -> None:
     async with open_host(new_key(), DEFAULT_LISTEN) as host:
         assert {ip for ip, _ in host.own.listening} == {"0.0.0.0", "::"} == set(host.own.bound_ips)

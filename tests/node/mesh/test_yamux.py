@@ -106,16 +106,6 @@ async def test_an_end_before_the_connections_end_stays_a_clean_end() -> None:
             await conn.open_stream()
 
 
-async def test_a_reset_is_no_end() -> None:
-    async with open_conn() as (conn, far):
-        stream = await accept(conn, far)
-        await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(WINDOW_UPDATE, RST, 1, 0))
-        with pytest.raises(trio.BrokenResourceError):
-            await stream.receive_some()
-        with pytest.raises(trio.BrokenResourceError):
-            await stream.send_all(b"x")
-
-
 @pytest.mark.parametrize("last", [b"\1" + bytes(11), encode(GO_AWAY, 0, 0, 0), encode(PING, SYN, 0, 1) * 1_000])
 async def test_what_no_honest_peer_sends_or_a_farewell_ends_the_connection(last: bytes) -> None:
     async with open_conn() as (conn, far):
@@ -227,15 +217,3 @@ async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
         assert [len(await stream.receive_some()) for stream in streams[:2]] == [5000, 301]
         assert budget.num_unread == 0
     assert not budget.conns
-
-
-async def test_what_a_lost_connection_leaves_unread_counts_no_more() -> None:
-    budget = UnreadBudget()
-    async with open_conn(budget=budget) as (conn, far):
-        stream = await accept(conn, far)
-        await far.send_all(encode(DATA, 0, 1, 300, bytes(300)))
-        await far.aclose()
-        await conn.event_closed.wait()
-        assert budget.num_unread == 0
-        assert len(await stream.receive_some()) == 300
-        assert budget.num_unread == 0

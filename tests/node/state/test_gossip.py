@@ -12,7 +12,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.state.gossip import GossipService, dialable_addresses
+from farandole.node.state.gossip import GossipService
 from farandole.node.state.store import StoreError
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import SyncHello, encode_frame
@@ -338,15 +338,6 @@ async def test_a_clock_that_is_set_right_is_fine_at_once(wires: Wires, clock: Mo
     assert late.service.clock_skew is None
     await trio.sleep(60.0)
     assert late.service.clock_skew is None
-
-
-def test_addresses_are_made_dialable() -> None:
-    name = peer_id_of(author_of(1))
-    relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{peer_id_of(author_of(2))}/p2p-circuit"
-    assert dialable_addresses(author_of(1), Member(addresses=("/ip4/1.2.3.4/tcp/1", relayed))) == [
-        f"/ip4/1.2.3.4/tcp/1/p2p/{name}",
-        f"{relayed}/p2p/{name}",
-    ]
 
 
 async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(wires: Wires, clock: MockClock) -> None:

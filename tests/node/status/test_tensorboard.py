@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,14 +70,3 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     _, event = events_of(file)
     assert {value.tag: value.simple_value for value in event.summary.value}["round/tokens in all"] == 1280.0
     assert run(tmp_path / "rounds.jsonl")[0] == Exit.BAD_INPUT
-
-
-def test_without_the_extra_the_command_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rounds.jsonl").write_bytes(msgspec.json.encode(FIRST) + b"\n")
-    monkeypatch.setitem(sys.modules, "tensorboardX.proto.event_pb2", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "metrics", "--home", str(tmp_path), "--tensorboard", str(tmp_path / "runs")])
-    assert ended.value.code == Exit.BAD_INPUT
-    assert "pip install 'tensorboardX" in capsys.readouterr().err

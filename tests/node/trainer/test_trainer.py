@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -115,22 +114,6 @@ def cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-async def test_a_trainer_tells_how_far_it_is_with_its_text_and_reads_it_once(
-    prepare: Callable[..., messages.Prepare], tmp_path: Path
-) -> None:
-    (tmp_path / "large.jsonl").write_text(f'{{"content": "{"text " * 1_000}"}}\n' * 400)
-    command = with_settings(
-        prepare(), data=[str(tmp_path / "large.jsonl")], data_field="content", tokens=str(tmp_path / "tokens")
-    )
-    told: list[messages.Preparing] = []
-    async with open_trainer(command, told.append):
-        assert told
-        assert all(0 < each.position <= each.size for each in told)
-    told.clear()
-    async with open_trainer(command, told.append):
-        assert told == []
-
-
 STEP_BYTES = 1 << 22
 # Enough memory to write a checkpoint, but not to copy it.
 LITTLE = 20_000_000
@@ -209,21 +192,6 @@ async def test_where_a_trainer_crashed_or_hung_is_logged(
             while True:
                 await trainer.receive()
     assert "in inner_steps" in caplog.text
-
-
-@pytest.mark.soak
-async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., messages.Prepare]) -> None:
-    """The trainer uses PyTorch's own compiler, which takes a minute of processor time."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("there is no C++ compiler")
-    losses = []
-    for is_compiled in (False, True):
-        async with open_trainer(prepare(compile=is_compiled)) as trainer:
-            await trainer.send(messages.Train(0, 3))
-            contributed = await report_of(trainer, messages.Contributed)
-            assert contributed.inner_steps == 3
-            losses.append(contributed.loss)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(

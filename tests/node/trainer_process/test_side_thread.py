@@ -161,31 +161,6 @@ def test_inner_steps_go_on_while_the_outer_step_is_computed(
         assert torch.equal(alice.round_end.fast_weights(), expected.round_end.fast_weights())
 
 
-def test_without_inner_steps_meanwhile_the_fast_weights_become_the_slow_ones(start: Start) -> None:
-    met = meet(start)
-    met.end_round()
-    met.trainer.handle(messages.Save())
-    assert met.late() == 0
-    assert torch.equal(met.alice.round_end.fast_weights(), met.alice.round_end.slow_weights())
-
-
-def test_an_outer_step_that_begins_before_the_first_inner_step_can_land_after_it(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    met = meet(start, codec="fp32")
-    alice, step = met.alice, SlowStep(monkeypatch, met.alice, STEPS + 1)
-    met.end_round()
-    while not step.has_begun.wait(0.01):
-        alice.round_end.side_thread.look()
-    met.trainer.handle(messages.Train(1, MORE_STEPS))
-    late = met.late()
-    assert 1 <= late <= MORE_STEPS
-    monkeypatch.undo()
-    expected = in_turn(met, late)
-    assert torch.equal(alice.round_end.slow_weights(), expected.round_end.slow_weights())
-    assert torch.equal(alice.round_end.fast_weights(), expected.round_end.fast_weights())
-
-
 def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,29 +30,11 @@ def told(*statuses: NodeStatus) -> list[tuple[int, str]]:
     return [(index, line) for index, line in lines if line]
 
 
-def indices(*statuses: NodeStatus) -> list[int]:
-    return [index for index, _ in told(*statuses)]
-
-
 def test_a_remedy_is_printed_once_when_the_trouble_lasts() -> None:
     (found,) = told(*[ALONE] * 9)
     assert found[0] == 2
     assert found[1].startswith("training alone: there is no other live member in this run")
     assert found[1].endswith(". `farandole run invite` prints an invite for others")
-
-
-def test_a_trouble_that_is_soon_over_is_not_printed() -> None:
-    assert indices(WELL, ALONE, ALONE, WELL, ALONE, ALONE, WELL) == []
-
-
-def test_another_remedy_is_printed_and_so_is_one_that_comes_back_after_the_node_was_well() -> None:
-    assert indices(*[ALONE] * 4, *[ISOLATED] * 4) == [2, 6]
-    assert indices(*[ALONE] * 4, WELL, *[ALONE] * 4) == [2, 7]
-
-
-def test_other_words_for_the_same_trouble_are_no_change() -> None:
-    again = msgspec.structs.replace(ISOLATED, isolation="dialled all known peers 2 times, no member answered")
-    assert indices(*[ISOLATED] * 3, *[again] * 3) == [2]
 
 
 def test_a_moment_without_a_remedy_does_not_have_it_printed_again() -> None:
@@ -74,17 +56,26 @@ SPLIT = msgspec.structs.replace(
 )
 
 
-@pytest.mark.parametrize("status", [DEAD, WRONG, SPLIT])
-def test_a_remedy_that_was_a_warning_is_not_printed_again(status: NodeStatus) -> None:
-    assert indices(*[status] * 9) == []
+ISOLATED_LONG = msgspec.structs.replace(ISOLATED, isolation="dialled all known peers 2 times, no member answered")
+WRONG_STILL = msgspec.structs.replace(WRONG, clock=msgspec.structs.replace(SKEW, seconds=-3_600.0))
+SET_RIGHT = msgspec.structs.replace(WRONG, clock=None, warnings=[], warned_at=[])
+WRONG_AGAIN = msgspec.structs.replace(SET_RIGHT, clock=SKEW)
 
 
-def test_a_wrong_clock_is_reminded_of_when_it_is_wrong_again() -> None:
-    later = msgspec.structs.replace(WRONG, clock=msgspec.structs.replace(SKEW, seconds=-3_600.0))
-    set_right = msgspec.structs.replace(WRONG, clock=None, warnings=[], warned_at=[])
-    again = msgspec.structs.replace(set_right, clock=SKEW)
-    assert indices(*[WRONG] * 4, *[later] * 4) == []
-    assert indices(*[WRONG] * 4, set_right, *[again] * 4) == [7]
+@pytest.mark.parametrize(
+    ("statuses", "printed"),
+    [
+        ([WELL, ALONE, ALONE, WELL, ALONE, ALONE, WELL], []),  # it is soon over
+        ([*[ALONE] * 4, *[ISOLATED] * 4], [2, 6]),
+        ([*[ALONE] * 4, WELL, *[ALONE] * 4], [2, 7]),  # the node was well in between
+        ([*[ISOLATED] * 3, *[ISOLATED_LONG] * 3], [2]),  # other words for the same
+        *(([status] * 9, []) for status in (DEAD, WRONG, SPLIT)),  # it was printed as a warning
+        ([*[WRONG] * 4, *[WRONG_STILL] * 4], []),
+        ([*[WRONG] * 4, SET_RIGHT, *[WRONG_AGAIN] * 4], [7]),
+    ],
+)
+def test_a_remedy_is_printed_when_it_is_news(statuses: list[NodeStatus], printed: list[int]) -> None:
+    assert [index for index, _ in told(*statuses)] == printed
 
 
 async def test_a_daemon_prints_it_as_a_warning_and_keeps_it_as_an_event(autojump_clock: MockClock) -> None:

@@ -148,18 +148,6 @@ def test_names_stand_behind_ids_and_give_way_to_them() -> None:
     assert len(narrow) == 4, "a name begins no line"
 
 
-def test_members_are_live_gone_or_left() -> None:
-    left = msgspec.structs.replace(STATUS.members[1], has_left=True)
-    rows = table(STATUS, members=[*STATUS.members, left]).splitlines()
-    assert ["this node" in row for row in rows[1:]] == [True, False, False, False]
-    assert [next(word for word in row.split() if word in ("live", "gone", "left")) for row in rows[1:]] == [
-        "live",
-        "live",
-        "gone",
-        "left",
-    ]
-
-
 def test_counts_have_three_figures_and_durations_two_units() -> None:
     counts = {0: "0", 999: "999", 1_000: "1.00 k", 12_345: "12.3 k", 999_999: "1.00 M", 2.5e9: "2.50 G"}
     assert {value: figures.count(value) for value in counts} == counts

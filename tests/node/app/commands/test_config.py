@@ -45,23 +45,6 @@ def test_a_flag_goes_before_a_variable_before_what_is_kept_before_the_file_befor
     ]
 
 
-def test_settings_of_all_kinds_come_from_a_file(run: Run, file: Path, tmp_path: Path) -> None:
-    file.write_text(
-        'invite = "run.manifest"\nlisten = ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"]\ndata = ["texts"]\n'
-        'stage = 1\nrelay = false\nlog_level = "debug"\n'
-    )
-    settings = shown(run)
-    assert {name: told["value"] for name, told in settings.items() if told["source"] == "file"} == {
-        "invite": "run.manifest",
-        "listen": ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"],
-        "data": [str(file.parent / "texts")],
-        "stage": 1,
-        "relay": False,
-        "log_level": "debug",
-    }
-    assert shown(run, "--log-level", "info", "--relay")["log_level"] == {"value": "info", "source": "flag"}
-
-
 def test_several_values_in_one_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARANDOLE_LISTEN", "/ip4/1.2.3.4/tcp/1 /ip4/1.2.3.4/tcp/2")
     monkeypatch.setenv("FARANDOLE_QUIET_HOURS", "Sat-Sun 09:00-18:00 22:00 - 07:30 Mon 8:00-9:00")

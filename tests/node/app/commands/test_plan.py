@@ -157,12 +157,3 @@ def test_a_fault_of_a_run_file_is_printed_and_nothing_is_signed(run: Run, tmp_pa
         assert "run.toml:2: model: no preset is called '3m'" in err
         assert "did you mean 3M?" in err
     assert not (tmp_path / "run.manifest").exists()
-
-
-def test_a_chosen_time_is_shown_though_it_is_the_default_and_a_given_one_is_not(run: Run) -> None:
-    settings = json.loads(run("run", "plan", "30M", "--upload", "15Mbit", "--json")[1])["settings"]
-    assert settings["rounds.round_seconds"] == settings["rounds.exchange_seconds"] == 60
-    Path("run.toml").write_text("name = 'run'\nmodel = '30M'\n[rounds]\nround_seconds = 60")
-    given = json.loads(run("run", "plan", "run.toml", "--upload", "15Mbit", "--json")[1])["settings"]
-    assert "rounds.round_seconds" not in given
-    assert "rounds.exchange_seconds" in given

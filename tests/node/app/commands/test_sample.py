@@ -79,17 +79,6 @@ def test_a_folder_of_pull_continues_the_prompt(run: Run, model: Path) -> None:
     assert without_controls(bytes(told["tokens"]).decode(errors="replace")) == told["text"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_folder_says_what_its_model_does(run: Run, tmp_path: Path, name: str) -> None:
-    if name != "own":
-        pytest.importorskip("transformers")
-    signed = manifest_for(MODELS[name])
-    learner = trained(signed, b"a" * 32, steps=20, rounds=1)
-    model = folder_of(learner, signed, tmp_path / "model")
-    arguments = ("--prompt", PROMPT, "--tokens", 12, "--temperature", 0, "--json")
-    assert json.loads(run("sample", model, *arguments)[1])["text"] == argmax_text(learner, PROMPT, 12)
-
-
 async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Path) -> None:
     signed = manifest_for(MODELS["own"])
     home = tmp_path / "home"

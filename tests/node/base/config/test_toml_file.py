@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
 
-import msgspec
 import pytest
 
-from farandole.node.base.config.toml_file import TomlFile, check, expected, read_toml, shown
+from farandole.node.base.config.toml_file import TomlFile, read_toml, shown
 from farandole.protocol.wire.errors import ManifestError
 
 TEXT = """\
@@ -55,45 +53,6 @@ def test_each_problem_has_its_line_and_they_are_in_order() -> None:
         "a.toml:1: top is low",
         "a.toml:3: list is long",
     ]
-
-
-class Circle(msgspec.Struct, tag="circle", tag_field="kind", forbid_unknown_fields=True):
-    radius: Annotated[float, msgspec.Meta(gt=0)]
-
-
-class Square(msgspec.Struct, tag="square", tag_field="kind", forbid_unknown_fields=True):
-    side: int = 1
-
-
-class Drawing(msgspec.Struct, forbid_unknown_fields=True):
-    shape: Circle | Square
-    colours: tuple[Literal["red", "blue"], ...] = ()
-    size: Annotated[int, msgspec.Meta(ge=1, le=9)] | None = None
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({}, "shape is missing: expected a section"),
-        ({"shape": {}}, "shape.kind is missing: expected one of circle, square"),
-        ({"shape": {"kind": "sqare"}}, 'shape.kind: expected one of circle, square, got "sqare"; did you mean square?'),
-        ({"shape": {"kind": "circle", "radius": 0}}, "shape.radius: expected a finite number, more than 0, got 0"),
-        ({"shape": {"kind": "circle", "radus": 0}}, "shape.radus is no setting; did you mean radius?"),
-        ({"shape": {"kind": "square"}, "colours": ["red", 3]}, "colours[1]: expected one of red, blue, got 3"),
-        ({"shape": {"kind": "square"}, "size": 10}, "size: expected a whole number, 1 to 9, got 10"),
-        ({"qwertz": {}}, "qwertz is no section; the file may have shape, colours, size"),
-        ({"shape": 3}, "shape: expected a section, got 3"),
-    ],
-)
-def test_a_fault_is_named_with_what_would_be_right(value: object, words: str) -> None:
-    with pytest.raises(ManifestError) as caught:
-        check(value, Drawing)
-    assert str(caught.value) == words
-
-
-def test_what_is_right_is_no_fault() -> None:
-    check({"shape": {"kind": "square"}, "colours": ["red"], "size": 1}, Drawing)
-    assert expected(Annotated[str, msgspec.Meta(max_length=3)]) == "a text in quotes, at most 3 long"
 
 
 def test_no_more_of_a_file_is_read_than_a_file_of_settings_may_have(tmp_path: Path) -> None:

@@ -40,16 +40,6 @@ def test_a_meeting_is_seen_once_though_both_tell_of_it() -> None:
     assert {meetings[0].one, meetings[0].other} == {ALICE, BOB}
 
 
-def test_curves_are_of_every_live_node_and_of_the_run() -> None:
-    history = RunHistory()
-    for round_index in range(5):
-        observe(history, in_round(round_index, loss=5.0 - round_index), NOW + round_index)
-
-    assert history.losses[BOB].points == [(r, 5.0 - r) for r in range(5)]
-    assert [x for x, _ in history.mean_loss.points] == [NOW + r for r in range(5)]
-    assert [y for _, y in history.throughput.points] == [STATUS.run.tokens_per_second] * 5
-
-
 def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views, "MAX_CURVES", 2)
     history, one = RunHistory(), in_round(1).members[0]
