@@ -63,7 +63,7 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
         Row("notice", status.notice, "warning", status.notice),
     ]
     if status.phase != "relaying":  # a relay trains nothing, and is no member that knows the others' state
-        rows += [*_of_training(status), *_of_exchanges(status, now), run_row(status.run)]
+        rows += [*_of_training(status, now), *_of_exchanges(status, now), run_row(status.run)]
     rows += _of_links(status)
     if (traffic := status.traffic) is not None:
         until = f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
@@ -92,7 +92,7 @@ def _joined(separator: str, *parts: str) -> str:
     return separator.join(part for part in parts if part)
 
 
-def _of_training(status: NodeStatus) -> Iterator[Row]:
+def _of_training(status: NodeStatus, now: float) -> Iterator[Row]:
     share = status.utilisation if status.recent_utilisation is None else status.recent_utilisation
     busy = "" if share is None else f"{share:.0%} of the time in inner steps"
     speed = count(status.tokens_per_second)
@@ -105,8 +105,11 @@ def _of_training(status: NodeStatus) -> Iterator[Row]:
         f"outer step {more_steps(status.late_steps)}" if status.late_steps else "",
         f"{plural(status.microbatch, 'sequence')} at a time" if status.microbatch else "",
     )
-    brief = _joined("\n", f"{speed} tokens/s on {status.device or 'no device yet'}", busy)
-    yield Row("progress", value, brief=brief)
+    steps = f"{status.inner_steps_this_round}{f' of {status.round_steps}' if status.round_steps else ''} steps"
+    took, limit = max(0.0, now - status.round_since), status.round_seconds
+    round_now = f"round {status.round}: {steps}{f', {took:.0f} of {limit:g} s' if limit else ''}"
+    brief = (round_now if status.phase == "training" else "", f"{speed} tokens/s on {status.device or 'no device yet'}")
+    yield Row("progress", value, brief=_joined("\n", *brief, busy))
     if (data := status.data) is not None:
         epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
         verb = "trains" if data.others_texts == 1 else "train"
@@ -207,7 +210,7 @@ def _of_links(status: NodeStatus) -> Iterator[Row]:
     yield Row("reached", _joined("; ", way, _joined(": ", relays, names), relayed), brief=brief)
     sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
     received = _flow(status.bytes_received_per_second, status.download_mbit)
-    yield Row("traffic", f"sends {sent}; receives {received}")
+    yield Row("traffic", f"sends {sent}; receives {received}", brief=f"up {sent}\ndown {received}")
 
 
 def _flow(bytes_per_second: float, cap_mbit: float) -> str:

@@ -105,8 +105,6 @@ class RunHistory:
 
 # More curves in one picture are a blur; the page draws these, and the mean of all.
 MAX_CURVES_SHOWN = 32
-# Fields of a member that its row has too.
-_COPIED = ("peer_id", "stage", "round", "tokens", "tokens_per_second", "loss", "device")
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -132,23 +130,12 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class MemberView(msgspec.Struct, frozen=True):
     """A row of the table of members."""
 
-    peer_id: str
+    member: MemberStatus
     state: str
     """``this node``, ``live``, ``paused``, ``gone``, ``left``."""
-    stage: int
-    round: int
-    tokens: int
-    tokens_per_second: float
-    loss: float | None
-    link: str
-    """How this node reaches it; empty where it has no connection."""
-    reach: str
-    """How others reach it, as it announces: ``public``, ``relay``, or empty."""
-    device: str
-    seen: float | None
     remark: str
-    name: str = ""
-    """As it calls itself; empty also in a file of an older release."""
+    name: str
+    """As it calls itself; or empty."""
 
 
 class MembersView(msgspec.Struct, frozen=True):
@@ -207,11 +194,8 @@ def members_view(
     return MembersView(
         members=[
             MemberView(
-                **{name: getattr(member, name) for name in _COPIED},
+                member,
                 state="this node" if member.is_self else member_state(member)[0],
-                link=member.path if member.is_connected else "",
-                reach="relay" if "/p2p-circuit" in "".join(member.addresses) else "public" if member.addresses else "",
-                seen=member.last_seen_seconds,
                 remark=remarks.get(member.peer_id, ""),
                 name=names.get(member.peer_id, ""),
             )

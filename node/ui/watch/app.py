@@ -138,7 +138,7 @@ class WatchApp(App[None]):
             at = status.at + age  # by the node's own clock, which may be another machine's
             first = headline(status, at)
             self._run.update(run_panel(status, at, *self._run.content_size))
-            self._node.update(node_panel(status, at, *self._node.content_size))
+            self._node.update(node_panel(status, at))
             self._run.border_title = f"{status.run.name or 'the run'} {status.run.run_id[:8]}".strip()
             self._node.border_title = f"this node {status.peer_id[-8:]}"
             self._links_part.border_title = f"links: {plural(status.connected_peers, 'peer')} connected"

@@ -11,7 +11,7 @@ from typing import Final
 
 from rich.text import Text
 
-from ...base.figures import BYTES_PER_MBIT, chart, loss
+from ...base.figures import chart, loss
 from ...status.status import Event, NodeStatus
 from ..headline import Headline, Level
 from ..view import STYLES, status_rows
@@ -22,7 +22,6 @@ _CHART_STYLE: Final = "cyan"
 _MIN_CHART_LINES: Final = 2
 # Rows of the status that are about the run, not this node.
 _OF_THE_RUN: Final = ("data", "loss", "stage", "the run")
-_BAR: Final = "█", "░"
 # "12.345" and a space.
 LABEL_WIDTH: Final = 7
 
@@ -45,38 +44,10 @@ def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
     return text.append("\n".join(lines), style="not dim default")
 
 
-def node_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
+def node_panel(status: NodeStatus, now: float) -> Text:
     """Draw this node's activity and its use of the machine. ``now``: Unix seconds by the node's clock."""
-    label, steps = f"round {status.round}", status.inner_steps_this_round
-    bounds = []  # the round ends with the first of them
-    if status.round_steps:
-        bounds.append((steps / status.round_steps, f"{steps} of {status.round_steps} steps"))
-    if status.round_seconds:
-        seconds = max(0.0, now - status.round_since)
-        bounds.append((seconds / status.round_seconds, f"{seconds:.0f} of {status.round_seconds:g} s"))
-    if status.phase == "training":
-        label = _with_bar(label, *max(bounds), width) if bounds else f"{label}: {steps} steps"
-    lines = [
-        label,
-        _flow("up  ", status.bytes_sent_per_second, status.upload_mbit, width),
-        _flow("down", status.bytes_received_per_second, status.download_mbit, width),
-        *(row.brief for row in status_rows(status, now) if row.label not in _OF_THE_RUN and row.brief),
-    ]
-    return Text("\n".join(lines))
-
-
-def _flow(name: str, bytes_per_second: float, cap_mbit: float, width: int) -> str:
-    mbit = bytes_per_second / BYTES_PER_MBIT
-    if not cap_mbit:
-        return f"{name} {mbit:.2f} Mbit/s, no cap"
-    return _with_bar(name, mbit / cap_mbit, f"{mbit:.2f} of {cap_mbit:g} Mbit/s", width)
-
-
-def _with_bar(label: str, share: float, detail: str, width: int) -> str:
-    """Return a line with a bar in its middle that is filled to ``share``; without the bar if there is no room."""
-    room = max(width - len(label) - len(detail) - 2, 0)
-    filled = round(min(max(share, 0.0), 1.0) * room)
-    return f"{label} {_BAR[0] * filled}{_BAR[1] * (room - filled)} {detail}"
+    rows = (row for row in status_rows(status, now) if row.label not in _OF_THE_RUN)
+    return Text("\n".join(row.brief for row in rows if row.brief))
 
 
 def events_text(events: Sequence[Event]) -> Text:

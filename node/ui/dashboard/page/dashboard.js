@@ -150,7 +150,7 @@ function showMembers() {
   drawMeetings(byId("meetings"), live.map((member) => member.peer_id).sort(), own?.peer_id, meetings, overview?.now ?? 0, fade, brief);
   const wanted = byId("filter").value.trim().toLowerCase();
   const found = members.filter((member) => !wanted ||
-    [member.peer_id, member.name, member.state, member.device, member.link, member.reach].some((text) => text.toLowerCase().includes(wanted)));
+    [member.peer_id, member.name, member.state, member.device, member.path, member.reach].some((text) => text.toLowerCase().includes(wanted)));
   if (firstRow >= found.length) firstRow = 0;
   const shown = found.slice(firstRow, firstRow + ROWS);
   byId("members-count").textContent = found.length === members.length ? `${members.length}` : `${found.length} of ${members.length}`;
@@ -160,8 +160,8 @@ function showMembers() {
   byId("after").disabled = firstRow + ROWS >= found.length;
   byId("members").replaceChildren(...shown.map((member) => row([
     peerCell(member), member.remark ? `${member.state}: ${member.remark}` : member.state, String(member.stage), String(member.round), figure(member.tokens),
-    figure(member.tokens_per_second), loss(member.loss), member.link || "-", member.reach || "-", member.device,
-    member.seen === null ? "-" : `${duration(member.seen)} ago`,
+    figure(member.tokens_per_second), loss(member.loss), member.path || "-", member.reach || "-", member.device,
+    member.last_seen_seconds === null ? "-" : `${duration(member.last_seen_seconds)} ago`,
   ], member.state === "gone" || member.state === "left" ? "gone" : "")));
 }
 
@@ -280,16 +280,22 @@ async function read(path) {
   return said;
 }
 
+// How others reach a member, as it announces; a public page has no addresses.
+const reach = ({ addresses }) => (addresses.some((address) => address.includes("/p2p-circuit")) ? "relay" : addresses.length ? "public" : "");
+const whole = ({ member, ...shown }) => ({ ...member, ...shown, reach: reach(member) });
+
 let membersAt = 0;
 async function reload() {
   if (isPublic) {
     ({ overview, members: membersView } = await read("run.json"));
+    membersView.members = membersView.members.map(whole);
     return;
   }
   overview = await read("api/overview");
   // The members of a large run are a hundred times as much data as the rest.
   if (membersView.members.length <= SMALL_RUN || Date.now() >= membersAt) {
     membersView = await read("api/members");
+    membersView.members = membersView.members.map(whole);
     membersAt = Date.now() + 1000 * MEMBERS_SECONDS;
   }
 }

@@ -112,8 +112,8 @@ def test_all_questions_are_answered_on_any_screen(size: tuple[int, int]) -> None
         await watched.shows(
             *("WELL", "training with 2 others, round 7"),
             *("5.500", "held-out 2.610 (1.234 bpb)", "loss of all 2.550; 3 live, 1 gone", "28.0 k tokens/s"),
-            *("round 7 ", "12 of 48 steps", "95% of the time", "120 MB", "400 MB", "2.00 GB of 24.0 GB"),
-            *("4.00 of 5 Mbit/s", "no cap", "by hole punching"),
+            *("round 7: 12 of 48 steps", "95% of the time", "120 MB", "400 MB", "2.00 GB of 24.0 GB"),
+            *("up 4.00 Mbit/s (at most 5)", "no cap", "by hole punching"),
             *("6EYc7bLD", "punched", "ooWcarol", "relayed"),
             *("averaged with 6EYc7bLD", "q Quit", "p Pause"),
         )
