@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
@@ -87,34 +86,25 @@ def slow_steps(manifest: Manifest, step_seconds: float) -> str:
     )
 
 
-def doubtful_settings(manifest: Manifest, given: Collection[str] = ()) -> list[str]:
-    """Return a warning for each combination that the creator probably does not want.
-
-    ``given``: the settings in the run file, such as ``outer.topk`` (`farandole.protocol.planning.planning.given_by`).
-    """
-    found = list(_doubtful_times(manifest))
-    # The creator is a member, too.
-    most = math.inf if isinstance(manifest.admission, str) else len(set(manifest.admission)) + 1
-    if most < (num_stages := manifest.model.num_stages):
-        found.append(
-            f"admission lists {most - 1} members, and model.num_stages is {num_stages}: a node holds one stage, so "
-            f"that even with the creator's {num_stages - most} of the stages have no node, and nothing is trained. "
-            "List more members, or cut the model into fewer stages"
+def doubtful_settings(manifest: Manifest) -> Iterator[str]:
+    """Yield a warning for each combination that the creator probably does not want."""
+    inner = manifest.inner
+    if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
+        yield (
+            f"inner.warmup_steps ({inner.warmup_steps}) is not less than inner.total_steps ({inner.total_steps}): the "
+            "learning rate rises until the schedule ends, and is at its minimum right after. Set fewer warmup_steps, "
+            "or more total_steps"
         )
-    needed = {
-        "outer.topk": ("outer.codec", manifest.outer.codec, "topk"),
-        "inner.momentum": ("inner.optimizer", manifest.inner.optimizer, "muon"),
-    }
-    for name, (other, value, wanted) in needed.items():
-        if name in given and value != wanted:
-            found.append(
-                f'{name} has no effect, because {other} is "{value}": set {other} = "{wanted}", or leave {name} out'
-            )
-    return found
+    if manifest.model.num_stages > 1 and inner.warmup_steps < MIN_WARMUP_OF_STAGES:
+        yield (
+            f"inner.warmup_steps is {inner.warmup_steps}, and the model is in stages: without a longer warm-up, "
+            "activations may double from one inner step to the next, and nodes drop what differs so much. Set "
+            f"{MIN_WARMUP_OF_STAGES} or more"
+        )
 
 
 def check_times(manifest: Manifest, given: Collection[str]) -> None:
-    """Raise `ManifestError` where exchanges may take longer than rounds. ``given``: as for `doubtful_settings`.
+    """Raise `ManifestError` where exchanges may take longer than rounds. ``given``: the settings in the run file.
 
     There members that agree to exchange and never do cost the others a quarter of their averages (simulated).
     """
@@ -130,20 +120,4 @@ def check_times(manifest: Manifest, given: Collection[str]) -> None:
             f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
             f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
             f"round_seconds, {advice}"
-        )
-
-
-def _doubtful_times(manifest: Manifest) -> Iterator[str]:
-    inner = manifest.inner
-    if manifest.model.external is None and inner.warmup_steps >= inner.total_steps:
-        yield (
-            f"inner.warmup_steps ({inner.warmup_steps}) is not less than inner.total_steps ({inner.total_steps}): the "
-            "learning rate rises until the schedule ends, and is at its minimum right after. Set fewer warmup_steps, "
-            "or more total_steps"
-        )
-    if manifest.model.num_stages > 1 and inner.warmup_steps < MIN_WARMUP_OF_STAGES:
-        yield (
-            f"inner.warmup_steps is {inner.warmup_steps}, and the model is in stages: without a longer warm-up, "
-            "activations may double from one inner step to the next, and nodes drop what differs so much. Set "
-            f"{MIN_WARMUP_OF_STAGES} or more"
         )

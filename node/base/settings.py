@@ -39,9 +39,8 @@ ANNOUNCED_FORM: Final = (
 )
 NAME_FORM: Final = 'a text of at most 32 characters, without ", line ends, and invisible characters'
 _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_NAME: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
-# What resolvers take for an IPv4 address, in any of its notations (WHATWG URL, "ends in a number").
-_NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0[xX][0-9A-Fa-f]*)")
+# Resolvers take a name that ends in a number for an IPv4 address (WHATWG URL); no top-level domain begins with a digit.
+_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]){_LABEL}")
 _ADDRESS: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]{1,5})")
 
 
@@ -78,7 +77,7 @@ def _is_public(address: str) -> bool:
         return False
     kind, host = match[1], match[2]
     if kind.startswith("dns"):
-        return _NAME.fullmatch(host) is not None and _NUMERIC.fullmatch(host) is None
+        return _NAME.fullmatch(host) is not None
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

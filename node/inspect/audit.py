@@ -48,8 +48,8 @@ class AuditedRound(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-async def audit_run(settings: NodeSettings, author: bytes | None, say: Callable[[str], None]) -> list[AuditedRound]:
-    """Replay a recent round of each member with commitments, or only of ``author``.
+async def audit_run(settings: NodeSettings, say: Callable[[str], None]) -> list[AuditedRound]:
+    """Replay a recent round of each member with commitments.
 
     Raises `JoinError`, `ManifestError` if the run has no audits, or `TrainerError`.
     """
@@ -85,7 +85,7 @@ async def audit_run(settings: NodeSettings, author: bytes | None, say: Callable[
             say("starting a trainer to replay rounds with")
             rows = []
             async with open_trainer(prepare) as trainer:
-                for each in sorted(committed()) if author is None else [author]:
+                for each in sorted(committed()):
                     rounds = committed().get(each, {})  # as of now: starts are not kept for long
                     if rounds:
                         round_index = random.choice(sorted(rounds)[-2:])

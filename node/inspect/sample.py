@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from farandole.protocol.planning.needs import TRAINER_BYTES
-from farandole.protocol.run.manifest import Manifest, SignedManifest, decode_manifest
+from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.run.models import shapes_of
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import FarandoleError
@@ -36,10 +36,6 @@ from .listing import local_checkpoints
 # A node's newest checkpoint is read while its daemon runs. A checkpoint is never changed under its name
 # (`farandole.node.store.folder`), and an open file can still be read after the daemon has removed it. Of the store, one
 # fact is read. So the daemon neither waits nor notices.
-
-# How often the folder is listed: a daemon may remove a checkpoint between the listing and the opening, but only after
-# it has written a newer one, which takes it seconds at least.
-ATTEMPTS: Final = 3
 
 _PULL: Final = "farandole checkpoint pull --to model"
 
@@ -110,12 +106,17 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
             f"`{_PULL}` while the node runs, then run the command again with the folder `model`"
         )
     problem = ""
-    for _ in range(ATTEMPTS):
-        for path in CheckpointFolder(settings.checkpoints, 0).files():
-            try:
-                return _of_checkpoint(path, manifest, signed, stack)
-            except ConsolidatedError as error:
-                problem = str(error)
+    for path in CheckpointFolder(settings.checkpoints, 0).files():
+        try:
+            file = stack.enter_context(open_tensors(path))
+            if file.metadata.get("run_id") != signed.run_id.hex():
+                raise ConsolidatedError(f"{path} is a checkpoint of another run")
+            round_index, steps = (int(file.metadata.get(name, "")) for name in ("round", "steps"))
+            return ModelWeights(path, manifest, _slow(file), signed.run_id, round_index, steps, is_own=True)
+        except ConsolidatedError as error:
+            problem = str(error)
+        except ValueError:
+            problem = f"{path} does not say of which round it is"
     if problem:
         raise FarandoleError(f"no checkpoint in {settings.checkpoints} can be read: {problem}")
     raise FarandoleError(
@@ -123,20 +124,6 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
         f"begun to train ({settings.checkpoint_seconds:g} s by its settings). Try again then; `farandole status` shows "
         "what the node does"
     )
-
-
-def _of_checkpoint(path: Path, manifest: Manifest, signed: SignedManifest, stack: contextlib.ExitStack) -> ModelWeights:
-    """Open a node's own checkpoint. Raises `ConsolidatedError` if it is not to be read, or of another run."""
-    with contextlib.ExitStack() as until_known:
-        file = until_known.enter_context(open_tensors(path))
-        if file.metadata.get("run_id") != signed.run_id.hex():
-            raise ConsolidatedError(f"{path} is a checkpoint of another run")
-        try:
-            round_index, inner_steps = (int(file.metadata.get(name, "")) for name in ("round", "steps"))
-        except ValueError as error:
-            raise ConsolidatedError(f"{path} does not say of which round it is") from error
-        stack.push(until_known.pop_all())
-    return ModelWeights(path, manifest, _slow(file), signed.run_id, round_index, inner_steps, is_own=True)
 
 
 def _slow(file: TensorFile) -> Callable[[str], Floats]:

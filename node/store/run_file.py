@@ -26,8 +26,7 @@ from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.model.own_function import require_allowed
 
-from ..base.config.file import CONFIG_NAME, SETTINGS
-from ..base.config.toml_file import TomlFile, check, did_you_mean, misplaced, shown
+from ..base.config.toml_file import TomlFile, check, did_you_mean, shown
 from ..base.errors import JoinError
 
 _HF_PREFIX: Final = "hf:"
@@ -74,12 +73,7 @@ def manifest_of(
         complete["model"] = _model(model, folder, allowed_models)
     complete["tokenizer"] = _tokenizer(tokenizer, folder)
     complete["inner"] = _by_steps(complete.get("inner", {}), complete.get("model"))
-    elsewhere = {
-        setting.name: f"nodes have it: put it into a node's {CONFIG_NAME}, or use farandole join {setting.flag}"
-        for setting in SETTINGS
-        if setting.flag
-    }
-    check(complete, Manifest, shortcuts=_SHORTCUTS, hints=elsewhere | misplaced(Manifest))
+    check(complete, Manifest, shortcuts=_SHORTCUTS)
     manifest = manifest_from_dict(complete)
     if isinstance(tokenizer, Mapping) and "file" in tokenizer:
         _try_tokenizer(manifest, folder / str(tokenizer["file"]))

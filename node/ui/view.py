@@ -108,8 +108,9 @@ def _of_training(status: NodeStatus, now: float) -> Iterator[Row]:
     steps = f"{status.inner_steps_this_round}{f' of {status.round_steps}' if status.round_steps else ''} steps"
     took, limit = max(0.0, now - status.round_since), status.round_seconds
     round_now = f"round {status.round}: {steps}{f', {took:.0f} of {limit:g} s' if limit else ''}"
-    brief = (round_now if status.phase == "training" else "", f"{speed} tokens/s on {status.device or 'no device yet'}")
-    yield Row("progress", value, brief=_joined("\n", *brief, busy))
+    brief = f"{speed} tokens/s on {status.device or 'no device yet'}"
+    brief = _joined("\n", round_now if status.phase == "training" else "", brief, busy)
+    yield Row("progress", value, brief=brief)
     if (data := status.data) is not None:
         epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
         verb = "trains" if data.others_texts == 1 else "train"

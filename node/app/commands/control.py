@@ -14,7 +14,6 @@ import typer
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from ...base.config.file import LIMITS_NAME
 from ...base.config.setting import settings_of
 from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
@@ -77,7 +76,7 @@ def limit(
         typer.Option(help='22:00-07:30, or "Sat-Sun 09:00-18:00"; none: no quiet hours. Repeatable.'),
     ] = None,
 ) -> None:
-    """Change the limits of the running node, now and for its later starts; without options, show what is kept.
+    """Change the limits of the running node, now and for its later starts; `farandole config show` shows them.
 
     A flag or an environment variable of `farandole join` goes before a kept limit, and that before the settings file.
 
@@ -90,10 +89,7 @@ def limit(
     caps = {"upload_mbit": upload_mbit, "download_mbit": download_mbit}
     given = {name: cap for name, cap in caps.items() if cap is not None}
     if not given and not quiet_hours:
-        path = home / LIMITS_NAME
-        if not path.exists():
-            raise typer.BadParameter("none is kept: say which to set, --upload-mbit, --download-mbit or --quiet-hours")
-        typer.echo(f"kept for later starts, in {path}:\n{path.read_text(encoding='utf-8')}", nl=False)
+        raise typer.BadParameter("say which to set: --upload-mbit, --download-mbit or --quiet-hours")
     if quiet_hours:
         typer.echo(call(home, "quiet", hours="" if quiet_hours == ["none"] else ", ".join(quiet_hours)))
     if given:

@@ -79,14 +79,13 @@ def write_manifest(
     home: Path,
     as_json: bool,
     *,
-    given: Collection[str] = (),
     start: Path | None = None,
     is_started: bool = False,
 ) -> None:
     """Write a manifest file; print it, how the run's first node starts unless it ``is_started`` now, and warnings.
 
-    ``home``: whose key has signed it; ``given``: the settings in the run file; ``start``: the folder of the weights
-    that the run starts from. Raises `ManifestError`.
+    ``home``: whose key has signed it; ``start``: the folder of the weights that the run starts from. Raises
+    `ManifestError`.
     """
     from farandole.protocol.run.manifest import decode_body, decode_manifest
 
@@ -95,7 +94,7 @@ def write_manifest(
     from ...state.store import MANIFEST_FACT, read_fact
 
     manifest = decode_body(signed.body)
-    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest, given)]
+    warnings = [*unusual_needs(manifest), *doubtful_settings(manifest)]
     if known := read_fact(NodeSettings(home=home).store, MANIFEST_FACT):
         warnings.append(
             f"{home} belongs to run {decode_manifest(known)[1].run_id.hex()[:16]}, so its node cannot join "

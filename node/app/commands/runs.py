@@ -75,7 +75,7 @@ def sign_run_file(
     check_times(manifest, given)
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
     say_chosen(written, manifest, given)
-    write_manifest(path, signed, settings.home, as_json, given=given, is_started=is_started)
+    write_manifest(path, signed, settings.home, as_json, is_started=is_started)
 
 
 @run_app.command("show")
@@ -121,9 +121,6 @@ def show_run(
 @run_app.command("invite")
 def make_invite(
     home: Home,
-    manifest: Annotated[
-        Path | None, typer.Option("--manifest", help="Invite to this manifest's run, not to the running node's.")
-    ] = None,
     address: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,27 +142,17 @@ def make_invite(
     Examples: [cyan]farandole run invite[/cyan] (where a node of the run is running);
     [cyan]farandole run invite --uses 5 --expires 2d[/cyan] (in a run of invited members)
     """
-    from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
+    from farandole.protocol.run.invite import decode_invite
 
     from ...join.invites import own_invite, warnings_about
 
-    if manifest is None:
-        invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
-        if not decode_invite(invite).admission and (uses, expires, quota) != (1, "7d", 0):
-            typer.echo(
-                "warning: this run is open to all, so its invites do not expire, and any number may join with one: "
-                '--uses, --expires and --quota need admission = "invited" in the run file',
-                err=True,
-            )
-    elif address:
-        run, signed = read_manifest(manifest)
-        if run.private:
-            raise ManifestError(
-                "the key of a private run is not in its manifest: leave that out, on a member's machine"
-            )
-        invite = encode_invite(Invite(signed.run_id, tuple(address)))
-    else:
-        raise ManifestError("an invite from a manifest needs at least one --address that others can dial")
+    invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
+    if not decode_invite(invite).admission and (uses, expires, quota) != (1, "7d", 0):
+        typer.echo(
+            "warning: this run is open to all, so its invites do not expire, and any number may join with one: "
+            '--uses, --expires and --quota need admission = "invited" in the run file',
+            err=True,
+        )
     typer.echo(invite)
     say_warnings(warnings_about(decode_invite(invite).addresses))
 
@@ -219,9 +206,6 @@ def admit(home: Home, who: Who) -> None:
 @takes_settings("invite", "listen", "data", "data_field", "tokenizer")
 def audit(
     settings: NodeSettings,
-    author: Annotated[
-        str | None, typer.Option("--author", metavar="PEER_ID", help="Of this member alone.", show_default="all")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a recent round of each member, without joining the run, and check that it is as its author says.
@@ -235,15 +219,12 @@ def audit(
 
     import msgspec
 
-    from farandole.protocol.wire.identity import public_key_of
-
     from ...base.nurseries import run_to_end
     from ...inspect.audit import audit_run
     from ...join.invites import visit_invite
 
     settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
-    key = None if author is None else public_key_of(author)
-    rows = run_to_end(partial(audit_run, settings, key, partial(typer.echo, err=True)))
+    rows = run_to_end(partial(audit_run, settings, partial(typer.echo, err=True)))
     lines = [f"{row.peer_id}  round {row.round}  {row.verdict}  {row.detail}".rstrip() for row in rows]
     print_answer(as_json, msgspec.to_builtins(rows), "\n".join(lines) or "no member has committed to a round")
     if any(row.verdict in ("wrong", "broken") for row in rows):

@@ -35,9 +35,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises `ManifestError`, with a line for each fault, if the file cannot be read, or says what cannot be.
     """
-    from farandole.protocol.run.manifest import Manifest
-
-    from .toml_file import did_you_mean, misplaced, read_toml, shown  # not needed for ``--help``: it imports msgspec
+    from .toml_file import did_you_mean, read_toml, shown  # not needed for ``--help``: it imports msgspec
 
     known = {setting.name: setting for setting in SETTINGS}
     file, faults = read_toml(path), []
@@ -45,8 +43,6 @@ def read_config(path: Path) -> dict[str, Any]:
         if name not in known:
             near = did_you_mean(name, known)
             hint = f"did you mean {near}?" if near else "`farandole config init` writes a file with all there are"
-            if name in misplaced(Manifest):
-                hint = "runs have it: put it into the run file, for `farandole run create`"
             faults.append(f"{name} is no setting; {hint}")
         elif not known[name].is_valid(value):
             faults.append(f"{name}: expected {known[name].expected}, got {shown(value)}")

@@ -120,18 +120,11 @@ def _line_of(problem: str, text: str) -> int:
     return found
 
 
-def check(
-    value: object,
-    kind: Any,
-    name: str = "",
-    *,
-    shortcuts: Mapping[str, Collection[str]] | None = None,
-    hints: Mapping[str, str] | None = None,
-) -> None:
+def check(value: object, kind: Any, name: str = "", *, shortcuts: Mapping[str, Collection[str]] | None = None) -> None:
     """Raise `ManifestError` unless ``value``, parsed from a file, is a ``kind``: a msgspec struct or a field's type.
 
     ``name``: the setting that has the value. ``shortcuts``: section -> settings that become others before the struct is
-    made; suggested for misspelt ones. ``hints``: setting -> what to do with it if it is not in its place.
+    made; suggested for misspelt ones.
     """
     try:
         msgspec.convert(value, kind)
@@ -144,17 +137,10 @@ def check(
             name = f"{name}[{key}]" if key.isdigit() else f"{name}.{key}".removeprefix(".")
         if cause is not None:
             raise ManifestError(*(f"{name}: {each}" if name else str(each) for each in cause.args)) from error
-        raise ManifestError(_fault(told[1], value, kind, name, shortcuts or {}, hints or {})) from error
+        raise ManifestError(_fault(told[1], value, kind, name, shortcuts or {})) from error
 
 
-def _fault(
-    told: str,
-    value: Any,
-    kind: Any,
-    name: str,
-    shortcuts: Mapping[str, Collection[str]],
-    hints: Mapping[str, str],
-) -> str:
+def _fault(told: str, value: Any, kind: Any, name: str, shortcuts: Mapping[str, Collection[str]]) -> str:
     """Say in words what msgspec told about the value of a setting."""
     if missing := re.fullmatch("Object missing required field `(.*)`", told):
         return f"{name}.{missing[1]} is missing: expected {expected(_part(kind, value, missing[1])[0])}".removeprefix(
@@ -167,22 +153,10 @@ def _fault(
         where = f"[{name}]" if name else "the file"
         hint = f"did you mean {near}?" if near else f"{where} may have {', '.join(known)}"
         noun = "section" if isinstance(value[key], Mapping) else "setting"
-        return f"{name}.{key} is no {noun}; {hints.get(key, hint)}".removeprefix(".")
+        return f"{name}.{key} is no {noun}; {hint}".removeprefix(".")
     choices = [str(choice) for part in members_of(kind) if get_origin(part) is Literal for choice in get_args(part)]
     near = did_you_mean(value, choices) if isinstance(value, str) else None
     return f"{name}: expected {expected(kind)}, got {shown(value)}{f'; did you mean {near}?' if near else ''}"
-
-
-def misplaced(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return for each setting of a file, which ``struct`` describes, in which of its sections it belongs."""
-    homes: dict[str, list[str]] = {}
-    for name, kind in _fields(struct).items():
-        homes.setdefault(name, []).append("at the top, above all sections")
-        for part in filter(_is_struct, members_of(kind)):
-            for setting in _fields(part):
-                if (home := f"in [{name}]") not in homes.setdefault(setting, []):
-                    homes[setting].append(home)
-    return {name: f"it belongs {' or '.join(places)}" for name, places in homes.items()}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

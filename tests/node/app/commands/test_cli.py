@@ -114,8 +114,7 @@ def test_a_run_from_file_to_manifest_to_invite(run: Run, run_file: Path) -> None
     assert shown["creator"] == run("id")[1].strip()
     assert shown["manifest"]["rounds"]["inner_steps"] == 5
     assert "inner_steps = 5" in run("run", "show", created["manifest"])[1]
-    invite = run("run", "invite", "--manifest", created["manifest"], "--address", ADDRESS)[1].strip()
-    assert decode_invite(invite).run_id == signed.run_id
+    invite = encode_invite(Invite(signed.run_id, (ADDRESS,)))
     assert json.loads(run("run", "show", invite, "--json")[1])["addresses"] == [ADDRESS]
     assert ADDRESS in run("run", "show", invite)[1]
 

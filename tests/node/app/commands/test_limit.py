@@ -28,10 +28,6 @@ def test_it_takes_a_cap_and_a_running_node(run: Run, home: Path) -> None:
     code, _, told = run("limit", "--upload-mbit", "2")
     assert code == Exit.NO_NODE
     assert str(home) in told
-    home.mkdir()
-    keep_limits(home, {"upload_mbit": 2})
-    code, told, _ = run("limit")
-    assert (code, "upload_mbit = 2\n" in told) == (Exit.OK, True)
 
 
 async def test_a_disk_that_takes_no_more_costs_no_limit_that_was_kept(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
         f"{path}:5: threads: expected a whole number of threads, at least 1, got true",
         f"{path}:6: qwertz is no setting; `farandole config init` writes a file with all there are",
         f'{path}:7: listen: expected a list in brackets, got "x"',
-        f"{path}:8: rounds is no setting; runs have it: put it into the run file, for `farandole run create`",
+        f"{path}:8: rounds is no setting; did you mean max_rounds?",
     ]
 
 
