@@ -392,16 +392,6 @@ def test_whoever_is_killed_what_is_left_fills_all_stages(
     assert sum(count > 0 for count in run.counts()) == min(num_live, num_stages)
 
 
-def test_nobody_leaves_a_stage_empty_to_fill_another() -> None:
-    run = Run(3)
-    nodes = [run.join(stage) for stage in range(3)]
-    run.play(5)
-    run.kill(nodes[1])
-    run.play(300)
-    assert run.counts() == [1, 0, 1]
-    assert run.num_moves == 0
-
-
 def test_a_volunteer_that_does_nothing_is_passed_over() -> None:
     run = Run(2)
     nodes = [run.join(0, is_frozen=number < 3) for number in range(4)]

@@ -96,9 +96,9 @@ def test_one_after_the_other_two_epochs_and_nobody_mixes_them_up() -> None:
     check(epochs)
 
 
-def test_a_million_slices_of_which_one_node_never_does_its_own() -> None:
+def test_many_slices_of_which_one_node_never_does_its_own() -> None:
     """The nodes are fast; one leases, lives and never trains."""
-    epochs = epochs_of(3, 4, loss=0.0, num_slices=1_000_000, paces=(4_000.0, 8_000.0))
+    epochs = epochs_of(3, 4, loss=0.0, num_slices=300_000, paces=(1_200.0, 2_400.0))
     epochs.nodes[0].is_training = False
     ideal = epochs.num_slices / sum(leasing.pace for leasing in epochs.nodes[1:])
     seconds = epochs.play(600.0)

@@ -170,6 +170,7 @@ def test_the_seeds_weights_are_the_same_whatever_a_script_has_set(manifest: Mani
         torch.set_default_dtype(before)
     oracle = weights_of(build_model(manifest.model, 7))
     assert torch.equal(loop.engine.round_end.slow_weights(), oracle)
+    assert torch.equal(loop.engine.round_end.fast_weights(), oracle), "with what rounding has dropped"
     assert torch.equal(loop.weights, oracle.bfloat16())
 
 
