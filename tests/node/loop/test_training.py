@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,7 @@ MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, 
 PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
 ALICE, BOB, CAROL = (letter * 32 for letter in (b"a", b"b", b"c"))
 TRAIN, STEP, LAST_SAVE = messages.Train, messages.TakeOuterStep, messages.Save(is_last=True)
+FOLLOWED = partial(messages.Train, is_followed=True)
 EXCHANGE_SECONDS = 5.0
 CHECKPOINT_SECONDS = 1_000.0
 
@@ -450,7 +452,7 @@ async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
 @with_rounds(RoundConfig(overlap=True))
 async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None:
     await story.report(contributed(0))
-    assert story.told() == [TRAIN(0, 0), TRAIN(1, 0), STEP(0)]
+    assert story.told() == [FOLLOWED(0, 0), FOLLOWED(1, 0), STEP(0)]
     assert story.pairing.round == story.state.round == 1
     await story.report(messages.OuterStepTaken(0, late_steps=7), contributed(1))
     assert story.told()[3:] == [TRAIN(2, 0), STEP(1)]
@@ -464,7 +466,7 @@ async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None
 @with_rounds(RoundConfig(overlap=True))
 async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(story: Story, clock: MockClock) -> None:
     await story.meet(BOB)
-    assert story.told() == [TRAIN(0, 0), TRAIN(1, 0)]
+    assert story.told() == [FOLLOWED(0, 0), FOLLOWED(1, 0)]
     assert story.pairing.round == 1  # the next partner is sought while the exchange goes on
     assert story.pairing.state is pairing.State.SEEKING
     await trio.sleep(2 * EXCHANGE_SECONDS)
@@ -499,7 +501,8 @@ async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(story: Sto
     assert story.num_cancelled == 1
     assert not story.told(STEP)
     await trio.sleep(2 * RESTART_DELAYS[0])
-    assert (len(story.trainers), story.told()) == (2, [TRAIN(0, 0)]), "from the last checkpoint"
+    assert (len(story.trainers), story.told()) == (2, story.told(TRAIN)), "from the last checkpoint"
+    assert [train.round for train in story.told(TRAIN)] == [0]
 
 
 async def test_a_trainer_that_was_replaced_is_dead_no_more(story: Story, clock: MockClock) -> None:
