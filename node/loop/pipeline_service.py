@@ -31,6 +31,7 @@ from farandole.protocol.stages.pipeline import Pipeline
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from ..base.bandwidth import Shaping
@@ -432,7 +433,7 @@ class PipelineService:
             case SetTimer(at):
                 self._driver.set_timer(at)
             case machine.Tell(peer, message):
-                self._messenger.send_nowait(peer, MICROBATCH_PROTOCOL, wire.encode_question(message))
+                self._messenger.send_nowait(peer, MICROBATCH_PROTOCOL, encode(message))
             case machine.Avoided(peer, reason, seconds):
                 self._warn(f"no microbatches to or from {short_name(peer)} for {seconds:.0f} s: {reason}")
             case machine.OpenLink(peer, is_return):

@@ -135,6 +135,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """None: it has not ended yet."""
 
 
+# Of a question or an answer, encoded.
 MAX_QUESTION_BYTES = 32
 
 
@@ -173,8 +174,6 @@ TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Transit, Transit | None]] 
 }
 
 _decode_control = MessageDecoder[Control](Control, "a message of a link")
-encode_question = encode
-"""Encode a question or an answer in at most `MAX_QUESTION_BYTES`."""
 decode_question = MessageDecoder[Question | Answer](Question | Answer, "a question about a microbatch")
 
 

@@ -20,11 +20,11 @@ the user's.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import ClassVar, Final
 
 import torch
@@ -75,82 +75,59 @@ class Turns:
     """The hand-off between the user's thread and the engine's. The engine has the first turn."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._is_engines = True
-        self._question: Measure | None = None
-        self._answer: float | Exception | None = None
-        self._has_left = False
-        self._is_over = False
-        self._failure: BaseException | None = None
+        self.has_left = False
+        """Whether the user's loop is over: the engine has all later turns."""
         self.waits_since: float | None = None
         """When the user's thread began to wait for its turn, monotonic; None while it has it."""
-
-    @property
-    def has_left(self) -> bool:
-        """Return whether the user's loop is over."""
-        return self._has_left
+        # The engine's questions, and None for the loop's turn; answers, and None when that is over.
+        self._for_loop = SimpleQueue[Measure | None]()
+        self._for_engine = SimpleQueue[float | Exception | None]()
+        self._is_over = False
+        self._failure: BaseException | None = None
 
     # The user's thread
 
     def step_taken(self) -> None:
         """End the loop's turn, and wait for the next one; raises what ended the engine, if anything did."""
-        with self._changed:
-            self._is_engines = not self._is_over
-            self._changed.notify_all()
+        self._for_engine.put(None)
         self.wait()
 
     def wait(self) -> None:
         """Wait for the loop's turn, and answer the engine's questions until then."""
         self.waits_since = time.monotonic()
         try:
-            while (question := self._next_question()) is not None:
+            while not self._is_over and (question := self._for_loop.get()) is not None:
                 answer: float | Exception
                 try:
                     answer = float(question())
                 except Exception as error:  # whatever the user's function raises is the engine's to judge
                     answer = error
-                with self._changed:
-                    self._question, self._answer = None, answer
-                    self._changed.notify_all()
+                self._for_engine.put(answer)
         finally:
             self.waits_since = None
-
-    def _next_question(self) -> Measure | None:
-        """Wait for the engine's question and return it; None when it is the loop's turn."""
-        with self._changed:
-            while self._is_engines and self._question is None and not self._is_over:
-                self._changed.wait()
-            if self._failure is not None:
-                raise self._failure
-            return self._question if self._is_engines and not self._is_over else None
+        if self._failure is not None:
+            raise self._failure
 
     def leave(self) -> None:
-        """End the loop: the engine has all later turns."""
-        with self._changed:
-            self._has_left = self._is_engines = True
-            self._changed.notify_all()
+        """End the loop."""
+        self.has_left = True
+        self._for_engine.put(None)
 
     # The engine's thread
 
     def let_step(self) -> bool:
         """Give the loop its turn, and wait until it has taken a step; returns False if it is over instead."""
-        with self._changed:
-            self._is_engines = self._has_left
-            self._changed.notify_all()
-            while not self._is_engines:
-                self._changed.wait()
-            return not self._has_left
+        if not self.has_left:
+            self._for_loop.put(None)
+            self._for_engine.get()
+        return not self.has_left
 
     def ask(self, question: Measure) -> float:
         """Have the user's thread, which waits for its turn, compute something; raises `DataError` if it cannot."""
-        with self._changed:
-            if self._has_left:
-                raise DataError("the loop is over")
-            self._question, self._answer = question, None
-            self._changed.notify_all()
-            while self._answer is None and not self._has_left:
-                self._changed.wait()
-            answer, self._question, self._answer = self._answer, None, None
+        answer = None
+        if not self.has_left:
+            self._for_loop.put(question)
+            answer = self._for_engine.get()
         if isinstance(answer, Exception):
             raise DataError(f"evaluate raised {type(answer).__name__}: {answer}") from answer
         if answer is None:
@@ -159,10 +136,9 @@ class Turns:
 
     def end(self, failure: BaseException | None = None) -> None:
         """End the engine: the loop continues alone, or fails with ``failure``."""
-        with self._changed:
-            if not self._is_over:
-                self._is_over, self._failure = True, failure
-            self._changed.notify_all()
+        if not self._is_over:
+            self._is_over, self._failure = True, failure
+        self._for_loop.put(None)
 
 
 def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, nn.Parameter]:

@@ -195,10 +195,10 @@ Parts = Generator[tuple[bool, bytes], None, Found]
 class Batches(abc.ABC):
     """Batches of one author in one run: B sequences of T tokens, cut out of text, some of which is held out.
 
-    ``tokenizer``: what made the tokens; None: it is not known, and neither is the number of bytes of their text.
+    ``tokenizer``: what made the tokens.
     """
 
-    def __init__(self, held_out: Tokens, batch_size: int, context: int, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, held_out: Tokens, batch_size: int, context: int, tokenizer: Tokenizer) -> None:
         self.batch_size = batch_size
         """B, sequences."""
         self.context = context
@@ -214,8 +214,8 @@ class Batches(abc.ABC):
 
     @property
     def separator(self) -> int:
-        """The token after each document. Raises `DataError` if the tokenizer has none, or is not known."""
-        if self.tokenizer is None or not self.tokenizer.has_separator:
+        """The token after each document. Raises `DataError` if the tokenizer has none."""
+        if not self.tokenizer.has_separator:
             raise DataError(_NO_SEPARATOR)
         return self.tokenizer.separator
 
@@ -264,8 +264,6 @@ class Batches(abc.ABC):
 
         See `farandole.training.data.tokenizer.tokens_per_byte`. Raises `DataError` if too little is held out.
         """
-        if self.tokenizer is None:
-            return None
         if num_batches not in self._ratios:  # the batches are always the same
             windows = (row for index in range(num_batches) for row in self.held_out_batch(index).tolist())
             self._ratios[num_batches] = tokens_per_byte(self.tokenizer, windows)

@@ -35,7 +35,7 @@ from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tok
 from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
 from .token_cache import cache_name, distribute, keep_within, open_cache, write_cache
 from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
-from .tokenizer import Tokenizer, beyond_vocabulary, load_tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer, beyond_vocabulary, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
 MAX_TEXT_BYTES: Final = 2 * 1024**3
@@ -62,6 +62,7 @@ class Bring:
 
 
 NOTHING: Final = Bring()
+BYTES: Final = ByteTokenizer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ class Sampler(Batches):
         context: int,
         vocabulary: int = 256,
         order: bytes = b"",
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer = BYTES,
         is_shared: bool = False,
     ) -> None:
         """Create a sampler. ``order``: the run whose slice order is used; empty: this run.

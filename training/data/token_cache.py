@@ -18,7 +18,8 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -56,27 +57,33 @@ def cache_name(sources: Sequence[TextSource], *settings: object) -> str:
 
 
 class _Allowance:
-    """The allowance of all files in a folder (``max_bytes`` None: unlimited). Files that are not in use make room for
-    the newest, the oldest first.
+    """The allowance of all files in a folder: `MAX_CACHES` files, of ``max_bytes`` in all (None: unlimited).
+
+    Files that are not in use make room for the newest, the oldest first.
     """
 
     def __init__(self, newest: Path, max_bytes: int | None, in_use: Collection[Path]) -> None:
-        others = [path for path in newest.parent.glob(f"*{SUFFIX}") if path != newest]
-        self._newest_first = _newest_first(path for path in others if path not in in_use)
+        kept, paths = {newest, *in_use}, set(newest.parent.glob(f"*{SUFFIX}"))
+        self._oldest_first = deque(sorted(paths - kept, key=lambda path: path.stat().st_mtime_ns))
         self._max_bytes = max_bytes
-        self._taken = sum(path.stat().st_size for path in others)
+        self._taken = sum(path.stat().st_size for path in paths - {newest})
+        while self._oldest_first and len(kept) + len(self._oldest_first) > MAX_CACHES:
+            self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        oldest = self._oldest_first.popleft()
+        with contextlib.suppress(OSError):  # another process may have it mapped
+            size = oldest.stat().st_size
+            oldest.unlink()
+            self._taken -= size
 
     def take(self, num_bytes: int) -> None:
         """Reserve ``num_bytes`` before they are written. Raises `DataError` if there is no room for them."""
         self._taken += num_bytes
         if self._max_bytes is None:
             return
-        while self._taken > self._max_bytes and self._newest_first:
-            oldest = self._newest_first.pop()
-            with contextlib.suppress(OSError):  # another process may have it mapped
-                size = oldest.stat().st_size
-                oldest.unlink()
-                self._taken -= size
+        while self._taken > self._max_bytes and self._oldest_first:
+            self._remove_oldest()
         if self._taken > self._max_bytes:
             raise DataError(
                 f"the tokenised text takes more than the {self._max_bytes / 1e6:,.1f} MB that --disk leaves for it: "
@@ -134,11 +141,6 @@ def write_cache(
             f"the tokenised text cannot be kept in {path.parent}: {error.strerror or error}. It takes about as much "
             "room as the text: free some, or name less text"
         ) from error
-    in_use = {path, *in_use}
-    others = _newest_first(other for other in path.parent.glob(f"*{SUFFIX}") if other not in in_use)
-    for other in others[max(0, MAX_CACHES - len(in_use)) :]:
-        with contextlib.suppress(OSError):  # another process may have it mapped
-            other.unlink()
 
 
 def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
@@ -171,7 +173,3 @@ def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path]) -> 
     """
     if max_bytes is not None and path.exists():
         _Allowance(path, max_bytes, in_use).take(path.stat().st_size)
-
-
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, HASH_BYTES
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,3 @@ def content_of(path: Path) -> Content:
         while num_read := file.readinto(buffer):
             hasher.update(buffer[:num_read])
     return hasher.content()
-
-
-def first_difference(content: Content, hashes: bytes) -> int | None:
-    """Return the index of the first block that differs from ``hashes``; None if all blocks match."""
-    if content.hashes == hashes:
-        return None
-    starts = range(0, max(len(content.hashes), len(hashes)), HASH_BYTES)
-    return next(
-        start // HASH_BYTES
-        for start in starts
-        if content.hashes[start : start + HASH_BYTES] != hashes[start : start + HASH_BYTES]
-    )

@@ -27,7 +27,7 @@ from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, encode
 from ..base.durable import replacing
 from ..base.errors import CheckpointError
 from ..base.parameters import Layout
-from .blocks import BlockHasher, Content, content_of, first_difference
+from .blocks import BlockHasher, Content, content_of
 
 FORMAT = "farandole/checkpoint/1"
 MAX_COUNTER = 2**53  # exact in JSON everywhere
@@ -91,8 +91,8 @@ def load_checkpoint(
     _check_size(path, least, sum(sizes.values()) + len(ignored) * FP32_BYTES * layout.num_elements)
     try:
         content = content_of(path)
-        if hashes and (damaged := first_difference(content, hashes)) is not None:
-            raise CheckpointError(f"{path.name} is damaged: its block {damaged} is not what was written")
+        if hashes and content.hashes != hashes:
+            raise CheckpointError(f"{path.name} is damaged: it is not what was written")
         with safe_open(path, framework="pt") as file:
             counters = _counters_of(file.metadata() or {}, layout, run_id)
             names = {name for name in file.keys() if _vector_of(name) not in ignored}  # noqa: SIM118 - it is no dict

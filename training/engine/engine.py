@@ -38,7 +38,7 @@ from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, 
 
 from ..base.device import Device
 from ..base.errors import DataError, TrainingError
-from ..data.batches import SliceQueue
+from ..data.batches import Batches, SliceQueue
 from ..outer.round_end import RoundEnd, Totals
 from .replica import Replica
 from .snapshot import Checkpoint
@@ -56,6 +56,8 @@ class Engine(abc.ABC):
     """Encoded size of one microbatch's activations; 0 where the model is not cut into stages."""
     measures_loss: bool = True
     """Whether `evaluate` can measure a held-out loss."""
+    sampler: Batches | None = None
+    """The batches that it draws itself."""
     slices: SliceQueue | None = None
     """The slices to train on, where the run counts epochs and this engine draws data."""
 
@@ -122,7 +124,7 @@ class Engine(abc.ABC):
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Return the tokens per byte of the text that `evaluate` measures the loss on; None: not known."""
-        return None
+        return None if self.sampler is None else self.sampler.tokens_per_byte(num_batches)
 
     def bits_per_byte(self, loss: float, num_batches: int) -> float | None:
         """Convert a loss that `evaluate` has returned, in nats a token; None where the text's bytes are not known."""

@@ -75,6 +75,7 @@ class Learner(Engine):
 
     is_driven: ClassVar[bool] = False
     replica: Replica
+    sampler: Batches
 
     def __init__(
         self,
@@ -95,7 +96,6 @@ class Learner(Engine):
         if manifest.data.mask_documents:
             _own(module, "data.mask_documents").separator = sampler.separator
         self.sampler = sampler
-        """Its batches."""
         self.microbatch_size = min(settings.microbatch or sampler.batch_size, sampler.batch_size)
         size = max(self.microbatch_size, TOKENS_AT_ONCE // sampler.context)
         self._held_out = HeldOutLoss(module, sampler, device, size)
@@ -175,10 +175,6 @@ class Learner(Engine):
     def evaluate(self, num_batches: int = 8) -> float:
         """Implement `Engine.evaluate` for the fast weights."""
         return self._held_out.on_batches(num_batches)
-
-    def tokens_per_byte(self, num_batches: int) -> float | None:
-        """Implement `Engine.tokens_per_byte`."""
-        return self.sampler.tokens_per_byte(num_batches)
 
 
 def _microbatches(batch: Batch, size: int) -> Iterator[tuple[Batch, float]]:

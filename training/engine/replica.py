@@ -12,44 +12,18 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farandole.protocol.run.manifest import Manifest
 
 from ..base.device import Device, host_memory
 from ..base.parameters import flatten_, layout_of
-from ..inner.lean import LeanOptimizer, LeanWeights, Rounding, flatten_lean_, pieces
+from ..inner.lean import DeviceWeights, LeanOptimizer, Rounding, flatten_lean_
 from ..inner.optimizer import InnerOptimizer
 from ..outer.contribution import Exam, Measure
-from ..outer.outer_state import FastWeights, TrainedWeights
+from ..outer.outer_state import FastWeights
 from ..outer.round_end import RoundEnd
 from .snapshot import Checkpoint
-
-
-class DeviceWeights:
-    """Trained weights (`training.outer.outer_state.PartialWeights`): a flat vector (n,) fp32 on another device."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.device = flat.device
-        self._flat = flat
-
-    def read(self, flat: Tensor) -> None:
-        """Waits for the inner steps that are queued."""
-        flat.copy_(self._flat)
-
-    def write(self, flat: Tensor) -> None:
-        """Waits until it is there."""
-        self._flat.copy_(flat)
-
-    def write_part(self, values: Tensor, part: slice) -> None:
-        """As `write`."""
-        self._flat[part].copy_(values)
-
-    def add(self, values: Tensor, part: slice) -> None:
-        """Queue the additions, piece by piece: a copy of all values might have no room on the device."""
-        target = self._flat[part]
-        for piece in pieces(len(values), target.device):
-            target[piece] += values[piece].to(target.device, non_blocking=True)
 
 
 class Replica:
@@ -78,7 +52,7 @@ class Replica:
         ``measure``, ``exam``: see `RoundEnd`.
         """
         layout = layout_of(module, manifest.outer.codec)
-        trained: TrainedWeights | None
+        trained: DeviceWeights | None
         make_optimizer: Callable[..., InnerOptimizer]
         if lean_author is None:
             module = module.to(device.torch_device)
@@ -89,7 +63,7 @@ class Replica:
         else:
             rounding = Rounding(run_id, lean_author, device.torch_device)
             theta, weights, gradient = flatten_lean_(module, layout, device.torch_device)
-            trained = LeanWeights(weights, rounding)
+            trained = DeviceWeights(weights, rounding)
             make_optimizer = partial(LeanOptimizer, rounding)
         self.module = module
         """The model, or a stage of it; its parameters are views of a flat vector: the flat fast weights, or a copy."""

@@ -194,7 +194,7 @@ class StageWorker(Engine):
         super().__init__(device, replica.round_end, replica.checkpoint, replica)
         self._pipeline = pipeline
         self._recompute = recompute or pipeline.recompute
-        self._sampler = sampler
+        self.sampler = sampler
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
         self._losses: list[float] = []
@@ -243,10 +243,9 @@ class StageWorker(Engine):
         incoming, outgoing = places[:size], places[size:]
         try:
             match command.work:
-                case "draw" if command.is_held_out:
-                    self.draw_held_out(slot, outgoing, command.number)
                 case "draw":
-                    self.draw(slot, outgoing, is_following=command.is_following)
+                    held_out = command.number if command.is_held_out else None
+                    self.draw(slot, outgoing, is_following=command.is_following, held_out=held_out)
                 case "forward":
                     follows, is_held_out = command.is_following, command.is_held_out
                     self.forward(slot, incoming, outgoing, is_following=follows, is_held_out=is_held_out, sender=sender)
@@ -260,28 +259,31 @@ class StageWorker(Engine):
             return Worked(str(error), is_outlier=isinstance(error, OutlierError))
         return Worked()
 
-    def draw(self, slot: int, out: Buffer, *, is_following: bool = False) -> None:
+    def draw(self, slot: int, out: Buffer, *, is_following: bool = False, held_out: int | None = None) -> None:
         """Begin the next microbatch of this replica's data, and write its activations to ``out``.
 
-        ``is_following``: for the inner step after the next one that is taken; only where steps overlap.
+        ``is_following``: for the inner step after the next one that is taken; only where steps overlap. ``held_out``:
+        begin this microbatch of the held-out text instead, for its loss alone (`evaluate`).
         Microbatches are consecutive parts of the batches that a learner of the whole model would have. Raises
-        `NoSliceError` if there is none now.
+        `NoSliceError` if there is none now, `DataError` if too little is held out.
         """
-        if self._sampler is None:
+        if self.sampler is None:
             raise TrainingError("only stage 0 draws data")
         size = self._pipeline.microbatch_size
-        microbatch = self._new_microbatch(is_following)
-        if self.slices is None:
-            num_parts = self._sampler.batch_size // size
-            number = max(
-                self._num_drawn, self.totals.steps * num_parts
-            )  # after a restart: skip the parts of earlier steps
+        num_parts = self.sampler.batch_size // size
+        microbatch = self._new_microbatch(is_following, held_out)
+        if held_out is not None:
+            index, part = divmod(held_out, num_parts)
+            batch = self.sampler.held_out_batch(index)
+        elif self.slices is None:
+            # After a restart: skip the parts of earlier steps.
+            number = max(self._num_drawn, self.totals.steps * num_parts)
             index, part = divmod(number, num_parts)
-            batch = self._sampler.batch(index)
+            batch = self.sampler.batch(index)
             self._num_drawn = number + 1
         else:
             microbatch.drawn = epoch, index, part = self.slices.draw()
-            batch = self._sampler.slice_batch(epoch, index)
+            batch = self.sampler.slice_batch(epoch, index)
         microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
         try:
             self._start(slot, microbatch, out)
@@ -289,38 +291,20 @@ class StageWorker(Engine):
             self._settle_slice(microbatch, is_kept=False)
             raise
 
-    def draw_held_out(self, slot: int, out: Buffer, number: int) -> None:
-        """Begin microbatch ``number`` of the held-out text as `draw` does, for its loss alone (`evaluate`).
-
-        Raises `DataError` if too little is held out.
-        """
-        if self._sampler is None:
-            raise TrainingError("only stage 0 draws data")
-        size = self._pipeline.microbatch_size
-        index, part = divmod(number, self._sampler.batch_size // size)
-        batch = self._sampler.held_out_batch(index)
-        microbatch = _Microbatch(self._versions.newest(self._sums.last), _HELD_OUT, held_out=number)
-        microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
-        self._start(slot, microbatch, out)
-
     def evaluate(self, num_batches: int) -> float:
         """Implement `Engine.evaluate`, on held-out batches that went through all stages since the last call.
 
         Raises `DataError` if some of them did not.
         """
-        assert self._sampler is not None, "only stage 0 draws data"
-        self._sampler.held_out_batch(0)  # or why there is none
+        assert self.sampler is not None, "only stage 0 draws data"
+        self.sampler.held_out_batch(0)  # or why there is none
         losses, self._held_out_losses = self._held_out_losses, {}
-        num_microbatches = num_batches * (self._sampler.batch_size // self._pipeline.microbatch_size)
+        num_microbatches = num_batches * (self.sampler.batch_size // self._pipeline.microbatch_size)
         if len(losses) < num_microbatches:
             raise DataError(
                 f"{num_microbatches - len(losses)} of {num_microbatches} microbatches were lost on their way"
             )
         return sum(losses.values()) / num_microbatches
-
-    def tokens_per_byte(self, num_batches: int) -> float | None:
-        """Implement `Engine.tokens_per_byte`; only stage 0 knows."""
-        return None if self._sampler is None else self._sampler.tokens_per_byte(num_batches)
 
     def forward(
         self,
@@ -339,9 +323,7 @@ class StageWorker(Engine):
         `ActivationError` if they are unfit, and keeps nothing of them.
         """
         x = self._decode_activations(data, sender)
-        microbatch = self._new_microbatch(is_following)
-        if is_held_out:
-            microbatch.number = _HELD_OUT
+        microbatch = self._new_microbatch(is_following, 0 if is_held_out else None)
         microbatch.x = x
         self._start(slot, microbatch, out)
 
@@ -413,10 +395,11 @@ class StageWorker(Engine):
         self._sums.advance()
         return is_fit
 
-    def _new_microbatch(self, is_following: bool) -> _Microbatch:
+    def _new_microbatch(self, is_following: bool, held_out: int | None) -> _Microbatch:
         if is_following and not self._pipeline.overlap:
             raise TrainingError("inner steps do not overlap in this run")
-        return _Microbatch(self._versions.newest(self._sums.last), self._sums.number + is_following)
+        number = self._sums.number + is_following if held_out is None else _HELD_OUT
+        return _Microbatch(self._versions.newest(self._sums.last), number, held_out or 0)
 
     def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
         if slot in self._microbatches:

@@ -73,13 +73,14 @@ class Rounding:
         target.copy_(values)  # exact
 
 
-class LeanWeights:
-    """Trained weights (`farandole.training.outer.outer_state.PartialWeights`): a flat vector (n,) bf16 on any device.
+class DeviceWeights:
+    """Trained weights (`farandole.training.outer.outer_state.PartialWeights`): a flat vector (n,) on any device.
 
-    Copies go piece by piece: whole vectors of another dtype would need a copy of them on the device.
+    ``rounding`` is of bf16 weights; fp32 ones need none. Copies go piece by piece: whole vectors of another dtype would
+    need a copy of them on the device, and so would a sum.
     """
 
-    def __init__(self, flat: Tensor, rounding: Rounding) -> None:
+    def __init__(self, flat: Tensor, rounding: Rounding | None = None) -> None:
         self.device = flat.device
         self._flat = flat
         self._rounding = rounding
@@ -90,27 +91,32 @@ class LeanWeights:
             flat[piece].copy_(self._flat[piece].float())
 
     def write(self, flat: Tensor) -> None:
-        """Round at random; numbers that are bf16 already stay as they are."""
+        """Set the weights; numbers that are bf16 already stay as they are."""
         self.write_part(flat, slice(0, len(flat)))
 
     def write_part(self, values: Tensor, part: slice) -> None:
         """As `write`."""
-        target = self._flat[part]
-        for piece in pieces(len(values), target.device):
-            self._rounding.write_(target[piece], values[piece].to(target.device, copy=True))
+        for piece in pieces(len(values), self.device):
+            self._store(self._flat[part][piece], values[piece].to(self.device, copy=True))
 
     def add(self, values: Tensor, part: slice) -> None:
-        """Round the sums at random."""
-        target = self._flat[part]
-        for piece in pieces(len(values), target.device):
-            self._rounding.write_(target[piece], target[piece] + values[piece].to(target.device, non_blocking=True))
+        """Queue the additions."""
+        for piece in pieces(len(values), self.device):
+            target = self._flat[part][piece]
+            self._store(target, target + values[piece].to(self.device, non_blocking=True))
+
+    def _store(self, target: Tensor, values: Tensor) -> None:
+        if self._rounding is None:
+            target.copy_(values)
+        else:
+            self._rounding.write_(target, values)
 
 
 def flatten_lean_(module: nn.Module, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Move a module to the device, with bf16 parameters there, and its fp32 parameters into a vector of the host.
 
     Returns the host's vector (n,) fp32, and on the device, (n,) bf16 each, the parameters' and their gradients'. The
-    parameters have no values yet: `LeanWeights.write` sets them.
+    parameters have no values yet: `DeviceWeights.write` sets them.
     """
     theta = torch.empty(layout.num_elements, pin_memory=device.type == "cuda")
     views = layout.views(theta)

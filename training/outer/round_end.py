@@ -284,18 +284,7 @@ class RoundEnd:
         self._ramps.clear()
         self._forget()
         self.outer.contributor.restart(forgets=forgets)
-        self._publish()
-
-    def _publish(self, corrected: slice | None = None) -> None:
-        """Give inner steps what an outer step or a checkpoint has changed.
-
-        ``corrected``: a part of the flat vector that has a difference to be added to the weights, whose copy it is not;
-        None: it has the new weights.
-        """
-        if corrected is None:
-            self.weights.write()
-        else:
-            self.weights.add(corrected)
+        self.weights.write()
 
     # The contribution
 
@@ -463,11 +452,11 @@ class RoundEnd:
         """
         part, late = ended.contribution.part, self.totals.steps - ended.steps
         if self.aside is not Aside.ALL or not late:
-            self._publish()
+            self.weights.write()
         else:
             if not is_late:
                 self.weights.flat[part] -= ended.contribution.theta
-            self._publish(part)
+            self.weights.add(part)
         if not is_behind:
             self._behind.discard(ended.fragment)
         self.totals.round += 1

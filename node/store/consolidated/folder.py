@@ -39,7 +39,7 @@ from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_whole_bytes
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.safetensors import Shape
-from farandole.training.engine.blocks import content_of, first_difference
+from farandole.training.engine.blocks import content_of
 
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, write_file, write_tensors
 
@@ -126,8 +126,8 @@ def verify_hashes(folder: Consolidated) -> None:
         raise ConsolidatedError(
             f"{folder.checkpoint} has {content.size} bytes, not {folder.index.size}: it is not whole, or another one"
         )
-    if (damaged := first_difference(content, folder.index.hashes)) is not None:
-        raise ConsolidatedError(f"{folder.checkpoint} is damaged: its block {damaged} is not what was written")
+    if content.hashes != folder.index.hashes:
+        raise ConsolidatedError(f"{folder.checkpoint} is damaged: it is not what was written")
 
 
 def max_file_bytes(manifest: Manifest) -> int:

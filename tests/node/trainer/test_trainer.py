@@ -239,7 +239,7 @@ async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callabl
     folder.file(2).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     async with open_trainer(prepare()) as trainer:
         assert trainer.prepared.resumed == msgspec.structs.replace(old, seconds=0.0)
-        assert "its block 0 is not what was written" in trainer.prepared.problem
+        assert "it is not what was written" in trainer.prepared.problem
         assert (await save_after_round(trainer, 1)).problem == ""
     assert folder.files() == [folder.file(2), folder.file(1)]
     assert folder.file(2).read_bytes() == good, "the same steps from the same checkpoint"

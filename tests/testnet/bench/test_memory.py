@@ -27,6 +27,7 @@ from farandole.protocol.run.rules import Codec, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import Device
 from farandole.training.data.batches import Batch, Batches
+from farandole.training.data.tokenizer import ByteTokenizer
 from farandole.training.engine.learner import Learner
 from farandole.training.model.model import Transformer, language_loss
 
@@ -45,7 +46,7 @@ class NoText(Batches):
     """Batches of one sequence of zeros."""
 
     def __init__(self, context: int) -> None:
-        super().__init__(np.zeros(0, np.int64), 1, context)
+        super().__init__(np.zeros(0, np.int64), 1, context, ByteTokenizer())
 
     def batch(self, step: int) -> Batch:
         return np.zeros((1, self.context + 1), np.int64)

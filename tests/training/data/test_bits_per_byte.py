@@ -13,7 +13,7 @@ import pytest
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest
 from farandole.protocol.run.models import preset
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.data.dataset import Bring, Sampler, build_sampler, load_text
+from farandole.training.data.dataset import Bring, build_sampler, load_text
 from farandole.training.data.tokenizer import load_tokenizer
 from farandole.training.engine.learner import build_learner
 
@@ -89,16 +89,3 @@ def test_a_learner_converts_its_loss(bpe: tuple[Manifest, Path], tmp_path: Path)
 
     bits = learner.bits_per_byte(loss, NUM_BATCHES)
     assert bits == pytest.approx(loss / math.log(2) * ratio(manifest, bring))
-
-
-def test_without_the_tokenizer_nothing_is_known(bpe: tuple[Manifest, Path], tmp_path: Path) -> None:
-    manifest, file = bpe
-    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
-    text = load_text(
-        msgspec.structs.replace(manifest.data, held_out=0.0),
-        load_tokenizer(manifest.tokenizer, file),
-        Bring((tmp_path / "a.txt",)),
-    )
-    sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=2, context=8, vocabulary=300)
-
-    assert sampler.tokens_per_byte(NUM_BATCHES) is None

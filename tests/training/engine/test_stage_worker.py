@@ -184,7 +184,7 @@ def test_held_out_text_has_the_loss_that_the_whole_model_has_and_teaches_nothing
     slots = range(1, 5)
     buffers = {slot: bytearray(workers[0].activation_bytes) for slot in slots}
     for slot in slots:
-        workers[0].draw_held_out(slot, buffers[slot], slot - 1)
+        workers[0].draw(slot, buffers[slot], held_out=slot - 1)
         for worker in workers[1:]:
             worker.forward(slot, buffers[slot], buffers[slot], is_held_out=True)
     for slot in slots:

@@ -124,7 +124,7 @@ def of_another_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda folder: damage(folder / CHECKPOINT_NAME), "block 0 is not what was written"),
+        (lambda folder: damage(folder / CHECKPOINT_NAME), "it is not what was written"),
         (lambda folder: damage(folder / INDEX_NAME), "no consolidated checkpoint"),
         (lambda folder: damage(folder / MANIFEST_NAME), "no consolidated checkpoint"),
         (cut_short, "not whole"),

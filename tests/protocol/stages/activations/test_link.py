@@ -12,6 +12,7 @@ from farandole.protocol.run.manifest import Manifest, manifest_from_dict
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
+from farandole.protocol.wire.messagepack import encode
 
 from .sides import FORWARD, HELLO, SIZE, Side, bring_to, forward, give_back, lie, lying_data, pair, refuse, send_data
 
@@ -117,10 +118,10 @@ def test_data_that_never_come_leave_the_rest_of_the_link_as_it_is() -> None:
 def test_questions_and_answers_survive_the_wire(is_kept: bool | None) -> None:
     ticket = b"t" * wire.TICKET_BYTES
     for message in (wire.Question(ticket), wire.Answer(ticket, is_kept)):
-        payload = wire.encode_question(message)
+        payload = encode(message)
         assert len(payload) <= wire.MAX_QUESTION_BYTES
         assert wire.decode_question(payload) == message
-        for wrong in (payload[:-1], payload + b"\0", wire.encode_question(wire.Question(ticket[1:]))):
+        for wrong in (payload[:-1], payload + b"\0", encode(wire.Question(ticket[1:]))):
             with pytest.raises(RemoteProtocolError):
                 wire.decode_question(wrong)
 
