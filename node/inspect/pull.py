@@ -112,11 +112,12 @@ class Pull:
         progress = epoch_progress(visit.gossip.state, visit.live())
         if progress is None:
             return None
+        corpus, epoch, done = progress
         return EpochsConfig(
             run_id=visit.manifest.slice_order(visit.conditions.run_id).hex(),
-            corpus=progress.corpus.hex(),
-            epoch=min(progress.epoch, visit.manifest.data.epochs),  # whatever they say, all are over then
-            done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),
+            corpus=corpus.hex(),
+            epoch=min(epoch, visit.manifest.data.epochs),  # whatever they say, all are over then
+            done=done.to_bytes(-(-done.bit_length() // 8), "little").hex(),
         )
 
     async def fetch_stage(self, stage: int) -> list[Path]:

@@ -265,18 +265,8 @@ class EpochVote:
 MAX_WITNESSES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class EpochProgress:
-    """The progress of a run's epochs."""
-
-    corpus: bytes
-    epoch: int
-    done: int
-    """The sections of this epoch that are done, a bit for each."""
-
-
-def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | None:
-    """Return the run's progress as reported by the live members with the most common text; None if no member reports.
+def epoch_progress(state: RunState, live: Iterable[bytes]) -> tuple[bytes, int, int] | None:
+    """Return the most common text, its epoch and the mask of sections done, as live members report; None: none does.
 
     Sections done recently are missing, since members announce done sections at intervals.
     """
@@ -293,7 +283,7 @@ def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | No
                 section: Lease = entry.payload
                 if (section.corpus, section.epoch) == (corpus, epoch):
                     told[author] |= part_mask(entry.index - 1, section.done)
-    return EpochProgress(corpus, epoch, said_by(list(told.values()), min(MAX_WITNESSES, -(-num_authors // 2))))
+    return corpus, epoch, said_by(list(told.values()), min(MAX_WITNESSES, -(-num_authors // 2)))
 
 
 def median_epoch(said: Iterable[Lease]) -> int | None:

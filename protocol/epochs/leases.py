@@ -83,18 +83,6 @@ class _Epoch:
     gave_way_at: dict[bytes, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Announced:
-    """What this node has announced in the run state."""
-
-    lease: Lease | None = None
-    at: float = 0.0
-    parts_at: float = 0.0
-    """When the parts of what is done were."""
-    is_outdated: bool = True
-    """Whether others must have the present one soon."""
-
-
 class Leases:
     """One node's leases. ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest."""
 
@@ -114,7 +102,9 @@ class Leases:
         self._ticked_at: float | None = None
         self._has_left = False
         self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
-        self._announced = _Announced()
+        self._announced: Lease | None = None
+        self._announced_at = self._parts_announced_at = 0.0
+        self._is_outdated = True  # others must have the present lease soon
         self._current = _Epoch(Claims(self.sections))
 
     @property
@@ -231,7 +221,7 @@ class Leases:
         self._ticked_at = now
         if seconds > ASLEEP_SECONDS:
             self._current.own.clear()
-            self._announced.is_outdated = True
+            self._is_outdated = True
         self._current.claims.believe(self._standing, seconds)
         for lease in list(self._current.own):  # the ones that other nodes have finished in part included
             if not self._left(lease):
@@ -255,7 +245,7 @@ class Leases:
         epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
         if epoch == self.epoch and self.done.is_complete and not self.is_over:
             if self._current.completed_at is None:
-                self._current.completed_at, self._announced.is_outdated = now, True
+                self._current.completed_at, self._is_outdated = now, True
             if now - self._current.completed_at >= SETTLE_SECONDS:
                 epoch += 1
         if epoch != self.epoch:
@@ -263,7 +253,7 @@ class Leases:
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self._announced.is_outdated = True
+        self._is_outdated = True
         self._current = _Epoch(Claims(self.sections))
         for author, entries in self._heard.items():
             for index, lease in entries.items():
@@ -289,15 +279,7 @@ class Leases:
                 if contested and self._rank(author, last) < self._rank(self._author, last):
                     self._current.own.remove(lease)
                     self._put_aside(lease.first, position)
-                    gave_way_at[author], self._announced.is_outdated = now, True
-
-    @property
-    def _own_mask(self) -> int:
-        """The sections in which this node has leased slices that are not done."""
-        mask = 0
-        for lease in self._current.own:
-            mask |= self.sections.mask(self.done.next(lease.first), lease.end)
-        return mask
+                    gave_way_at[author], self._is_outdated = now, True
 
     def _rank(self, author: bytes, section: int) -> bytes:
         """Return a hash of the author, the epoch and ``section``: 32 bytes that no node chooses."""
@@ -314,7 +296,7 @@ class Leases:
             last = self.done.next(lease.first) + budget
             if last < lease.end and (end := self.sections.end(self.sections.of(last))) < lease.end:
                 lease.end = end
-                self._announced.is_outdated = True
+                self._is_outdated = True
             budget = max(0, budget - self._left(lease))
 
     def _claim(self, now: float) -> None:
@@ -324,7 +306,9 @@ class Leases:
         if is_enough or len(self._current.own) >= MAX_UNFINISHED:
             self._current.idle_since = None
             return
-        taken = self.done.whole | self._own_mask
+        taken = self.done.whole
+        for lease in self._current.own:
+            taken |= self.sections.mask(self.done.next(lease.first), lease.end)
         for _, peer in self._respected():
             taken |= peer.mask
         free = self._worthwhile(self.sections.all & ~taken)
@@ -338,7 +322,7 @@ class Leases:
         self._current.cursor = last + 1
         begin = self.done.next(self.sections.begin(first))
         self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
-        self._announced.is_outdated = True
+        self._is_outdated = True
 
     def _worthwhile(self, free: int) -> int:
         """Return the free sections that no author claims to be done, and in two cases the claimed ones too.
@@ -408,18 +392,17 @@ class Leases:
 
     def _announce(self, now: float) -> Iterator[Output]:
         refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._standing.live))))
-        if now - self._announced.parts_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
-            is_old = now - self._announced.parts_at >= MAX_REFRESH_SECONDS
-            self._announced.parts_at = now
+        if now - self._parts_announced_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
+            is_old = now - self._parts_announced_at >= MAX_REFRESH_SECONDS
+            self._parts_announced_at = now
             yield from self._announce_parts(is_old=is_old)
         if len(self._current.finished) > MAX_FINISHED:
             del self._current.finished[:-2]
         lease = self._entry()
-        announced = self._announced
-        age = now - announced.at
-        is_due = announced.is_outdated or age >= max(self._standing.period, MIN_ANNOUNCE_SECONDS)
-        if (is_due and lease != announced.lease) or age >= MAX_REFRESH_SECONDS:
-            announced.lease, announced.at, announced.is_outdated = lease, now, False
+        age = now - self._announced_at
+        is_due = self._is_outdated or age >= max(self._standing.period, MIN_ANNOUNCE_SECONDS)
+        if (is_due and lease != self._announced) or age >= MAX_REFRESH_SECONDS:
+            self._announced, self._announced_at, self._is_outdated = lease, now, False
             yield 0, lease
 
     def _announce_parts(self, *, is_old: bool) -> Iterator[Output]:

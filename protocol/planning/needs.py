@@ -20,7 +20,7 @@ from typing import Final
 
 from ..exchange.exchange import DATA_UNTIL
 from ..rounds.pairing_waits import WAIT_SHARE
-from ..run.manifest import Manifest, ModelConfig
+from ..run.manifest import Manifest
 from ..run.models import layers_of, parts_of, stage_parameters
 from ..run.rules import OPTIMIZER_VECTORS, RoundConfig, encoded_bytes, required_bytes, required_vectors
 from ..wire.safetensors import FP32_BYTES
@@ -112,7 +112,9 @@ class Needs:
 
 def needs_of(manifest: Manifest, *, recomputes: bool = False) -> Needs:
     """Compute the requirements on a member that holds the stage with the most parameters."""
-    return needs_of_stage(manifest, largest_stage(manifest.model), recomputes=recomputes)
+    stages = range(manifest.model.num_stages)
+    largest = max(stages, key=lambda stage: stage_parameters(manifest.model, stage))
+    return needs_of_stage(manifest, largest, recomputes=recomputes)
 
 
 def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) -> Needs:
@@ -169,11 +171,6 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
         lean_on_gpu=on_gpu if is_cut else lean_on_gpu,
         hop_bytes=2 * encoded_bytes(manifest.pipeline.codec, manifest.model.width) if is_cut else 0,
     )
-
-
-def largest_stage(model: ModelConfig) -> int:
-    """Return the stage with the most parameters."""
-    return max(range(model.num_stages), key=lambda stage: stage_parameters(model, stage))
 
 
 def busy_share(rounds: RoundConfig, seconds: float) -> float | None:

@@ -28,7 +28,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -136,22 +136,6 @@ class _Case:
         return Replay(self.path, self.claim.author, self.claim.commitment)
 
 
-@dataclass(slots=True)
-class _Memory:
-    """A node's memory of the other members."""
-
-    considered: dict[bytes, int] = field(default_factory=dict)
-    """Author -> newest of its rounds for which this node has drawn."""
-    failed: dict[bytes, set[int]] = field(default_factory=dict)
-    """Author -> rounds whose start it did not give, or in which it gave something else than it committed to."""
-    received: dict[bytes, tuple[ExchangeEnded, float]] = field(default_factory=dict)
-    """Author -> its contribution in the last exchange, and when; until it is compared."""
-    proved: set[bytes] = field(default_factory=set)
-    """Authors of commitments proved false."""
-    heard: set[bytes] = field(default_factory=set)
-    """Accusers whose accusation was queued: whatever came of it, no other one is."""
-
-
 class Audits:
     """Decides which rounds a node replays, and what follows. ``rate``: the run's audit rate.
 
@@ -166,7 +150,13 @@ class Audits:
         self._is_distrusted = False
         self._waiting = deque[_Case](maxlen=MAX_WAITING)
         self._case: _Case | None = None
-        self._memory = _Memory()
+        self._considered: dict[bytes, int] = {}  # author -> newest of its rounds for which this node has drawn
+        self._failed: dict[bytes, set[int]] = {}
+        """Author -> rounds whose start it did not give, or in which it gave something else than it committed to."""
+        self._received: dict[bytes, tuple[ExchangeEnded, float]] = {}
+        """Author -> its contribution in the last exchange, and when; until it is compared."""
+        self._proved: set[bytes] = set()  # authors of commitments proved false
+        self._heard: set[bytes] = set()  # accusers whose accusation was queued: whatever came of it, no other one is
 
     def note_own(self, own: RoundClaim, path: str, others: Sequence[RoundClaim]) -> list[Output]:
         """Note this node's commitment to a round, whose start is in the file ``path``, and draw for the others' rounds.
@@ -185,13 +175,12 @@ class Audits:
             self._waiting.appendleft(_Case(own, path))
         alike = [claim for claim in others if claim.kind == own.kind and claim.author != self._author]
         chance = self._rate * (1.0 - OWN_SHARE) / max(1, len({claim.author for claim in alike}))
-        considered = self._memory.considered
-        self._memory.considered = {claim.author: considered.get(claim.author, -1) for claim in alike}
+        self._considered = {claim.author: self._considered.get(claim.author, -1) for claim in alike}
         for claim in sorted(alike, key=lambda claim: claim.commitment.round):
             round_index = claim.commitment.round
-            if round_index <= self._memory.considered[claim.author]:
+            if round_index <= self._considered[claim.author]:
                 continue
-            self._memory.considered[claim.author] = round_index
+            self._considered[claim.author] = round_index
             if self._may_judge(claim) and is_drawn(claim.id, own.id, chance):
                 self._waiting.append(_Case(claim))
         return self._next()
@@ -199,7 +188,7 @@ class Audits:
     def note_exchange(self, ended: ExchangeEnded, now: float) -> None:
         """Note the end of an exchange, to compare what was received with its author's commitment."""
         if ended.committed:
-            self._memory.received[ended.peer] = ended, now
+            self._received[ended.peer] = ended, now
 
     def compare_received(self, claims: Sequence[RoundClaim], live: frozenset[bytes], now: float) -> list[Output]:
         """Compare partners' contributions with the commitments in the run state of the other live members, ``live``.
@@ -210,12 +199,12 @@ class Audits:
         for claim in claims:
             committed.setdefault(claim.author, {})[claim.commitment.round] = claim.commitment.contribution
         outputs: list[Output] = []
-        for peer, (received, at) in list(self._memory.received.items()):
+        for peer, (received, at) in list(self._received.items()):
             rounds = committed.get(peer, {})
             digest = rounds.get(received.partner_round)
             if digest is None and now < at + COMMIT_SECONDS:
                 continue
-            del self._memory.received[peer]
+            del self._received[peer]
             newest = max(rounds, default=0)
             is_there = digest is not None or newest < received.partner_round + RULES[Kind.COMMITMENT].slots
             if digest != received.partner_digest and is_there and peer in live:
@@ -229,7 +218,7 @@ class Audits:
             and self._is_proved
             and claim.is_comparable
             and claim.kind == own.kind
-            and claim.author not in (self._author, *self._memory.proved)
+            and claim.author not in (self._author, *self._proved)
             and claim.commitment.steps <= MAX_TIMES_OWN_STEPS * own.commitment.steps
         )
 
@@ -238,11 +227,10 @@ class Audits:
 
         One for each accuser, as most accuse only one.
         """
-        memory = self._memory
-        if accuser in (self._author, claim.author) or accuser in memory.heard:
+        if accuser in (self._author, claim.author) or accuser in self._heard:
             return []
         if self._may_judge(claim) and len(self._waiting) < MAX_WAITING:
-            memory.heard.add(accuser)
+            self._heard.add(accuser)
             self._waiting.append(_Case(claim, accuser=accuser))
         return self._next()
 
@@ -271,10 +259,10 @@ class Audits:
         return outputs + self._next()
 
     def _note_failed(self, author: bytes, round_index: int, now: float) -> list[Output]:
-        before = self._memory.failed.pop(author, set())
+        before = self._failed.pop(author, set())
         rounds = {round_index, *(other for other in before if other > round_index - FAILED_WITHIN)}
         if len(rounds) < MAX_FAILED:
-            self._memory.failed[author] = rounds
+            self._failed[author] = rounds
             return []
         reason = f"in {MAX_FAILED} rounds it gave no start to replay, or a partner something else than it committed to"
         return [Avoid(author, now + AVOID_SECONDS, reason)]
@@ -301,7 +289,7 @@ class Audits:
         elif is_own:
             return self._distrust(f"a replay of its own round {commitment.round} gives other bits")
         else:
-            self._memory.proved.add(case.claim.author)
+            self._proved.add(case.claim.author)
             reason = f"a replay of its round {commitment.round} gives something else than it committed to"
             outputs = [Avoid(case.claim.author, math.inf, reason), Denounce(case.claim, case.path)]
         self._case = None

@@ -53,6 +53,7 @@ from ..trainer.trainer_messages import FinishRound, UseFragment
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.messagepack import SESSION_BYTES
 from ..wire.timers import SetTimer, TimerFired
+from ..wire.token_bucket import PeerMeters
 from . import pairing_messages as messages
 from .pairing_events import (
     FOLLOWING,
@@ -121,7 +122,7 @@ class Pairing:
         self.round = -1
         self._config = config
         self._rng = rng
-        self._meter = messages.MessageMeter()
+        self._meters = PeerMeters(messages.MAX_MESSAGES, messages.MAX_MESSAGES)
         self._order = PeerOrder(own)
         self._bond: Bond | None = None
         self._timers: dict[_Timer, float] = {}
@@ -402,8 +403,8 @@ class Pairing:
     # Messages
 
     def _receive(self, peer: bytes, payload: bytes, now: float) -> None:
-        if not self._meter.has_room(peer, now):
-            return
+        if not self._meters.of(peer, now).take(now):
+            raise RemoteProtocolError(f"more than {messages.MAX_MESSAGES} pairing messages a second")
         message = messages.decode_message(payload)
         bond = self._bond if self._bond is not None and self._bond.session == message.session else None
         if bond is not None and bond.peer != peer:

@@ -16,11 +16,9 @@ from ..wire.messagepack import MessageDecoder, Session, encode
 
 # The longest message, a proposal, has 29 bytes; the rest is room for one more field.
 MAX_MESSAGE_BYTES = 64
-# Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
-# a busy peer at most every 0.05 s.
-MAX_MESSAGES, METER_SECONDS = 64, 1.0
-# Peers counted in one such period; messages of further ones are dropped.
-MAX_METERED_PEERS = 4_096
+# Messages taken from one peer at once, and a second. An honest one sends its proposals and answers, a few a round, and
+# asks a busy peer at most every 0.05 s.
+MAX_MESSAGES = 64
 
 # A box is at most a day (`RoundConfig.round_seconds`) and is moved by at most half its length.
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
@@ -84,23 +82,3 @@ def decode_message(payload: bytes) -> Message:
     if any(isinstance(value, float) and math.isnan(value) for value in values):  # which passes every bound
         raise RemoteProtocolError("not a duration: NaN")
     return message
-
-
-class MessageMeter:
-    """Counts messages by peer, in periods of `METER_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._since = -math.inf
-        self._counts: dict[bytes, int] = {}
-
-    def has_room(self, peer: bytes, now: float) -> bool:
-        """Count a message; return False if it must be dropped unread. Raise `RemoteProtocolError` on a flood."""
-        if now - self._since >= METER_SECONDS:
-            self._since = now
-            self._counts.clear()
-        if peer not in self._counts and len(self._counts) >= MAX_METERED_PEERS:
-            return False
-        self._counts[peer] = self._counts.get(peer, 0) + 1
-        if self._counts[peer] > MAX_MESSAGES:
-            raise RemoteProtocolError(f"more than {MAX_MESSAGES} pairing messages within {METER_SECONDS:g} s")
-        return True

@@ -125,7 +125,6 @@ class TrainerRounds:
         self._alone = ""  # why its outer step is taken alone
         self._ahead_since: float | None = None  # start of the round that overlaps with the one that seeks a partner
         self._round_after_replay = 0
-        self._has_validated = False
         # A replica without a checkpoint is saved as soon as possible, so that a trainer that dies can be resumed.
         self._saved_at = now if prepared.resumed else -math.inf
         self._is_save_due = False  # another save follows the one under way
@@ -137,8 +136,8 @@ class TrainerRounds:
         One further away is only claimed by others, and must not move this node. Where the model is cut the others'
         round always counts, because a stage that was lost begins again in the middle of the run.
         """
-        if self._is_from_start and self._config.validate_every:
-            self._validate()
+        if self._config.manifest.start is not None and self._prepared.resumed is None and self._config.validate_every:
+            self._validate()  # the weights that the run starts from
         own_round = self._prepared.round
         first_round = max(own_round, others_round) if is_near or self._config.is_cut else own_round
         self.lag = _Lag(others_round - first_round)
@@ -168,11 +167,7 @@ class TrainerRounds:
                 self._finish_round(report, now)
             case messages.Validated(problem=problem) if problem:
                 decisions.outputs.append(Say(problem, "warn"))
-            case messages.Validated(loss=loss, bits_per_byte=bits_per_byte):
-                if self._is_from_start and not self._has_validated:
-                    bits = "" if bits_per_byte is None else f" ({bits_per_byte:.4f} bits per byte)"
-                    decisions.say(f"the weights that this run starts from have a held-out loss of {loss:.4f}{bits}")
-                self._has_validated = self._has_validated or math.isfinite(loss)
+            case messages.Validated():
                 decisions.outputs.append(report)
             case messages.Replayed():
                 self._start_round(self._round_after_replay, now)
@@ -347,11 +342,6 @@ class TrainerRounds:
         """Save for the last time: the report of this checkpoint ends the trainer, so nothing is trained after it."""
         self._save(now, is_last=True)
         self._decisions.move(LoopState.ENDING)
-
-    @property
-    def _is_from_start(self) -> bool:
-        """Return whether this trainer began with the weights that the manifest names."""
-        return self._config.manifest.start is not None and self._prepared.resumed is None
 
     def _validate(self) -> None:
         """Measure the validation loss; where the model is cut, only at nodes that draw data, through all stages."""

@@ -164,11 +164,6 @@ class _Author:
         return hashlib.sha256(self.key + b"".join(refs)).digest() if refs else b""
 
 
-def bucket_of(author: bytes) -> int:
-    """Return the bucket of an author, 0 to 255: chosen by hash, as keys can be ground."""
-    return hashlib.sha256(author).digest()[0]
-
-
 class RunState:
     """The run state of one node (see the module). ``now`` is Unix seconds by this node's clock, in every method."""
 
@@ -369,7 +364,7 @@ class RunState:
         return self._newcomer_meters.of(report.introducer.peer, now).take(now)
 
     def _record(self, author: bytes, now: float) -> _Author:
-        record = _Author(author, bucket_of(author), now)
+        record = _Author(author, hashlib.sha256(author).digest()[0], now)  # by hash, as keys can be ground
         self._authors[author] = self._buckets[record.bucket][author] = record
         return record
 

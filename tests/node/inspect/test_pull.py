@@ -17,7 +17,6 @@ from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull
 from farandole.node.transfers.receiver import Conditions, Fetched, partial_path
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.epochs.lease_claims import EpochProgress
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
 from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.identity import public_bytes
@@ -122,7 +121,7 @@ async def test_who_says_the_highest_number_is_not_taken_for_the_run(
 def test_what_members_say_of_epochs_can_be_read_again_whatever_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "epoch_progress", lambda state, live: EpochProgress(b"one text", 2**31 - 1, 0))
+    monkeypatch.setattr(pulling, "epoch_progress", lambda state, live: (b"one text", 2**31 - 1, 0))
     manifest = msgspec.structs.replace(decoded(SIGNED), data=DataConfig(epochs=3))
     epochs = pull_to(tmp_path / "model", manifest)._epochs()
     assert epochs is not None

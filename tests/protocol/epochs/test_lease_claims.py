@@ -13,7 +13,6 @@ from farandole.protocol.epochs.lease_claims import (
     FASTEST_RATIO,
     SIGNED_SLACK,
     Claims,
-    EpochProgress,
     EpochVote,
     Standing,
     epoch_progress,
@@ -183,8 +182,8 @@ def test_a_visitor_learns_how_far_the_epochs_are() -> None:
         ]
         entries = [signed(number, Kind.LEASE, index, tick_at(Kind.LEASE), lease) for index, lease in leases]
         state.merge(Delta(tuple(entries)), NOW)
-    assert epoch_progress(state, live) == EpochProgress(CORPUS, 1, done)
-    assert epoch_progress(state, live[4:]) == EpochProgress(OTHER_TEXT, 0, (1 << 5_000) - 1)
+    assert epoch_progress(state, live) == (CORPUS, 1, done)
+    assert epoch_progress(state, live[4:]) == (OTHER_TEXT, 0, (1 << 5_000) - 1)
 
 
 # The vote on the epoch

@@ -503,14 +503,10 @@ def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
 
 
 @pytest.mark.parametrize("resumed", [None, SAVED])
-def test_the_loss_of_the_weights_that_a_run_starts_from_is_told_once(resumed: messages.Saved | None) -> None:
+def test_the_weights_that_a_run_starts_from_are_validated(resumed: messages.Saved | None) -> None:
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
     run = msgspec.structs.replace(loop.config.manifest, start=StartConfig("ab" * 32, "cd" * 32))
     loop.config = dataclasses.replace(loop.config, manifest=run)
     loop.handle(machine.LoopBegan(TrainingState()), 0.0)
     begun = loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, resumed=resumed), 1.0)
     assert (messages.Validate(8) in begun) == (resumed is None)
-    told = [loop.handle(messages.Validated(0, loss, bits_per_byte=1.25), 2.0) for loss in (2.5, 2.25)]
-    said = [output.text for outputs in told for output in outputs if isinstance(output, machine.Say)]
-    words = "the weights that this run starts from have a held-out loss of 2.5000 (1.2500 bits per byte)"
-    assert said == ([words] if resumed is None else [])
