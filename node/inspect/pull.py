@@ -32,7 +32,8 @@ from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.folder import consolidate
 from ..store.consolidated.tensors import ConsolidatedError, check_is_new
-from ..transfers.receiver import FetchProgress, ask_for_index, fetch_checkpoint, has_begun
+from ..transfers.block_file import has_begun
+from ..transfers.receiver import FetchProgress, ask_for_index, fetch_checkpoint
 from .peek import Visit, open_visit
 
 # Members of a stage that are asked at once for their newest checkpoint: each may have to save one.

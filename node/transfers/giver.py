@@ -55,15 +55,8 @@ from ..bulk.pipe import BulkPipe, Outgoing, Patience
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from ..store.disk_space import save_seconds
 from ..store.folder import index_of
-from .receiver import (
-    ANSWER_TIMEOUT,
-    PARTIAL_SUFFIX,
-    BlockFile,
-    Conditions,
-    DonorBusyError,
-    Downloads,
-    fresh_save_timeout,
-)
+from .block_file import PARTIAL_SUFFIX, BlockFile
+from .receiver import ANSWER_TIMEOUT, Conditions, DonorBusyError, Downloads, fresh_save_timeout
 
 logger = logging.getLogger(__name__)
 

@@ -3,20 +3,12 @@
 `farandole.protocol.checkpoints.block_transfer` decides what to ask of which donor; this module does the I/O, a
 conversation with each donor. The header comes first, since it says where the wanted tensors are. Their blocks follow,
 and each is verified before it is written to its place.
-
-A partly fetched checkpoint is a file in which each block lies at its place, and the rest is holes. Its progress is
-recorded nowhere else. Opening it again, after a crash or a power cut, hashes what is there: valid blocks of the index
-are kept, and the others are fetched again. Once all wanted blocks are there, it becomes a checkpoint of its own
-(`PartialFile.make`), which gets its name only when it is durable.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -45,13 +37,11 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.safetensors import header_size, parse_header
-from farandole.training.base.durable import replacing, sync_file, sync_folder
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, receive_frame
-from ..base.system.files import open_private
 from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Patience
 from ..join.bootstrap import reachable_providers
@@ -59,6 +49,7 @@ from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
 from ..store.disk_space import Room, WeightFiles, save_seconds
+from .block_file import PartialFile, partial_path, remove_partials
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +65,6 @@ NUM_BUFFERS: Final = MAX_OPEN + 2
 # Messages to a donor that it has not read yet.
 MAX_UNSAID: Final = 1_024
 TICK_SECONDS: Final = 0.1
-# How often the displayed rate is measured, and the weight of the newest measurement.
-RATE_SECONDS: Final = 0.5
-RATE_WEIGHT: Final = 0.2
-PARTIAL_SUFFIX: Final = ".part"
 
 # The errors of a donor that gives nothing (more).
 LOST: Final = (
@@ -117,107 +104,6 @@ class Conditions:
     """Bulk channels in addition to the streams; without them everything goes over the streams."""
     room: Room = field(default_factory=Room)
     """The space for what is fetched."""
-
-
-# Files
-
-
-class BlockFile:
-    """An open file with a checkpoint's bytes, closed once nothing refers to it. Methods may block, raise `OSError`."""
-
-    def __init__(self, path: Path, flags: int) -> None:
-        """Open it; if it is created, it is readable and writable by its owner alone."""
-        self._descriptor = open_private(path, flags)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    @property
-    def size(self) -> int:
-        """Return the size of the file in bytes."""
-        return os.fstat(self._descriptor).st_size
-
-    def read_range(self, start: int, end: int) -> bytes:
-        """Read the bytes from ``start`` to ``end``, which the file must have."""
-        data = os.pread(self._descriptor, end - start, start)
-        while len(data) < end - start:
-            more = os.pread(self._descriptor, end - start - len(data), start + len(data))
-            if not more:
-                raise OSError(errno.EIO, f"the file ends before byte {end}")
-            data += more
-        return data
-
-
-class PartialFile(BlockFile):
-    """The blocks of one checkpoint that are here."""
-
-    def __init__(self, path: Path, index: Index) -> None:
-        """Open it, or create it."""
-        super().__init__(path, os.O_RDWR | os.O_CREAT)
-        self.path = path
-        self.index = index
-        os.ftruncate(self._descriptor, index.size)
-
-    def blocks(self) -> set[int]:
-        """Return the blocks that are here and valid. Blocks that are entirely holes are skipped, not hashed."""
-        found: set[int] = set()
-        block = 0
-        while block < self.index.num_blocks:
-            try:
-                block = os.lseek(self._descriptor, block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # only a hole is left
-                    break
-                raise
-            if self.index.is_block(block, self.read_range(*block_range(self.index.size, block))):
-                found.add(block)
-            block += 1
-        return found
-
-    def write(self, block: int, data: memoryview) -> bool:
-        """Write the data if it is that block; return whether it is."""
-        if not self.index.is_block(block, data):
-            return False
-        position = block * BLOCK_BYTES
-        while data:
-            num_written = os.pwrite(self._descriptor, data, position)
-            data, position = data[num_written:], position + num_written
-        return True
-
-    def make(self, selection: Selection, path: Path, *, is_prefix: bool) -> None:
-        """Turn the selection into the file at ``path``, durably and atomically; this file cannot be used afterwards.
-
-        ``is_prefix``: the checkpoint's own first blocks up to the selection's last one, instead.
-        """
-        if is_prefix or not selection.header:
-            os.ftruncate(self._descriptor, block_range(self.index.size, selection.blocks[-1])[1])
-            sync_file(self._descriptor)
-            self.path.replace(path)
-            sync_folder(path.parent)
-            return
-        Room().check(path.parent, selection.size)
-        with replacing(path) as file:
-            file.write(selection.header)
-            for start, end in selection.pieces:
-                for block in blocks_between(start, end):
-                    first, last = block_range(self.index.size, block)
-                    file.write(self.read_range(max(start, first), min(end, last)))
-        self.path.unlink(missing_ok=True)
-
-
-def partial_path(path: Path, checkpoint_id: bytes) -> Path:
-    """Return the path of a checkpoint's blocks while it is fetched to ``path``."""
-    return path.with_name(f"{path.name}.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}")
-
-
-def has_begun(folder: Path, checkpoint_id: bytes) -> bool:
-    """Return whether an earlier fetch to anywhere in a folder has begun with a checkpoint."""
-    return any(folder.glob(f"*.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}"))
-
-
-def remove_partials(path: Path, kept: bytes) -> None:
-    """Remove what earlier fetches to ``path`` left, except the blocks of the checkpoint ``kept``."""
-    for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
-        if leftover != partial_path(path, kept):
-            leftover.unlink(missing_ok=True)
 
 
 # A conversation with one donor
@@ -329,7 +215,7 @@ class FetchProgress:
     """The bytes that are here, including the ones of an earlier attempt."""
     total: int
     rate: float
-    """The recent rate in bytes a second."""
+    """The mean rate in bytes a second."""
     num_donors: int
     """The donors that give now."""
 
@@ -471,7 +357,7 @@ class _Fetch:
     async def watch(self) -> None:
         """Follow which donors there are and how many bytes have arrived, until cancelled."""
         known: tuple[bytes, ...] = ()
-        rate, count, measured_at = 0.0, 0, trio.current_time()
+        began_at = trio.current_time()
         while True:
             now = trio.current_time()
             if (names := tuple(self.donors())) != known:
@@ -482,10 +368,7 @@ class _Fetch:
                     self._carry_out(self._download.heard(donor, now))
             self._carry_out(self._download.tick(now))
             num_bytes = self._size_of(self._needed & self.have)
-            if now >= measured_at + RATE_SECONDS:
-                newest = (num_bytes - count) / (now - measured_at)
-                rate += (newest - rate) * (RATE_WEIGHT if rate else 1.0)
-                count, measured_at = num_bytes, now
+            rate = self.fetched.num_bytes / max(now - began_at, TICK_SECONDS)
             self.on_progress(FetchProgress(num_bytes, self._size_of(self._needed), rate, self._download.num_open))
             await trio.sleep(TICK_SECONDS)
 

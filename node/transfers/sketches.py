@@ -44,8 +44,9 @@ from farandole.training.engine.sketch import Read, Sketcher, header_of
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, receive_frame
+from .block_file import BlockFile
 from .giver import Holding
-from .receiver import BlockFile, Downloads
+from .receiver import Downloads
 
 logger = logging.getLogger(__name__)
 

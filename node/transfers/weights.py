@@ -33,8 +33,9 @@ from ..base.errors import JoinError, PeerUnreachableError
 from ..join.bootstrap import reachable_providers
 from ..status.journal import DISK
 from ..store.disk_space import SECTOR
+from .block_file import PARTIAL_SUFFIX, partial_path
 from .giver import Provider
-from .receiver import NO_WEIGHTS, PARTIAL_SUFFIX, Downloads, Fetched, FetchProgress, Show, partial_path
+from .receiver import NO_WEIGHTS, Downloads, Fetched, FetchProgress, Show
 from .sketches import Judge, open_comparison
 
 # How long a newcomer to a run that is under way looks for a member that gives it weights.

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull
-from farandole.node.transfers.receiver import Conditions, Fetched, partial_path
+from farandole.node.transfers.block_file import partial_path
+from farandole.node.transfers.receiver import Conditions, Fetched
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
 from farandole.protocol.state.entries import CheckpointNotice

@@ -19,8 +19,9 @@ from farandole.node.status.journal import Journal
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import receiver as downloads
 from farandole.node.transfers import sketches as comparing
+from farandole.node.transfers.block_file import partial_path
 from farandole.node.transfers.giver import Holding
-from farandole.node.transfers.receiver import Conditions, DonorBusyError, Downloads, Fetched, partial_path
+from farandole.node.transfers.receiver import Conditions, DonorBusyError, Downloads, Fetched
 from farandole.node.transfers.weights import Weights
 from farandole.protocol.checkpoints import sketches
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion

@@ -19,16 +19,9 @@ from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host
 from farandole.node.store.disk_space import Room, used_bytes
 from farandole.node.transfers import giver as giving
+from farandole.node.transfers.block_file import PartialFile, partial_path
 from farandole.node.transfers.giver import BlockService, Holding
-from farandole.node.transfers.receiver import (
-    Conditions,
-    Fetched,
-    FetchProgress,
-    PartialFile,
-    ask_for_index,
-    fetch_checkpoint,
-    partial_path,
-)
+from farandole.node.transfers.receiver import Conditions, Fetched, FetchProgress, ask_for_index, fetch_checkpoint
 from farandole.protocol.checkpoints import block_transfer as download
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks

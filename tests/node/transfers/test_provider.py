@@ -16,8 +16,9 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.transfers import receiver as downloads
+from farandole.node.transfers.block_file import partial_path
 from farandole.node.transfers.giver import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, Provider
-from farandole.node.transfers.receiver import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Fetched, fresh_save_timeout, partial_path
+from farandole.node.transfers.receiver import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Fetched, fresh_save_timeout
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages

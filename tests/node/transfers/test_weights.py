@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from farandole.node.base.errors import JoinError, PeerUnreachableError
 from farandole.node.base.streams import DIAL_TIMEOUT
 from farandole.node.transfers import receiver as downloads
-from farandole.node.transfers.receiver import partial_path
+from farandole.node.transfers.block_file import partial_path
 from farandole.node.transfers.weights import MAX_ASKED, ROOM_INTERVAL, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.mesh.kademlia import checkpoint_key, shard_key
