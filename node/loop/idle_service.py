@@ -3,13 +3,11 @@
 `IdleWatch` is a pure decision on a series of observations; `IdleService` makes them, off the event loop. A
 rest costs the trainer a restart, and training during use costs the owner the machine. So both ends have a threshold in
 time: a reason must have been there for `BEGIN_SECONDS` before the node rests, and all must have been gone for
-`CALM_SECONDS` before it trains again. If rests follow each other soon, the required calm doubles, up to
-`MAX_CALM_SECONDS`: an owner who compiles every few minutes is at work all the time.
+`CALM_SECONDS` before it trains again.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -71,21 +69,19 @@ def users_in(text: str, own: Collection[int]) -> tuple[str, ...]:
     return tuple(found.values())[:MAX_NAMED]
 
 
-class GpuProbe:
-    """Runs its queries in a thread that may be abandoned: a process that hangs in the driver cannot even be killed."""
+async def gpu_users(own: Collection[int], limiter: trio.CapacityLimiter) -> tuple[str, ...]:
+    """Return other programs' processes on this machine's GPUs. Raises `ProbeError`.
 
-    def __init__(self) -> None:
-        self._limiter = trio.CapacityLimiter(1)
-
-    async def users(self, own: Collection[int]) -> tuple[str, ...]:
-        """Return other programs' processes on this machine's GPUs. Raises `ProbeError`."""
-        if shutil.which(_GPU_COMMAND[0]) is None:
-            raise ProbeError("there is no nvidia-smi here")
-        if not self._limiter.available_tokens:
-            raise ProbeError("nvidia-smi has not ended yet")
-        with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
-            return await in_a_thread_left_alone(partial(_ask_nvidia, own), self._limiter)
-        raise ProbeError(_NO_ANSWER)
+    It asks in a thread that may be abandoned: a process that hangs in the driver cannot even be killed. ``limiter`` is
+    for one such thread.
+    """
+    if shutil.which(_GPU_COMMAND[0]) is None:
+        raise ProbeError("there is no nvidia-smi here")
+    if not limiter.available_tokens:
+        raise ProbeError("nvidia-smi has not ended yet")
+    with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
+        return await in_a_thread_left_alone(partial(_ask_nvidia, own), limiter)
+    raise ProbeError(_NO_ANSWER)
 
 
 async def in_a_thread_left_alone(work: Callable[[], _Result], limiter: trio.CapacityLimiter | None = None) -> _Result:
@@ -117,9 +113,6 @@ def is_on_battery() -> bool | None:
 # which GPU there is is gone by the next look.
 BEGIN_SECONDS: Final = {"battery": 0.0, "GPU": 8.0}
 CALM_SECONDS: Final = 60.0
-MAX_CALM_SECONDS: Final = 960.0
-# A rest that begins within this many seconds of the last one's end follows it soon.
-SOON_SECONDS: Final = 600.0
 
 
 class IdleWatch:
@@ -129,8 +122,6 @@ class IdleWatch:
         self._since: dict[str, float] = {}
         self._words = ""
         self._calm_since: float | None = None  # while it rests
-        self._calm_needed = CALM_SECONDS
-        self._rested_until = -math.inf
         self._has_looked = False
 
     def look(self, on_battery: bool | None, gpu_users: Sequence[str], now: float) -> str:
@@ -147,25 +138,16 @@ class IdleWatch:
         self._since = {reason: self._since.get(reason, now) for reason in found}
         # Before the first trainer has begun a rest costs nothing.
         is_first, self._has_looked = not self._has_looked, True
-        due = [reason for reason in found if is_first or now - self._since[reason] >= BEGIN_SECONDS[reason]]
-        if self._words and found:
+        is_due = is_first or any(now - since >= BEGIN_SECONDS[reason] for reason, since in self._since.items())
+        if found and (self._words or is_due):
             self._calm_since = None
-            self._words = self._explain(next(iter(found.values())))
+            words = next(iter(found.values()))
+            self._words = f"{words}; trains again a minute after that ends, or at once without --only-when-idle"
         elif self._words:
             self._calm_since = now if self._calm_since is None else self._calm_since
-            if now - self._calm_since >= self._calm_needed:
-                self._words, self._rested_until = "", now
-        elif due:
-            is_soon = now - self._rested_until < SOON_SECONDS
-            self._calm_needed = min(2 * self._calm_needed, MAX_CALM_SECONDS) if is_soon else CALM_SECONDS
-            self._calm_since = None
-            self._words = self._explain(found[due[0]])
+            if now - self._calm_since >= CALM_SECONDS:
+                self._words = ""
         return self._words
-
-    def _explain(self, words: str) -> str:
-        minutes = self._calm_needed / 60
-        after = "a minute" if minutes == 1 else f"{minutes:.0f} minutes"
-        return f"{words}; trains again {after} after that ends, or at once without --only-when-idle"
 
 
 # For a kernel file that does not answer because a driver hangs.
@@ -185,7 +167,7 @@ class IdleService:
     looks_at_gpu: bool = True
     clock: Callable[[], float] = trio.current_time
     _watch: IdleWatch = field(default_factory=IdleWatch)
-    _gpu: GpuProbe = field(default_factory=GpuProbe)
+    _gpu: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     _has_warned: bool = False
 
     async def look(self) -> str:
@@ -194,7 +176,7 @@ class IdleService:
         users: Sequence[str] = ()
         if self.looks_at_gpu:
             try:
-                users = await self._gpu.users(own)
+                users = await gpu_users(own, self._gpu)
             except ProbeError as error:
                 if not self._has_warned:
                     self.warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")

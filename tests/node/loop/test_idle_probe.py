@@ -16,9 +16,9 @@ from farandole.node.loop import idle_service as probing
 from farandole.node.loop.idle_service import (
     CALM_SECONDS,
     GPU_TIMEOUT,
-    GpuProbe,
     IdleService,
     ProbeError,
+    gpu_users,
     users_in,
 )
 from farandole.node.loop.rest_service import LOOK_INTERVAL
@@ -86,24 +86,25 @@ async def test_own_processes_are_told_from_others(tmp_path: Path, monkeypatch: p
     gone = await trio.lowlevel.open_process(["true"])
     await gone.wait()
     install_nvidia_smi(tmp_path, monkeypatch, table(own, other, gone.pid))
-    assert await GpuProbe().users({own}) == (f"python (process {other})",)
-    assert await GpuProbe().users({own, other}) == ()
+    limiter = trio.CapacityLimiter(1)
+    assert await gpu_users({own}, limiter) == (f"python (process {other})",)
+    assert await gpu_users({own, other}, limiter) == ()
 
 
 async def test_without_the_program_or_its_driver_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
     with pytest.raises(ProbeError, match="has failed"):
-        await GpuProbe().users(set())
+        await gpu_users(set(), trio.CapacityLimiter(1))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(ProbeError, match="no nvidia-smi"):
-        await GpuProbe().users(set())
+        await gpu_users(set(), trio.CapacityLimiter(1))
 
 
 async def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "GPU_TIMEOUT", 0.2)
     install_nvidia_smi(tmp_path, monkeypatch, "exec sleep 600")
     with trio.fail_after(GPU_TIMEOUT), pytest.raises(ProbeError, match="no answer"):
-        await GpuProbe().users(set())
+        await gpu_users(set(), trio.CapacityLimiter(1))
 
 
 async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +119,16 @@ async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypat
         return run(*arguments, **{**options, "timeout": None})
 
     monkeypatch.setattr(subprocess, "run", hang)
-    probe = GpuProbe()
+    limiter = trio.CapacityLimiter(1)
     with trio.fail_after(GPU_TIMEOUT):
         with pytest.raises(ProbeError, match="no answer"):
-            await probe.users(set())
+            await gpu_users(set(), limiter)
         with pytest.raises(ProbeError, match="not ended"):
-            await probe.users(set())
+            await gpu_users(set(), limiter)
         driver_answers.set()
         while True:
             with contextlib.suppress(ProbeError):
-                assert await probe.users(set()) == ()
+                assert await gpu_users(set(), limiter) == ()
                 return
             await trio.sleep(0.01)
 
