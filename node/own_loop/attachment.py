@@ -14,8 +14,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from farandole.protocol.run.manifest import Manifest, decode_body
@@ -29,6 +27,7 @@ from farandole.training.cluster.ranks import Order
 from ..base.system.sockets import connect
 from ..trainer.channel import TrainerSocket
 from ..trainer_process.process import StopAsked, TrainerProcess
+from .child_node import ChildNode
 
 logger = logging.getLogger("farandole")
 
@@ -59,30 +58,16 @@ class NodeError(FarandoleError):
 
 
 class Attachment:
-    """Follows one loop until it is over. ``door`` is the node's socket; ``run_id`` is empty for whatever run it is in.
+    """Follows one loop until it is over. ``run_id`` is empty for whatever run the node is in."""
 
-    ``why_gone`` is called while the node does not listen. It returns the reason if the node never will (or an empty
-    text), and whether the node is still starting. ``why_resting`` is called while the loop waits, in another thread. It
-    returns why the node does not train, or an empty text.
-    """
-
-    def __init__(
-        self,
-        door: Path,
-        run_id: bytes,
-        loop: Loop,
-        why_gone: Callable[[], tuple[str, bool]],
-        why_resting: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, node: ChildNode, run_id: bytes, loop: Loop) -> None:
         self.turns = Turns()
         self.engine: ExternalEngine | None = None
         self.over = ""
         """Why the node trains no more; empty while it does."""
-        self._door = door
+        self._node = node
         self._run_id = run_id
         self._loop = loop
-        self._why_gone = why_gone
-        self._why_resting = why_resting
         self._ended = threading.Event()
         self._is_following = False
         self._connection: socket.socket | None = None
@@ -101,7 +86,7 @@ class Attachment:
             since = self.turns.waits_since
             if since is None or time.monotonic() < since + LOOK_SECONDS:
                 continue
-            reason = self._why_resting()
+            reason = self._node.why_resting()
             if reason not in ("", told):
                 logger.warning("the loop waits, since its node rests: %s", reason)
             told = reason
@@ -201,12 +186,12 @@ class Attachment:
         deadline = time.monotonic() + ATTACH_SECONDS
         while True:
             try:
-                connection = connect(self._door, CONNECT_SECONDS)
+                connection = connect(self._node.door, CONNECT_SECONDS)
             except (FileNotFoundError, ConnectionError) as error:
-                reason, is_starting = self._why_gone()
+                reason, is_starting = self._node.why_gone()
                 if reason or (time.monotonic() > deadline and not is_starting):
                     raise NodeError(
-                        reason or f"no node waits for a loop at {self._door}: farandole join --trainer external"
+                        reason or f"no node waits for a loop at {self._node.door}: farandole join --trainer external"
                     ) from error
                 if self._ended.wait(RETRY_SECONDS):
                     raise EOFError("the loop is over") from error

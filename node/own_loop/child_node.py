@@ -57,6 +57,8 @@ class ChildNode:
 
     def __init__(self, home: Path, join: Sequence[str]) -> None:
         """``join``: arguments of ``farandole join`` in addition to the folder."""
+        self.door = NodeSettings(home=home).door
+        """The node's socket for a loop."""
         self._home = home
         self._join = join
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,7 +90,7 @@ class ChildNode:
         self._mark.touch()
 
     def why_gone(self) -> tuple[str, bool]:
-        """Return why the node never listens, if that is known, and whether it is still starting."""
+        """While the node does not listen, return why it never will, if that is known, and whether it is starting."""
         if self._process is None:
             return "", False
         if self._process.poll() is None:

@@ -85,8 +85,7 @@ class NoLoCo:
                     "or start a node with `farandole join INVITE --trainer external`"
                 )
             loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
-            door = NodeSettings(home=self.home).door
-            self._member = Attachment(door, run_id, loop, self._node.why_gone, self._node.why_resting)
+            self._member = Attachment(self._node, run_id, loop)
         else:
             self._member = Follower(ranks, model, evaluate)
         self._hook: torch.utils.hooks.RemovableHandle | None = None

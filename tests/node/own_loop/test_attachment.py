@@ -17,6 +17,7 @@ from torch import nn
 
 from farandole.node.base.system.sockets import connect
 from farandole.node.own_loop.attachment import Attachment, NodeError
+from farandole.node.own_loop.child_node import ChildNode
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
 from farandole.protocol.run.manifest import Manifest, ModelConfig
@@ -46,7 +47,7 @@ def manifest(recipe: str = "", shapes: dict[str, tuple[int, ...]] | None = None)
 
 
 def attached(folder: Path, loop: Loop, run_id: bytes = b"") -> Attachment:
-    return Attachment(folder / "trainer.sock", run_id, loop, lambda: ("", False))
+    return Attachment(ChildNode(folder, []), run_id, loop)
 
 
 async def in_thread(function: Callable[[], T]) -> T:
@@ -204,9 +205,8 @@ async def test_a_loop_that_waits_is_told_why_its_node_rests(
 ) -> None:
     monkeypatch.setattr("farandole.node.own_loop.attachment.LOOK_SECONDS", 0.01)
     reasons = iter(["quiet hours until 18:00", "quiet hours until 18:00", "paused"])
-    attachment = Attachment(
-        tmp_path / "trainer.sock", b"", Loop(a_model()), lambda: ("", True), lambda: next(reasons, "")
-    )
+    monkeypatch.setattr(ChildNode, "why_resting", lambda node: next(reasons, ""))
+    attachment = attached(tmp_path, Loop(a_model()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(in_thread, attachment.begin)
         with trio.fail_after(PATIENCE):
@@ -215,8 +215,11 @@ async def test_a_loop_that_waits_is_told_why_its_node_rests(
     assert caplog.text.count("quiet hours until 18:00") == 1
 
 
-async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(tmp_path: Path) -> None:
-    attachment = Attachment(tmp_path / "trainer.sock", b"", Loop(a_model()), lambda: ("it has ended", False))
+async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChildNode, "why_gone", lambda node: ("it has ended", False))
+    attachment = attached(tmp_path, Loop(a_model()))
 
     def begin() -> None:
         with pytest.raises(NodeError, match="it has ended"):
