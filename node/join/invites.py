@@ -32,30 +32,15 @@ def own_invite(
     """Make an invite to the run of the node that runs here, with its own addresses if none are given.
 
     If the run is for invited members, it is for ``uses`` of them. They have ``seconds`` to join, and each may invite
-    ``quota`` others. Raises `NoNodeError` if no node runs, `ControlError` if it may not invite, and `ManifestError`
-    while it has not found its run.
+    ``quota`` others. One for 0 admits no other node: it is for a command of this machine, and the home's key signs for
+    that (`farandole.protocol.run.invitations.VisitorPass`). Raises `NoNodeError` if no node runs, `ControlError` if it
+    may not invite, and `ManifestError` while it has not found its run.
     """
-    node = _running_node(home)
-    secret = bytes.fromhex(call(home, "invite", uses=uses, expires_at=time.time() + seconds, quota=quota))
-    return _encode_invite(home, node, addresses, secret)
-
-
-def visit_invite(home: Path) -> str:
-    """Make an invite for a command of this machine, to the run of the node that runs here: it admits no other node.
-
-    The home's key signs for the command (`farandole.protocol.run.invitations.VisitorPass`). Raises as `own_invite`.
-    """
-    return _encode_invite(home, _running_node(home), None, b"")
-
-
-def _running_node(home: Path) -> NodeStatus:
-    status = msgspec.convert(call(home, "status"), NodeStatus)
-    if not status.run.run_id:
+    node = msgspec.convert(call(home, "status"), NodeStatus)
+    if not node.run.run_id:
         raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
-    return status
-
-
-def _encode_invite(home: Path, node: NodeStatus, addresses: Sequence[str] | None, secret: bytes) -> str:
+    seats = {"uses": uses, "expires_at": time.time() + seconds, "quota": quota}
+    secret = bytes.fromhex(call(home, "invite", **seats)) if uses else b""
     run_id, network_key = bytes.fromhex(node.run.run_id), bytes.fromhex(call(home, "network_key"))
     return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(node)), secret, network_key))
 

@@ -191,7 +191,6 @@ class Training:
     _exchange_bytes: int = 0
     """Of both contributions."""
     _error: str = ""
-    _is_slowness_told: bool = False
 
     def __post_init__(self) -> None:
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired())
@@ -419,10 +418,10 @@ class Training:
                     journal.over("trainer")
                     journal.history.add_loss(report.round, report.loss)
                     seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
-                    warning = slow_steps(self.loop.config.manifest, seconds)
-                    if warning and not self._is_slowness_told:
-                        self._is_slowness_told = True
-                        journal.warn(warning)
+                    if warning := slow_steps(self.loop.config.manifest, seconds):
+                        journal.warn(warning, "slow steps")
+                    else:
+                        journal.over("slow steps")
                 elif isinstance(report, messages.Replayed) and self.audits is not None:
                     self.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:

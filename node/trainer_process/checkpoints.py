@@ -209,12 +209,3 @@ class Recorder:
                 self._report(Recorded(commitment, start))
 
         self._work = self._thread.submit(tell)
-
-
-def recorder_of(
-    prepare: Prepare, manifest: Manifest, engine: Engine, report: Callable[[Report], None]
-) -> Recorder | None:
-    """Make a recorder if the run has audits and the engine has rounds; else return None."""
-    if not manifest.audits or not isinstance(engine, Learner):
-        return None
-    return Recorder(Path(prepare.settings.checkpoints) / FOLDER, engine, report)

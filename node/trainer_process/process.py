@@ -34,7 +34,7 @@ from farandole.training.engine.stage_worker import build_stage_worker
 
 from ..store.disk_space import text_room
 from ..trainer.channel import TrainerSocket, map_shared_memory
-from .checkpoints import Checkpoints, recorder_of
+from .checkpoints import FOLDER, Checkpoints, Recorder
 from .exchange import EngineExchange
 
 # The engine. Add another kind of engine here.
@@ -186,7 +186,9 @@ class TrainerProcess:
         self._checkpoints = Checkpoints(prepare, engine, channel.send)
         resumed, problem = self._checkpoints.begin(prepare, manifest)
         self._exchange = EngineExchange(prepare, engine.round_end, channel.send)
-        self._recorder = recorder_of(prepare, manifest, engine, channel.send)
+        self._recorder: Recorder | None = None  # where the run has audits and the engine has rounds
+        if manifest.audits and isinstance(engine, Learner):
+            self._recorder = Recorder(Path(prepare.settings.checkpoints) / FOLDER, engine, channel.send)
         channel.send(
             messages.Prepared(
                 device=engine.device.description,
@@ -313,27 +315,25 @@ class TrainerProcess:
 
     def _may_not_go_on(self) -> bool:
         """Pause before an inner step of a replay, and obey commands. Return False: the replay goes on."""
-        pause_until = self._pace.end_step() if self._pace.is_stepping else 0.0
-        while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
-            self._obey(command)
-        self._pace.end_pause()
+        if self._pace.is_stepping:
+            self._pause()
         self._pace.begin_step()
         return False
+
+    def _pause(self) -> bool:
+        """End an inner step, pause, and obey commands until one ends the round; return whether one does."""
+        until, is_over = self._pace.end_step(), False
+        self._exchange.take_in()
+        while not is_over and (command := self._next_in_pause(until)) is not None:
+            is_over = self._obey(command)
+        self._pace.end_pause()
+        return is_over
 
     def _is_round_over(self) -> bool:
         """Report the last inner step, pause, and obey commands before the next one. Return whether the round ends."""
         if self._pace.is_stepping:
             self._report_progress()
-            pause_until = self._pace.end_step()
-            self._exchange.take_in()
-            is_over = False
-            while (command := self._next_in_pause(pause_until)) is not None:
-                if is_over := self._obey(command):
-                    break
-            self._pace.end_pause()
-            if is_over:
-                return True
-            if self._engine.totals.steps - self._round.steps == self._round.command.max_steps:
+            if self._pause() or self._engine.totals.steps - self._round.steps == self._round.command.max_steps:
                 return True
         if self._engine.is_idle:
             self._report_slices()

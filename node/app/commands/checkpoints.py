@@ -85,10 +85,10 @@ def pull_model(
     from ...base.identity import load_or_create_key
     from ...base.nurseries import run_to_end
     from ...inspect.pull import pull
-    from ...join.invites import visit_invite
+    from ...join.invites import own_invite
     from .output import open_progress
 
-    settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
+    settings = replace(settings, invite=settings.invite or own_invite(settings.home, uses=0))
     key = load_or_create_key(settings.key)
     with open_progress() as (say, show):
         task = partial(pull, settings, to, key, merge=merge, say=say, show=show)

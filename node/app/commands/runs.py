@@ -221,9 +221,9 @@ def audit(
 
     from ...base.nurseries import run_to_end
     from ...inspect.audit import audit_run
-    from ...join.invites import visit_invite
+    from ...join.invites import own_invite
 
-    settings = replace(settings, invite=settings.invite or visit_invite(settings.home))
+    settings = replace(settings, invite=settings.invite or own_invite(settings.home, uses=0))
     rows = run_to_end(partial(audit_run, settings, partial(typer.echo, err=True)))
     lines = [f"{row.peer_id}  round {row.round}  {row.verdict}  {row.detail}".rstrip() for row in rows]
     print_answer(as_json, msgspec.to_builtins(rows), "\n".join(lines) or "no member has committed to a round")
