@@ -23,19 +23,16 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def freeze(pid: int, *, whole_group: bool = True) -> None:
-    """Stop the process, and its group, until `thaw`; do nothing if it is gone."""
-    _send(pid, signal.SIGSTOP, whole_group)
+def freeze(group: int) -> None:
+    """Stop the group until `thaw`; do nothing if it is gone."""
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGSTOP)
 
 
-def thaw(pid: int, *, whole_group: bool = True) -> None:
-    """Continue the process, and its group; do nothing if it is gone."""
-    _send(pid, signal.SIGCONT, whole_group)
-
-
-def _send(pid: int, number: signal.Signals, whole_group: bool) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        (os.killpg if whole_group else os.kill)(pid, number)
+def thaw(group: int) -> None:
+    """Continue the group; do nothing if it is gone."""
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGCONT)
 
 
 def limit_files(group: int, most: int | None) -> None:

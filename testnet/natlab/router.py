@@ -51,7 +51,6 @@ class HomeRouter:
     """Address of the router behind this one, if this is a carrier's."""
     prefix: str = ""
     """The home's IPv6 network, if it has one."""
-    is_on: bool = False
     _services: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -94,7 +93,6 @@ class HomeRouter:
             """)
         if self.nat.has_upnp:
             self._serve_upnp()
-        self.is_on = True
 
     def switch_off(self) -> None:
         """Switch off: forget connections and mappings, and forward nothing."""
@@ -109,7 +107,6 @@ class HomeRouter:
             flush()
         if not self.is_translating:
             self.inner_host.run("ip address flush dev eth0")
-        self.is_on = False
 
     def close(self) -> None:
         """End the processes that run in the router."""

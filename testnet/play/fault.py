@@ -18,7 +18,6 @@ FaultKind = Literal[
     "freeze",
     "restart",
     "flap",
-    "slow",
     "starve",
     "join",
     "leave",
@@ -32,8 +31,7 @@ FaultKind = Literal[
 ]
 HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address", "partition")
 _SUDDEN: Final = ("kill", "join", "leave", "change_address")
-# The fault ``slow`` may last until the end.
-_LASTING: Final = {*get_args(FaultKind)} - {*_SUDDEN, "slow"}
+_LASTING: Final = {*get_args(FaultKind)} - {*_SUDDEN}
 NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -45,8 +43,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Faults of a node's processes: ``kill``: SIGKILL for good. ``restart``: SIGKILL, and a start in the same folder
     after ``duration``. ``flap``: repeated restarts for ``duration``, with ``interval`` between a kill and a start.
     ``freeze``: daemon and trainer are stopped (SIGSTOP) for ``duration``. ``starve``: the two get together one part in
-    ``factor`` of a processor, for ``duration``. ``slow``: the trainer gets only one part in ``factor`` of the time, for
-    ``duration``, or until the end. ``join``: the node starts at this moment. ``leave``: the node is asked to leave.
+    ``factor`` of a processor, for ``duration``. ``join``: the node starts at this moment. ``leave``: the node is asked
+    to leave.
 
     Faults of its machine, for ``duration``: ``fill_disk``: its files cannot grow. ``set_clock``: its clock jumps by
     ``offset`` and continues with ``drift``.

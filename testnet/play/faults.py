@@ -10,14 +10,11 @@ from typing import Final
 
 import trio
 
-from ..natlab.groups import freeze, thaw
 from ..natlab.home import Home
 from . import wrong_clock
 from .fault import Fault, FaultReport
 from .process import NodeProcess
 
-# A slowed trainer is stopped and continued in turns of this length: shorter than an exchange's deadlines.
-SLOW_PERIOD: Final = 0.4
 # Writes that still succeed on a full disk: files of one block are overwritten in place.
 FULL_DISK_BYTES: Final = 4_096
 # After this time a partition counts as not healed.
@@ -96,7 +93,6 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
 def _in_words(fault: Fault, nodes: Sequence[NodeProcess]) -> str:
     """Return what befalls which nodes, for how long, and where they are."""
     details = {
-        "slow": f", {fault.factor:g} times",
         "starve": f", to {1 / fault.factor:.0%} of a processor",
         "set_clock": f" by {fault.offset:+g} s, {fault.drift:+.0%} fast",
     }
@@ -117,8 +113,6 @@ async def _befall(fault: Fault, node: NodeProcess, context: FaultContext) -> Non
         case "kill" | "restart" | "flap":
             node.report.is_doomed = fault.kind == "kill"
             await _kill(fault, node, context)
-        case "slow":
-            await _slow(fault, node)
         case "starve":
             await node.starve(1 / fault.factor, fault.seconds)
         case "freeze" | "fill_disk" | "set_clock":
@@ -170,21 +164,6 @@ async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
         if trio.current_time() + fault.interval >= ends_at:
             return
         await trio.sleep(fault.interval)
-
-
-async def _slow(fault: Fault, node: NodeProcess) -> None:
-    """Take the processor from the trainer most of the time; the daemon is not slowed."""
-    with trio.move_on_after(fault.duration if fault.duration is not None else float("inf")):
-        while not node.record.is_finished:
-            trainer = node.record.status.trainer_pid if node.record.status and node.is_running else None
-            try:
-                if trainer is not None:
-                    freeze(trainer, whole_group=False)
-                await trio.sleep(SLOW_PERIOD * (1 - 1 / fault.factor))
-            finally:
-                if trainer is not None:  # it may have been restarted; the next status names its successor
-                    thaw(trainer, whole_group=False)
-            await trio.sleep(SLOW_PERIOD / fault.factor)
 
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:

@@ -19,19 +19,17 @@ LEFT_WIDTH = 18
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of words; the first columns are left-aligned."""
+    """A table of words; the first column is left-aligned."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    num_left: int = 1
 
     def rich(self) -> Table:
         """Return the table for a terminal."""
         table = Table(title=self.title)
         for index, name in enumerate(self.header):
-            is_left = index < self.num_left
-            table.add_column(name, justify="left" if is_left else "right", min_width=LEFT_WIDTH if is_left else None)
+            table.add_column(name, justify="right" if index else "left", min_width=None if index else LEFT_WIDTH)
         for row in self.rows:
             table.add_row(*row)
         return table

@@ -21,7 +21,7 @@ STEP_TIMEOUT = 60.0
 POLL_INTERVAL = 0.001  # a step's stage has no event, so poll it
 
 
-class HivemindPeer:
+class Peer:
     """Holds the ``index``-th of two vectors and averages it with the other peer's."""
 
     def __init__(self, vector: Callable[[int, int], np.ndarray[Any, np.dtype[np.float32]]]) -> None:
@@ -47,7 +47,7 @@ class HivemindPeer:
             )
         return {"addresses": [str(address) for address in dht.get_visible_maddrs()]}
 
-    def find(self, codec: str) -> dict[str, Any]:
+    def find(self, codec: str) -> None:
         """Set the vector, and find the other peer."""
         averager = self._averagers[codec]
         with averager.get_tensors() as (tensor,):
@@ -57,7 +57,6 @@ class HivemindPeer:
             if self._step.done():
                 self._step.result()
             time.sleep(POLL_INTERVAL)
-        return {}
 
     def average(self) -> dict[str, Any]:
         """Run the all-reduce itself."""

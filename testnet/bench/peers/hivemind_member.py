@@ -29,7 +29,7 @@ MATCHMAKING_SECONDS: Final = 3.0
 AVERAGING_TIMEOUT: Final = 60.0
 
 
-class HivemindMemberPeer:
+class Peer:
     """One member; its process runs in a home of its own."""
 
     def __init__(self, vector: object) -> None:

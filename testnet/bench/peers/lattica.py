@@ -45,7 +45,7 @@ class Mailbox(ConnectionHandler):
         return len(data)
 
 
-class LatticaPeer:
+class Peer:
     """Holds the ``index``-th of two vectors and averages it with the other peer's; or calls the other peer."""
 
     def __init__(self, vector: Callable[[int, int], np.ndarray[Any, np.dtype[np.float32]]]) -> None:
@@ -68,10 +68,9 @@ class LatticaPeer:
         """Return whether the other peer is there."""
         return {"is_connected": bool(self._lattica.get_all_peers())}
 
-    def empty(self) -> dict[str, Any]:
+    def empty(self) -> None:
         """Prepare for the next vector."""
         self._mailbox.empty()
-        return {}
 
     def swap(self) -> dict[str, Any]:
         """Send the vector and receive the other's."""

@@ -1,7 +1,7 @@
 """Another project's peer in the benchmark: a script for a virtual environment that has that project and not farandole.
 
-``peer.py NAME PIPE``: the peer is the class of ``NAME.py``, next to this file, that `class_of` names. Requests arrive
-on the pipe whose descriptor is given; times are of `time.monotonic`, which processes of one machine share.
+``peer.py NAME PIPE``: the class ``Peer`` of ``NAME.py``, next to this file, answers requests on the pipe with that
+descriptor; times are of `time.monotonic`, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -26,25 +26,20 @@ def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32
     return np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32)
 
 
-def class_of(name: str) -> str:
-    """Return the class of a project's peer, in the file of that name: `HivemindPeer` in ``hivemind.py``."""
-    return "".join(map(str.capitalize, name.split("_"))) + "Peer"
-
-
 def serve(descriptor: int, peer: object) -> None:
     """Answer requests until the other end closes."""
     with Connection(descriptor) as control, contextlib.suppress(EOFError):
         while True:
             request = control.recv()
             try:
-                act: Callable[..., dict[str, Any]] = getattr(peer, request.pop("do"))
+                act: Callable[..., dict[str, Any] | None] = getattr(peer, request.pop("do"))
                 answer = act(**request)
             except Exception as error:  # the benchmark shows any error, and continues
                 answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
-            control.send(answer)
+            control.send(answer or {})
 
 
 if __name__ == "__main__":
     name, control = sys.argv[1:]
     made = runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
-    serve(int(control), made[class_of(name)](vector))
+    serve(int(control), made["Peer"](vector))

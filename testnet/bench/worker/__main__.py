@@ -51,7 +51,7 @@ async def serve(part: str, descriptor: int) -> None:
                         answer = await answer
                 except Exception as error:  # the benchmark shows any error, and continues
                     answer = {"error": f"{type(error).__name__}: {error}"}
-                control.send(answer)  # the benchmark may have been interrupted while it was due
+                control.send(answer or {})  # the benchmark may have been interrupted while it was due
 
 
 if __name__ == "__main__":

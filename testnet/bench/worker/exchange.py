@@ -160,7 +160,7 @@ class ExchangingNode:
         self._listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         return {"address": self._host.addresses[0], "plain": self._listener.getsockname()}
 
-    async def meet(self, address: str, plain: tuple[str, int], is_initiator: bool) -> dict[str, Any]:
+    async def meet(self, address: str, plain: tuple[str, int], is_initiator: bool) -> None:
         """Connect to the other node's addresses, or let it connect."""
         self._peer, self._is_initiator = public_key_of(address.rpartition("/p2p/")[2]), is_initiator
         if is_initiator:
@@ -168,7 +168,6 @@ class ExchangingNode:
             self._plain = socket.create_connection((plain[0], plain[1]))
         else:
             self._plain, _ = await trio.to_thread.run_sync(self._listener.accept)
-        return {}
 
     async def swap(self, size: int) -> dict[str, Any]:
         """Move ``size`` bytes each way at once over the plain connection: the machine's upper bound."""
@@ -186,18 +185,16 @@ class ExchangingNode:
                 raise ConnectionError("the other end is gone")
             received += got
 
-    def prepare(self, size: int) -> dict[str, Any]:
+    def prepare(self, size: int) -> None:
         """Hash the first ``size`` bytes of the memory, to be exchanged next."""
         self._outgoing = Outgoing(self._memory[:size], blake3(self._memory[:size]).digest())
-        return {}
 
-    def hold(self, index: int, num_elements: int) -> dict[str, Any]:
+    def hold(self, index: int, num_elements: int) -> None:
         """Draw both vectors, and hold the ``index``-th; both nodes share the machine, so each has one thread."""
         torch.set_num_threads(1)
         keep_memory()
         first, second = (torch.from_numpy(vector(number, num_elements)) for number in range(2))
         self._vector, self._mean = (first, second)[index], (first + second) / 2
-        return {}
 
     def contribute(self, codec: str) -> dict[str, Any]:
         """Encode, and hash for the offer."""

@@ -56,16 +56,14 @@ class JoiningNode:
         await trio.lowlevel.checkpoint()
         return None if self._holding is None else self._holding
 
-    async def meet(self, addresses: list[str]) -> dict[str, Any]:
+    async def meet(self, addresses: list[str]) -> None:
         """Add the others' addresses."""
         for address in addresses:
             self._host.dialler.add_addresses(public_key_of(address.rpartition("/")[2]), [address])
-        return {}
 
-    async def hold(self, path: str) -> dict[str, Any]:
+    async def hold(self, path: str) -> None:
         """Offer this checkpoint, whose index is next to it, from now on."""
         self._holding = Holding(Path(path), *_read_index(Path(path)))
-        return {}
 
     async def fetch(self, path: str, target: str, donors: list[str]) -> dict[str, Any]:
         """Fetch slow weights and momentum from donors with which there is no connection yet.

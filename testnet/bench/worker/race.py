@@ -58,31 +58,28 @@ class DiLoCoMember:
         torch.set_num_threads(1)
         self._group = ""
 
-    def begin(self, manifest: dict[str, Any], author: int, step_seconds: float) -> dict[str, Any]:
+    def begin(self, manifest: dict[str, Any], author: int, step_seconds: float) -> None:
         """Build a node's learner from the run's seed, with DiLoCo's outer step; ``author`` draws the batches."""
         run = msgspec.structs.replace(manifest_from_dict(manifest), outer=OUTER)
         who, settings = author.to_bytes(32, "little"), TrainerSettings(device="cpu")
         self._learner = build_learner(run, run_id=RUN_ID, author=who, settings=settings)
         self._memory = bytearray(self._learner.round_end.contribution_bytes)
         self._step_seconds = step_seconds
-        return {}
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load(self, path: str) -> None:
         """Take over what another member has saved."""
         self._learner.checkpoint.load(Path(path))
-        return {}
 
-    def learn(self, steps: int) -> dict[str, Any]:
+    def learn(self, steps: int) -> None:
         """Take inner steps, each at least as long as this member's."""
         for _ in range(steps):
             began_at = time.monotonic()
             self._learner.learn()
             # The rest of the step of a slower machine: there is nothing to wait for but the time.
             time.sleep(max(0.0, self._step_seconds - (time.monotonic() - began_at)))
-        return {}
 
     @torch.no_grad()
-    def average(self, rank: int, world: int, group: str, device: str) -> dict[str, Any]:
+    def average(self, rank: int, world: int, group: str, device: str) -> None:
         """Average with all members and take the outer step; another ``group`` has other members.
 
         ``group``: a file where its members meet; ``device``: the network interface.
@@ -102,11 +99,9 @@ class DiLoCoMember:
         dist.all_reduce(made.sent)
         made.sent.div_(world)
         round_end.outer.step(made, [made.sent], [1.0], is_late=False)
-        return {}
 
-    def save(self, path: str) -> dict[str, Any]:
+    def save(self, path: str) -> None:
         """Save a checkpoint."""
         partial = Path(path).with_suffix(".partial")
         self._learner.checkpoint.save(partial)
         partial.rename(path)
-        return {}

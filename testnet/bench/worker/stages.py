@@ -167,7 +167,7 @@ class StageNode:
         await nursery.start(self._service.run)
         return {"addresses": self._host.addresses}
 
-    async def join(self, addresses: list[list[str]], folder: str) -> dict[str, Any]:
+    async def join(self, addresses: list[list[str]], folder: str) -> None:
         """Connect with the stages before this one, and prepare the trainer."""
         for other in range(self._stage):
             await self._host.connect(self._authors[other], addresses[other])
@@ -179,7 +179,6 @@ class StageNode:
             stage=self._stage,
         )
         self._trainer = await self._stack.enter_async_context(open_trainer(command))
-        return {}
 
     async def learn(self, steps: int) -> dict[str, Any]:
         """Run a round of ``steps`` inner steps; return each one's time, and at stage 0 the mean loss."""
