@@ -228,7 +228,7 @@ def open_lattica(cache: Path, num_elements: int, log: Path, say: Say) -> Iterato
     """Open two peers that call each other with their vectors, and average with numpy."""
     command = peer_command(obtain_python("lattica", cache, say), "lattica")
     with open_peers("lattica", command, vectors(num_elements), log) as pair:
-        wait_until_connected(LATTICA, pair)
+        ask_all(pair, "connect")
 
         def average() -> Figures:
             ask_all(pair, "empty")
@@ -279,7 +279,7 @@ def measure_mesh(
         turns: dict[str, Turn] = {}
         for who, command, each in programs:
             pair = stack.enter_context(open_peers(who, command, each, log))
-            wait_until_connected(who, pair)
+            ask_all(pair, "connect")
             turns[who] = partial(_measure, pair, requests, size_mb * MB)
         done = take_turns("mesh", turns, repeats, WARM_UPS, say)
     return {who: median_of(turns) for who, turns in done.items()}
@@ -323,15 +323,6 @@ def _wait_for(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
                 return status
         time.sleep(LOOK_INTERVAL)  # the daemon sends no event for this, so poll it
     raise BenchError(f"the daemon of {home} does not come so far; see {home.with_suffix('.log')}")
-
-
-def wait_until_connected(who: str, pair: Sequence[BenchWorker]) -> None:
-    """Wait until both of a pair know each other."""
-    give_up_at = time.monotonic() + START_TIMEOUT
-    while not all(answer["is_connected"] for answer in ask_all(pair, "is_connected")):
-        if time.monotonic() > give_up_at:
-            raise BenchError(f"{who}: the two did not find each other in {START_TIMEOUT:g} s")
-        time.sleep(LOOK_INTERVAL)  # there is no event for it, so poll
 
 
 def _measure(pair: Sequence[BenchWorker], requests: int, size: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ play ends once every node has exchanged contributions with every other, over wha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -85,30 +85,21 @@ class PairResult:
         """Return the name of the pair."""
         return f"{self.near} / {self.far}"
 
-    def misses(self) -> list[str]:
-        """Return the limits and expectations that the pair missed."""
-        found = []
+    def misses(self) -> Iterator[str]:
+        """Yield the limits and expectations that the pair missed."""
         if self.connected_s is None:
-            found.append("not connected")
+            yield f"{self.name}: not connected"
         elif self.connected_s > MAX_CONNECT_SECONDS:
-            found.append(f"connected only after {self.connected_s:.0f} s")
+            yield f"{self.name}: connected only after {self.connected_s:.0f} s"
         if self.path == RELAYED != self.theory:
-            found.append("relayed, where plain sockets get through")
+            yield f"{self.name}: relayed, where plain sockets get through"
         if self.failure:
-            found.append(self.failure)
-        return [f"{self.name}: {miss}" for miss in found]
+            yield f"{self.name}: {self.failure}"
 
     def cells(self) -> list[str]:
         """Return the cells of the table."""
-        return [
-            self.name,
-            self.theory,
-            self.path or "none",
-            cell(self.connected_s, "{:.1f}"),
-            cell(self.direct_s, "{:.1f}"),
-            self.way or "none",
-            cell(self.exchange_s, "{:.1f}"),
-        ]
+        seconds = [cell(each, "{:.1f}") for each in (self.connected_s, self.direct_s, self.exchange_s)]
+        return [self.name, self.theory, self.path or "none", *seconds[:2], self.way or "none", seconds[2]]
 
     def observe(self, status: NodeStatus, other: str, seconds: float) -> None:
         """Note how a node reaches the other one, ``seconds`` after the later one's start."""

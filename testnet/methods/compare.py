@@ -266,12 +266,9 @@ def _earlier_results(path: Path, measured: Mapping[str, object]) -> dict[Play, R
 def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:
     """Return each method with the rate of its lowest loss, in the order of ``tried``."""
     losses = {(result.method, result.rate): result.loss for result in results}
-    best: dict[str, Method] = {}
-    for method in tried:
-        known = best.get(method.name)
-        if known is None or losses[method.name, method.rate] < losses[known.name, known.rate]:
-            best[method.name] = method
-    return list(best.values())
+    best_first = sorted(tried, key=lambda method: losses[method.name, method.rate])
+    best = {method.name: method for method in reversed(best_first)}
+    return [best[name] for name in dict.fromkeys(method.name for method in tried)]
 
 
 def documents_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, list[bytes]]:

@@ -18,9 +18,8 @@ from .namespace import Location, Namespace, held, open_tun
 from .router import HomeRouter
 from .rules import WAN, line_rules
 
-# Each home and each of its addresses is in another network, as real homes are; the bounds keep numbers within a byte.
+# Each home and each of its addresses is in another network, as real homes are. A scenario has at most 128 homes.
 _PUBLIC: Final = "5.{home}.{lease}.1"
-MAX_HOMES: Final = 250
 _MAX_LEASES: Final = 250
 INTERNET_IP: Final = "5.255.255.254"
 # Between a carrier and its customers (RFC 6598).

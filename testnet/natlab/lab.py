@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .groups import Leash
-from .home import CARRIER_IP, CUSTOMER_IP, INTERNET_IP, MAX_HOMES, Home
+from .home import CARRIER_IP, CUSTOMER_IP, INTERNET_IP, Home
 from .kinds import Mapping, kind_named
 from .namespace import Location, Namespace, open_namespace, require
 from .router import ROUTER_LINK_IP, WAN_LINK_IP, HomeRouter
@@ -29,7 +29,6 @@ _FIRST_HOST: Final = 10
 # Each home's IPv6 network, and its hosts in it.
 _PREFIX: Final = "2a05:0:{home:x}::/64"
 _HOST_IPV6: Final = "2a05:0:{home:x}::{host:x}"
-_MAX_HOSTS: Final = 200
 
 
 @dataclass
@@ -46,13 +45,12 @@ class Lab:
 
         ``families``: the versions of IP that its hosts have, "4", "46" or "6". A line's delay is for IPv4 alone.
 
-        Raises `KindError`, `NamespaceError` if its router needs a tool that is missing, `ValueError` for too many.
+        Raises `KindError`, `NamespaceError` if its router needs a tool that is missing, `ValueError` if it
+        cannot have so many hosts or these families.
         """
         home_kind, index = kind_named(kind), len(self.homes) + 1
         if any(nat.has_upnp for nat in home_kind.nats):
             require("miniupnpd")
-        if index > MAX_HOMES or hosts not in range(1, _MAX_HOSTS + 1):
-            raise ValueError(f"a lab has up to {MAX_HOMES} homes, a home 1 to {_MAX_HOSTS} hosts")
         if hosts > 1 and home_kind.nats[0].mapping is Mapping.NONE:
             raise ValueError(f"a home of kind {kind!r} has one address, and so one host")
         if families != "4" and len(home_kind.nats) > 1:

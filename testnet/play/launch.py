@@ -171,7 +171,7 @@ class Testnet:
                 home.mkdir(parents=True, mode=0o700)
                 shutil.copy(self.like / "nodes" / home.name / "key", home / "key")
             options, command = self._options(index, place.ip, place.port or port), [*place.enter, *self.command]
-            clock = wrong_clock.environment(home) if index in self.scenario.clocked else {}
+            clock = wrong_clock.environment(home) if index in self.scenario.named_by("set_clock") else {}
             nodes.append(self._make(index, options, leash, command, clock))
         return nodes
 
@@ -272,7 +272,7 @@ class Testnet:
                 await self._until(lambda: all(node.record.trained_at is not None for node in self._early_nodes))
                 await trio.sleep(fault.after_start)
             elif (at_round := fault.at_round) is not None:
-                await self._until(lambda: self._farthest >= at_round)
+                await self._until(lambda: any(n.report.rounds >= at_round for n in self._nodes if n.is_running))
             self._fault_reports.append(await run_fault(fault, context))
             self._exchanges_before = {node.report.index: node.report.exchanges_ok for node in self._nodes}
 
@@ -297,10 +297,6 @@ class Testnet:
     @property
     def _early_nodes(self) -> list[NodeProcess]:
         return [node for node in self._nodes if node.report.index not in self.scenario.late_joiners]
-
-    @property
-    def _farthest(self) -> int:
-        return max((node.report.rounds for node in self._nodes if node.is_running), default=0)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until it is so at a look at the nodes."""

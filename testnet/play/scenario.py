@@ -198,14 +198,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def late_joiners(self) -> frozenset[int]:
         """Return the nodes that a ``join`` fault starts."""
-        return self._named_by("join")
+        return self.named_by("join")
 
-    @property
-    def clocked(self) -> frozenset[int]:
-        """Return the nodes whose clock a fault sets."""
-        return self._named_by("set_clock")
-
-    def _named_by(self, kind: FaultKind) -> frozenset[int]:
+    def named_by(self, kind: FaultKind) -> frozenset[int]:
+        """Return the nodes that faults of a kind name."""
         return frozenset(index for fault in self.fault if fault.kind == kind for index in fault.nodes)
 
     def slowness(self, index: int) -> float:

@@ -160,57 +160,152 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
     """Play the run; equal arguments give equal outcomes on machines of one class."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return _play(run, Path(folder), progress)
+        return _Play(run, Path(folder)).play(progress)
 
 
-def _play(run: HostileRun, folder: Path, progress: Callable[[int], None]) -> HostileOutcome:
-    rng = random.Random(f"hostile {run.seed}")
-    generator = torch.Generator().manual_seed(run.seed)
-    brings = [NOTHING] * (run.honest + run.hostile)
-    if run.texts_differ:
-        data = DataConfig(source="text", held_out=HELD_OUT_SHARE)
-        run = replace(run, manifest=msgspec.structs.replace(run.manifest, data=data))
-        brings = [Bring((path,)) for path in write_kinds(folder, len(brings))]
-    members = [_Member(run, index, bring) for index, bring in enumerate(brings)]
-    outcome = HostileOutcome()
-    common = Common()
-    meet_ended: Callable[[], None] = _meet_nobody
-    for round_index in range(run.rounds):
-        if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
-            members[rng.randrange(run.honest)].back_at = round_index + rng.randint(1, MAX_AWAY)
-        present = [member for member in members if member.back_at <= round_index]
-        _hand_weights_over(run, members, round_index, folder)
-        for member in present:
-            member.learn(member.late_steps)
-        meet_ended()
-        for member in present:
-            member.learn(member.steps - member.late_steps)
-        num_partners = run.manifest.rounds.partners
-        for meeting in range(round_index * num_partners, (round_index + 1) * num_partners):
+class _Play:
+    """The members of a run, and what becomes of them."""
+
+    def __init__(self, run: HostileRun, folder: Path) -> None:
+        brings = [NOTHING] * (run.honest + run.hostile)
+        if run.texts_differ:
+            data = DataConfig(source="text", held_out=HELD_OUT_SHARE)
+            run = replace(run, manifest=msgspec.structs.replace(run.manifest, data=data))
+            brings = [Bring((path,)) for path in write_kinds(folder, len(brings))]
+        self._run = run
+        self._folder = folder
+        self._rng = random.Random(f"hostile {run.seed}")
+        self._generator = torch.Generator().manual_seed(run.seed)
+        self._members = [_Member(run, index, bring) for index, bring in enumerate(brings)]
+        self._outcome = HostileOutcome()
+        self._common = Common()
+
+    def play(self, progress: Callable[[int], None]) -> HostileOutcome:
+        run, members, rng, outcome = self._run, self._members, self._rng, self._outcome
+        meet_ended: Callable[[], None] | None = None  # the exchanges of the round before, if they are under way
+        for round_index in range(run.rounds):
+            if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
+                members[rng.randrange(run.honest)].back_at = round_index + rng.randint(1, MAX_AWAY)
+            present = [member for member in members if member.back_at <= round_index]
+            self._hand_weights_over(round_index)
             for member in present:
-                member.sent = member.learner.round_end.fast_weights()
-                member.chance = rng.random()
-                member.contribute(round_index % run.manifest.outer.fragments)
-            meet_ended = partial(_meet_all, run, members, present, meeting, rng, generator, common, outcome)
-            if not run.manifest.rounds.overlap:
+                member.learn(member.late_steps)
+            if meet_ended is not None:
                 meet_ended()
-                meet_ended = _meet_nobody
-        progress(round_index)
-    meet_ended()
-    learners = [member.learner for member in members if not member.is_hostile]
-    texts = [learner.sampler for learner in learners]
-    outcome.losses = [unseen_loss(learner, texts) for learner in learners]
-    slow = [learner.round_end.slow_weights() for learner in learners]
-    pairs = itertools.combinations(slow, 2)
-    apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
-    outcome.spread = max(apart, default=0.0)
-    outcome.triggered = fmean(
-        trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
-        for learner in learners
-    )
-    learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
-    outcome.merged = unseen_loss(learners[0], texts)
-    return outcome
+            for member in present:
+                member.learn(member.steps - member.late_steps)
+            num_partners = run.manifest.rounds.partners
+            for meeting in range(round_index * num_partners, (round_index + 1) * num_partners):
+                for member in present:
+                    member.sent = member.learner.round_end.fast_weights()
+                    member.chance = rng.random()
+                    member.contribute(round_index % run.manifest.outer.fragments)
+                meet_ended = partial(self._meet_all, present, meeting)
+                if not run.manifest.rounds.overlap:
+                    meet_ended()
+                    meet_ended = None
+            progress(round_index)
+        if meet_ended is not None:
+            meet_ended()
+        learners = [member.learner for member in members if not member.is_hostile]
+        texts = [learner.sampler for learner in learners]
+        outcome.losses = [unseen_loss(learner, texts) for learner in learners]
+        slow = [learner.round_end.slow_weights() for learner in learners]
+        pairs = itertools.combinations(slow, 2)
+        apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
+        outcome.spread = max(apart, default=0.0)
+        outcome.triggered = fmean(
+            trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
+            for learner in learners
+        )
+        learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
+        outcome.merged = unseen_loss(learners[0], texts)
+        return outcome
+
+    def _meet_all(self, present: list[_Member], meeting: int) -> None:
+        """Pair the members of a round, and have each pair exchange its contributions."""
+        honest = [member.sent for member in present if not member.is_hostile]
+        for pair in _pairs(present, meeting, self._rng):
+            self._meet(pair, meeting, honest)
+
+    def _hand_weights_over(self, round_index: int) -> None:
+        """Save weights for the members that join later, and load them where they join now.
+
+        A newcomer gets no means of the inner optimizer, as in a run.
+        """
+        run, members = self._run, self._members
+        for index in range(run.honest):
+            joins_at, path = run.joining_round(index), self._folder / str(index)
+            if joins_at and round_index == max(joins_at - run.lag, 0):
+                whole = self._folder / f"{index} with means"
+                members[index % (run.honest - run.newcomers)].learner.checkpoint.save(whole)
+                with safe_open(whole, framework="pt") as file:
+                    metadata = file.metadata()
+                tensors = load_file(whole).items()
+                kept = {name: tensor for name, tensor in tensors if name.partition("/")[0] not in OPTIMIZER_VECTORS}
+                save_file(kept, path, metadata)
+            if 0 < round_index == joins_at:
+                members[index].learner.checkpoint.load(path)
+                if run.lag:
+                    members[index].learner.catch_up(round_index * run.manifest.rounds.partners)
+
+    def _meet(self, pair: list[_Member], round_index: int, honest: list[Tensor]) -> None:
+        run, outcome = self._run, self._outcome
+        if len(pair) == 1:
+            pair[0].learner.round_end.apply(None)
+            return
+        takes_steps = run.manifest.rounds.takes_steps(round_index)
+        claims = [
+            run.claimed_tokens if each.is_hostile else each.learner.round_end.claim(takes_steps=takes_steps)
+            for each in pair
+        ]
+        tokens = claims if takes_steps else [min(claim, 1) for claim in claims]  # as in a trainer
+        sent = [each.contribution for each in pair]
+        encounters = []
+        for index, member in enumerate(pair):
+            other = pair[1 - index]
+            believed = [each for each in self._members if each.key in member.partners and each is not other]
+            told = [each.suspects_as_told(self._members) for each in believed]
+            suspected = is_suspected(other.key, told, len(believed))
+            encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
+        for index, member in enumerate(pair):
+            if member.is_hostile:
+                other, form = pair[1 - index], form_of(run.manifest.outer.codec)
+                slow = member.learner.round_end.slow_weights()
+                taken = partial(_taken, other, encounters[1 - index], form)
+                insight = Insight(member.learner, taken, self._generator, self._common)
+                view = AttackView(member.sent, slow, member.initial, other.sent, honest, self._generator, insight)
+                attack = run.attack.contribution if isinstance(run.attack, Policy) else ATTACKS[run.attack]
+                sent[index] = forge(attack(view), form)
+        are_accepting, does_count = True, [True, True]
+        for index, member in enumerate(pair):
+            other = pair[1 - index]
+            if member.is_hostile:
+                continue
+            verdict = member.learner.round_end.screen(sent[1 - index], encounters[index])
+            member.suspects.note(other.key, is_suspect=verdict.is_suspect)
+            is_refused = isinstance(verdict, Refuse)
+            clip = 0.0 if isinstance(verdict, Refuse) else verdict.clip
+            is_clipped, does_count[index] = not is_refused and clip < 1.0, clip > 0.0
+            are_accepting = are_accepting and not is_refused
+            if other.is_hostile:
+                outcome.hostile_exchanges += 1
+                outcome.hostile_refused += is_refused
+                outcome.hostile_clipped += is_clipped
+            else:
+                outcome.honest_exchanges += 1
+                outcome.honest_refused += is_refused
+                outcome.honest_clipped += is_clipped
+        for index, member in enumerate(pair):
+            if are_accepting:
+                member.partners.add(pair[1 - index].key)
+            if are_accepting and does_count[index]:
+                member.order.note_success(pair[1 - index].key)
+            else:
+                member.order.note_failure(pair[1 - index].key)
+            member.learner.round_end.apply(
+                sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0
+            )
 
 
 @torch.no_grad()
@@ -222,47 +317,6 @@ def unseen_loss(learner: Learner, texts: Sequence[Batches]) -> float:
     drawn = zip(itertools.cycle(texts), VALIDATION)
     tokens = torch.cat([torch.as_tensor(text.held_out_batch(index)) for text, index in drawn])
     return float(language_loss(learner.replica.module, tokens))
-
-
-def _meet_nobody() -> None:
-    """Stand for the exchanges of a round if there are none under way."""
-
-
-def _meet_all(
-    run: HostileRun,
-    members: Sequence[_Member],
-    present: list[_Member],
-    meeting: int,
-    rng: random.Random,
-    generator: torch.Generator,
-    common: Common,
-    outcome: HostileOutcome,
-) -> None:
-    """Pair the members of a round, and have each pair exchange its contributions."""
-    honest = [member.sent for member in present if not member.is_hostile]
-    for pair in _pairs(present, meeting, rng):
-        _meet(run, members, pair, meeting, honest, generator, common, outcome)
-
-
-def _hand_weights_over(run: HostileRun, members: Sequence[_Member], round_index: int, folder: Path) -> None:
-    """Save weights for the members that join later, and load them where they join now.
-
-    A newcomer gets no means of the inner optimizer, as in a run.
-    """
-    for index in range(run.honest):
-        joins_at, path = run.joining_round(index), folder / str(index)
-        if joins_at and round_index == max(joins_at - run.lag, 0):
-            whole = folder / f"{index} with means"
-            members[index % (run.honest - run.newcomers)].learner.checkpoint.save(whole)
-            with safe_open(whole, framework="pt") as file:
-                metadata = file.metadata()
-            tensors = load_file(whole).items()
-            kept = {name: tensor for name, tensor in tensors if name.partition("/")[0] not in OPTIMIZER_VECTORS}
-            save_file(kept, path, metadata)
-        if 0 < round_index == joins_at:
-            members[index].learner.checkpoint.load(path)
-            if run.lag:
-                members[index].learner.catch_up(round_index * run.manifest.rounds.partners)
 
 
 def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:
@@ -288,70 +342,3 @@ def _taken(victim: _Member, encounter: Encounter, form: Form, values: Tensor) ->
     verdict = round_end.screen(forge(values, form), replace(encounter, chance=abs(float(values[0])) % 1.0))
     round_end.partner.histories = before
     return victim.sent if isinstance(verdict, Refuse) else victim.sent + verdict.shares[1] * (values - victim.sent)
-
-
-def _meet(
-    run: HostileRun,
-    members: Sequence[_Member],
-    pair: list[_Member],
-    round_index: int,
-    honest: list[Tensor],
-    generator: torch.Generator,
-    common: Common,
-    outcome: HostileOutcome,
-) -> None:
-    if len(pair) == 1:
-        pair[0].learner.round_end.apply(None)
-        return
-    takes_steps = run.manifest.rounds.takes_steps(round_index)
-    claims = [
-        run.claimed_tokens if each.is_hostile else each.learner.round_end.claim(takes_steps=takes_steps)
-        for each in pair
-    ]
-    tokens = claims if takes_steps else [min(claim, 1) for claim in claims]  # as in a trainer
-    sent = [each.contribution for each in pair]
-    encounters = []
-    for index, member in enumerate(pair):
-        other = pair[1 - index]
-        believed = [each for each in members if each.key in member.partners and each is not other]
-        told = [each.suspects_as_told(members) for each in believed]
-        suspected = is_suspected(other.key, told, len(believed))
-        encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
-    for index, member in enumerate(pair):
-        if member.is_hostile:
-            other, form = pair[1 - index], form_of(run.manifest.outer.codec)
-            slow = member.learner.round_end.slow_weights()
-            taken = partial(_taken, other, encounters[1 - index], form)
-            insight = Insight(member.learner, taken, generator, common)
-            view = AttackView(member.sent, slow, member.initial, other.sent, honest, generator, insight)
-            attack = run.attack.contribution if isinstance(run.attack, Policy) else ATTACKS[run.attack]
-            sent[index] = forge(attack(view), form)
-    are_accepting, does_count = True, [True, True]
-    for index, member in enumerate(pair):
-        other = pair[1 - index]
-        if member.is_hostile:
-            continue
-        verdict = member.learner.round_end.screen(sent[1 - index], encounters[index])
-        member.suspects.note(other.key, is_suspect=verdict.is_suspect)
-        is_refused = isinstance(verdict, Refuse)
-        clip = 0.0 if isinstance(verdict, Refuse) else verdict.clip
-        is_clipped, does_count[index] = not is_refused and clip < 1.0, clip > 0.0
-        are_accepting = are_accepting and not is_refused
-        if other.is_hostile:
-            outcome.hostile_exchanges += 1
-            outcome.hostile_refused += is_refused
-            outcome.hostile_clipped += is_clipped
-        else:
-            outcome.honest_exchanges += 1
-            outcome.honest_refused += is_refused
-            outcome.honest_clipped += is_clipped
-    for index, member in enumerate(pair):
-        if are_accepting:
-            member.partners.add(pair[1 - index].key)
-        if are_accepting and does_count[index]:
-            member.order.note_success(pair[1 - index].key)
-        else:
-            member.order.note_failure(pair[1 - index].key)
-        member.learner.round_end.apply(
-            sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0
-        )

@@ -20,6 +20,7 @@ from lattica import ConnectionHandler, Lattica, rpc_method, rpc_stream
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LOOK_INTERVAL = 0.1
 CALL_TIMEOUT = 120  # the library requires a whole number
 
 
@@ -64,9 +65,10 @@ class Peer:
         self._mailbox.empty()
         return {"addresses": [f"{address}/p2p/{self._lattica.peer_id()}"]}
 
-    def is_connected(self) -> dict[str, Any]:
-        """Return whether the other peer is there."""
-        return {"is_connected": bool(self._lattica.get_all_peers())}
+    def connect(self) -> None:
+        """Wait until the other peer is there."""
+        while not self._lattica.get_all_peers():
+            time.sleep(LOOK_INTERVAL)  # there is no event for it, so poll
 
     def empty(self) -> None:
         """Prepare for the next vector."""

@@ -239,14 +239,14 @@ class MeshProgram:
             threading.Thread(target=_serve_all, args=[self._mesh.listen(name), serve], daemon=True).start()
         return {"addresses": []}
 
-    def is_connected(self) -> dict[str, Any]:
-        """Return whether the other program can be called."""
-        try:
-            self._other = self._mesh.members()[0]
-            self._calls = self._mesh.open(self._other, ECHO, 5.0)
-        except (IndexError, farandole.MeshError):
-            return {"is_connected": False}
-        return {"is_connected": True}
+    def connect(self) -> None:
+        """Wait until the other program can be called."""
+        while True:
+            with contextlib.suppress(IndexError, farandole.MeshError):
+                self._other = self._mesh.members()[0]
+                self._calls = self._mesh.open(self._other, ECHO, 5.0)
+                return
+            time.sleep(NAP)  # there is no event for it, so poll
 
     def call(self, number: int, size: int) -> dict[str, Any]:
         """Send requests on one stream, one after the other; return the seconds until each answer."""

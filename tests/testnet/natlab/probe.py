@@ -163,45 +163,33 @@ async def open_probes(places: Mapping[Name, Location]) -> AsyncIterator[dict[Nam
 
 # Trials, and what theory predicts
 
-
-@dataclass(frozen=True)
-class Reach:
-    """The ways in which two homes reach each other; in ``connect`` the first calls the second, else the reverse."""
-
-    connect: bool
-    connect_back: bool
-    punch: bool
+Reach = tuple[bool, bool, bool]
+"""Whether two homes reach each other: the first calls the second, the reverse, and both call at once."""
 
 
 def expected(near: HomeKind, far: HomeKind) -> Reach:
     """Return what theory predicts."""
-    return Reach(kinds.can_connect(near, far), kinds.can_connect(far, near), kinds.can_punch_tcp(near, far))
+    return kinds.can_connect(near, far), kinds.can_connect(far, near), kinds.can_punch_tcp(near, far)
 
 
 async def try_pair(near: Probe, far: Probe, third: str, theory: Reach) -> Reach:
     """Try all ways at once; the third host serves at port 443 of that address."""
 
-    async def punch(seconds: float) -> bool:
-        """Return whether both find a path, each with the address that the third host has observed of the other."""
-        near_port, far_port = near.take_port(), far.take_port()
-        near_seen = await near.observe(third, near_port, seconds)
-        far_seen = await far.observe(third, far_port, seconds)
-        if near_seen is None or far_seen is None:
+    async def find(caller: Probe, called: Probe, is_path: bool, *, is_mutual: bool = False) -> bool:
+        """Return whether a path opens to the address that the third host has observed of the called one."""
+        seconds = PATIENCE if is_path else PATHLESS_SECONDS
+        port, other_port = caller.take_port(), called.take_port()
+        back = await caller.observe(third, port, seconds) if is_mutual else None
+        target = await called.observe(third, other_port, seconds)
+        if target is None or (is_mutual and back is None):
             return False
-        return await meet(near, near_port, far, far_port, seconds, far_seen, near_seen)
+        return await meet(caller, port, called, other_port, seconds, target, back)
 
-    async def connect(caller: Probe, called: Probe, seconds: float) -> bool:
-        """Return whether a call from any port reaches the address that the third host has observed."""
-        target = await called.observe(third, port := called.take_port())
-        assert target is not None, "the third cannot be reached"
-        return await meet(caller, caller.take_port(), called, port, seconds, target)
-
-    there, back, both = (
-        PATIENCE if is_path else PATHLESS_SECONDS for is_path in (theory.connect, theory.connect_back, theory.punch)
+    there, back, both = theory
+    found = await gather(
+        partial(find, near, far, there), partial(find, far, near, back), partial(find, near, far, both, is_mutual=True)
     )
-    return Reach(
-        *await gather(partial(connect, near, far, there), partial(connect, far, near, back), partial(punch, both))
-    )
+    return found[0], found[1], found[2]
 
 
 async def meet(

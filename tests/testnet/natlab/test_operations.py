@@ -15,10 +15,32 @@ import trio
 
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
+from farandole.testnet.natlab.namespace import Location
 
-from ..play.transfer import SIZE, measure
+from ...patience import PATIENCE as LONG
 from .probe import PATHLESS_SECONDS, PATIENCE, Address, Probe, meet, open_probes
 
+SIZE = 1_000_000
+_SERVER = f"""
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print(flush=True)
+    connection, _ = server.accept()
+    connection.sendall(connection.recv(1))
+    left = {SIZE}
+    while left:
+        left -= len(connection.recv(left))
+    connection.sendall(b"!")
+"""
+_CLIENT = f"""
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+started_at = time.monotonic()
+connection.sendall(b"?"), connection.recv(1)
+answered_at = time.monotonic()
+connection.sendall(bytes({SIZE})), connection.recv(1)
+print(answered_at - started_at, time.monotonic() - answered_at)
+"""
 LAB_FOREVER = """
 import json, time
 from farandole.testnet.natlab.groups import open_leash
@@ -111,6 +133,25 @@ async def test_a_lossy_line_loses_some(lab: Lab) -> None:
                 for _ in range(50):
                     nursery.start_soon(observe)
         assert sum(arrived) < len(arrived)
+
+
+def measure(near: Location, far: Location) -> tuple[float, float]:
+    """Return the seconds of a round trip, and of sending `SIZE` bytes from ``near`` to ``far``."""
+    with subprocess.Popen([*far.enter, sys.executable, "-c", _SERVER], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        try:
+            client = subprocess.run(
+                [*near.enter, sys.executable, "-c", _CLIENT, far.ip],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=LONG,
+            )
+        finally:
+            server.kill()
+    round_trip, transfer = map(float, client.stdout.split())
+    return round_trip, transfer
 
 
 def test_lines_take_their_time_until_they_are_changed(lab: Lab) -> None:
