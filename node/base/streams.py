@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -13,6 +14,8 @@ from farandole.protocol.wire.framing import FrameParser
 from farandole.protocol.wire.identity import peer_id_of
 
 from .errors import PeerUnreachableError
+
+T = TypeVar("T")
 
 # Most bytes that a stream hands over at once: all that one pass of the connection's reader has read, so a reader that
 # keeps up leaves nothing unread.
@@ -67,6 +70,16 @@ class StreamHost(Protocol):
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """Open a stream, connecting if needed, or raise `PeerUnreachableError`."""
+
+
+@contextmanager
+def counted(counts: Counter[T], key: T) -> Iterator[None]:
+    """Count one more of what has a limit, such as a peer's streams, for as long as the block runs."""
+    counts[key] += 1
+    try:
+        yield
+    finally:
+        counts -= Counter((key,))
 
 
 @contextmanager

@@ -161,12 +161,6 @@ class BulkChannel:
 
         await self._run(work)
 
-    async def receive_into(self, memory: memoryview) -> bytes:
-        """Fill the memory; return the BLAKE3 of what was received. Otherwise as `send`."""
-        incoming = Transfer(memory)
-        await self.receive(incoming)
-        return incoming.digest()
-
     def announce(self) -> None:
         """Tell the other end that this one is ready: a few bytes, which a fresh connection takes at once."""
         with contextlib.suppress(OSError):

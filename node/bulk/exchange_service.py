@@ -49,7 +49,8 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
-from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, receive_frame
+from ..base.nurseries import open_service_nursery
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, counted, receive_frame
 from ..status.status import NO_STREAM, NOT_BEGUN
 from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing, Patience
@@ -148,7 +149,7 @@ class ExchangeSession:
                 self.failure = _FailedError(f"the partner broke the protocol: {error}")
             self._heard.close()  # earlier messages are still read
 
-        async with trio.open_nursery() as nursery:
+        async with open_service_nursery() as nursery:
             nursery.start_soon(run)
             try:
                 with self._script:
@@ -162,7 +163,6 @@ class ExchangeSession:
                     with trio.move_on_after(FAREWELL_TIMEOUT):
                         self._say(bulk, Aborted(reason_of(str(error))))
                         await bulk.drain()
-            nursery.cancel_scope.cancel()
 
     def give_up(self, reason: str) -> None:
         """End the running session, if it is not decided, and send the partner the reason."""
@@ -420,16 +420,12 @@ class ExchangeService:
         peer, parser, session = stream.peer, FrameParser(MAX_FIRST_BYTES), None
         if self._unclaimed.total() >= MAX_UNCLAIMED or self._unclaimed[peer] >= MAX_UNCLAIMED_PER_PEER:
             return
-        self._unclaimed[peer] += 1
-        try:
-            with trio.move_on_after(CLAIM_TIMEOUT):
-                first = await receive_frame(stream, parser)
-                name = decode_first(first).session
-                while name not in self._expected:
-                    await self._expected_more.wait()
-                session = self._expected[name]
-        finally:
-            self._unclaimed -= Counter((peer,))
+        with counted(self._unclaimed, peer), trio.move_on_after(CLAIM_TIMEOUT):
+            first = await receive_frame(stream, parser)
+            name = decode_first(first).session
+            while name not in self._expected:
+                await self._expected_more.wait()
+            session = self._expected[name]
         if session is None or session.peer != peer or session.stream is not None:
             return  # it is another peer's, or has its stream
         session.stream, session.received = stream, frame(first, MAX_FIRST_BYTES) + parser.take_rest()

@@ -44,7 +44,7 @@ from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..base.streams import READ_BYTES, Stream, receive_frame
+from ..base.streams import READ_BYTES, Stream, counted, receive_frame
 from ..mesh.addresses import direct_ips
 from ..mesh.host import Host
 from ..mesh.links import Socket, connect_from, listen_at
@@ -143,14 +143,9 @@ class BulkService:
 
     # For exchanges
 
-    @contextlib.contextmanager
-    def expecting(self, peer: bytes) -> Iterator[None]:
+    def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
         """Answer this peer's proposals for as long as the block runs."""
-        self._expected[peer] += 1
-        try:
-            yield
-        finally:
-            self._expected -= Counter((peer,))
+        return counted(self._expected, peer)
 
     async def acquire(self, peer: bytes) -> BulkChannel | None:
         """Return a kept or new channel with a peer that expects us; None if there is no way, or none in `OPEN_TIMEOUT`.
@@ -299,14 +294,13 @@ class BulkService:
         channel_secrets = agree(race.key, us, them, (self._run_id, stream.handshake_hash), race.is_asker)
         race.their_token = theirs.token
         race.is_on.set()
-        async with trio.open_nursery() as nursery:
+        async with open_service_nursery() as nursery:
             nursery.start_soon(end_with_stream)
             in_use = direct_ips(self._host.connections.remote_addresses(race.peer))
             for address in dialable(theirs.addresses, in_use):
                 nursery.start_soon(self._dial, race, address, False)
                 nursery.start_soon(self._dial, race, address, True)
             await race.is_over.wait()
-            nursery.cancel_scope.cancel()
         chosen, race.chosen = race.chosen, None
         if chosen is None:
             raise ChannelError("the peer gave up")
@@ -342,19 +336,15 @@ class BulkService:
     async def _admit(self, link: Socket, address: str) -> None:
         """Handle an inbound connection: it greets for a running race, or is closed."""
         race: Race | None = None
-        self._unproven[address] += 1
         try:
             with contextlib.suppress(trio.BrokenResourceError):
-                try:
-                    with trio.move_on_after(GREETING_TIMEOUT):
-                        received = await self._hear(link)
-                        named = self._races.get(received[:SESSION_BYTES])
-                        if named is not None and is_greeting(received, named.session, named.proposal.token):
-                            await named.is_on.wait()
-                            await self._greet(link, named)
-                            race = named
-                finally:
-                    self._unproven -= Counter((address,))
+                with counted(self._unproven, address), trio.move_on_after(GREETING_TIMEOUT):
+                    received = await self._hear(link)
+                    named = self._races.get(received[:SESSION_BYTES])
+                    if named is not None and is_greeting(received, named.session, named.proposal.token):
+                        await named.is_on.wait()
+                        await self._greet(link, named)
+                        race = named
                 if race is not None:
                     with trio.move_on_after(OPEN_TIMEOUT):
                         await race.settle(link)

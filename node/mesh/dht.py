@@ -32,7 +32,7 @@ from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes
 from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
-from ..base.streams import DIAL_TIMEOUT
+from ..base.streams import DIAL_TIMEOUT, counted
 from .addresses import MAX_ADDRESSES
 from .connections import ProtocolHandlers
 from .dialler import Dialler
@@ -233,16 +233,12 @@ class Dht:
         peer = stream.peer
         if self._num_served[peer] >= MAX_STREAMS_PER_PEER:
             raise RemoteProtocolError("too many questions at once")
-        self._num_served[peer] += 1
-        try:
-            with trio.fail_after(STREAM_TIMEOUT):
-                while (question := await next_message(stream, Message, MAX_QUESTION_BYTES)) is not None:
-                    if question.type not in KINDS or len(question.key) > MAX_KEY_BYTES:
-                        raise RemoteProtocolError("not a question that this DHT answers")
-                    self._table.add(peer)
-                    await stream.send_all(encode_delimited(self._answer(peer, question)))
-        finally:
-            self._num_served -= Counter((peer,))
+        with counted(self._num_served, peer), trio.fail_after(STREAM_TIMEOUT):
+            while (question := await next_message(stream, Message, MAX_QUESTION_BYTES)) is not None:
+                if question.type not in KINDS or len(question.key) > MAX_KEY_BYTES:
+                    raise RemoteProtocolError("not a question that this DHT answers")
+                self._table.add(peer)
+                await stream.send_all(encode_delimited(self._answer(peer, question)))
 
     def _answer(self, peer: bytes, question: Message) -> Message:
         now = trio.current_time()

@@ -130,14 +130,13 @@ class Mdns:
             if (info := self.announcement(ips)) is not None:
                 # Two nodes never have one name: it holds the peer id. So there is nothing to probe for.
                 await trio.to_thread.run_sync(partial(responder.register_service, info, cooperating_responders=True))
-            async with trio.open_nursery() as nursery:
+            async with open_service_nursery() as nursery:
                 nursery.start_soon(self._resolve, responder)
                 while self._ips() == ips:
                     self._arrival = trio.Event()
                     await self._connect()
                     with trio.move_on_after(CHECK_INTERVAL):
                         await self._arrival.wait()
-                nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(end)

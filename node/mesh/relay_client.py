@@ -25,7 +25,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of_bytes, short_name
 
 from ..base.errors import PeerUnreachableError
-from ..base.streams import DIAL_TIMEOUT, expecting_answer
+from ..base.streams import DIAL_TIMEOUT, counted, expecting_answer
 from .addresses import distance_class
 from .connections import ProtocolHandlers
 from .dialler import CIRCUIT_TIMEOUT, Circuit, Dialler, agree
@@ -110,8 +110,7 @@ class RelayClient:
         is_busy = self._shaking_hands[relay] >= MAX_HANDSHAKES_PER_RELAY
         if not self.holds(relay) or stream.is_relayed or is_busy:
             raise RemoteProtocolError("no reservation leads here")
-        self._shaking_hands[relay] += 1
-        try:
+        with counted(self._shaking_hands, relay):
             with trio.fail_after(CIRCUIT_TIMEOUT):
                 request = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
                 if not request.HasField("type") or request.type != StopMessage.CONNECT:
@@ -123,7 +122,5 @@ class RelayClient:
                 muxed = await self._dialler.upgrader.upgrade(circuit, None, is_initiator=False)
             except Exception as error:  # whatever the handshakes raise
                 raise RemoteProtocolError(f"no handshake through a relay: {error!r}") from error
-        finally:
-            self._shaking_hands -= Counter((relay,))
         conn = await self._dialler.connections.add(muxed, is_outbound=False)
         await conn.finished.wait()

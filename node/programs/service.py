@@ -40,7 +40,7 @@ from farandole.protocol.wire.messagepack import encode
 
 from ..base.bandwidth import Shaper, Shaping
 from ..base.nurseries import open_service_nursery
-from ..base.streams import read_exactly
+from ..base.streams import counted, read_exactly
 from ..base.system.sockets import bound_socket, serve_door
 from ..mesh.host import Host
 from ..mesh.yamux import Libp2pStream
@@ -148,14 +148,11 @@ class ProgramService:
                 )
             if calling.statistics().tasks_waiting_send >= MAX_UNTAKEN:
                 raise trio.TooSlowError("the listening program takes no streams")
-            self._num_streams[stream.peer] += 1
             over = trio.Event()
-            try:
+            with counted(self._num_streams, stream.peer):
                 with trio.fail_after(TAKE_SECONDS):
                     await calling.send((stream, over))
                 await over.wait()
-            finally:
-                self._num_streams -= Counter((stream.peer,))
 
         calling, self._calls[name] = trio.open_memory_channel[_Call](0)
         self._host.set_handler(PROGRAMS_PROTOCOL + name, hand_on)

@@ -107,7 +107,8 @@ class YamuxStream:
 
         It is 0 without credit, without room in the connection's queue, and when this end of the stream is over.
         """
-        may_send = not (self.has_finished or self.is_reset) and self._conn.has_room(is_bulk=self.is_bulk)
+        most = 1 if self.is_bulk else MAX_QUEUED_DATA  # bulk only when the queue is empty
+        may_send = not (self.has_finished or self.is_reset) and self._conn.num_queued < most
         return min(PIECE_BYTES, self._send_window) if may_send else 0
 
     def send(self, data: memoryview) -> int:
@@ -218,6 +219,8 @@ class Yamux:
         """Seconds, as last measured; None before the first answer to a ping."""
         self.num_counted_out = self.num_counted_in = 0
         """Bytes queued and received so far that count towards the bandwidth caps: all but the payload of bulk."""
+        self.num_queued = 0
+        """Bytes queued and not yet written (`note_sent`)."""
         self.has_ended = False
         self._streams: dict[int, YamuxStream] = {}
         self._waiting: deque[YamuxStream] = deque()
@@ -225,7 +228,6 @@ class Yamux:
         self._next_stream_id = 1 if is_initiator else 2
         self._useless = TokenBucket(USELESS_BURST, USELESS_PER_SECOND, now)
         self._outgoing: deque[bytes] = deque()
-        self._num_queued = 0
         # Reading: the rest of an incomplete header, or the stream and the rest of an incomplete data frame
         self._header = bytearray()
         self._body: tuple[YamuxStream | None, int, int, int] | None = None  # stream, its id, bytes left, flags
@@ -238,7 +240,7 @@ class Yamux:
             stream.is_reset = True
         self._streams.clear()
         self._outgoing.clear()
-        self._num_queued = 0
+        self.num_queued = 0
 
     def open_stream(self) -> YamuxStream:
         """Open a new stream; raise `LocalProtocolError` when the connection is over."""
@@ -294,17 +296,8 @@ class Yamux:
         if self.has_ended:
             return
         self._outgoing.append(b"".join((HEADER.pack(0, kind, flags, stream_id, length), data)))
-        self._num_queued += len(self._outgoing[-1])
+        self.num_queued += len(self._outgoing[-1])
         self.num_counted_out += len(self._outgoing[-1])
-
-    def has_room(self, *, is_bulk: bool = False) -> bool:
-        """Return whether a data frame may be queued; a bulk frame only when the queue is empty."""
-        return self._num_queued < MAX_QUEUED_DATA if not is_bulk else not self._num_queued
-
-    @property
-    def num_queued(self) -> int:
-        """Return the number of bytes queued and not yet written (`note_sent`)."""
-        return self._num_queued
 
     def data_to_send(self) -> bytes:
         """Return the next frames, as many as fit into one Noise message; empty if none is queued."""
@@ -317,7 +310,7 @@ class Yamux:
 
     def note_sent(self, num_bytes: int) -> None:
         """Note that ``num_bytes`` of the output of `data_to_send` are written, which makes room for more."""
-        self._num_queued = max(0, self._num_queued - num_bytes)
+        self.num_queued = max(0, self.num_queued - num_bytes)
 
     # Receiving
 
@@ -339,7 +332,7 @@ class Yamux:
                 else:
                     num_taken = self._take_body(view, self._body, changed)
                 view = view[num_taken:]
-            if self._num_queued > MAX_QUEUED_BYTES:
+            if self.num_queued > MAX_QUEUED_BYTES:
                 raise RemoteProtocolError("the peer reads nothing")
         except RemoteProtocolError:
             self.end()

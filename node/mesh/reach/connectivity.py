@@ -96,18 +96,17 @@ class RelayKeeper:
 
     async def _wait(self, seconds: float) -> None:
         """Wait for ``seconds``, or until a relay is lost or the node's reachability has changed."""
-        with trio.move_on_after(seconds):
+
+        async def end_at_change() -> None:
+            await self._reachability.changed()
+            waiting.cancel()
+
+        with trio.move_on_after(seconds) as waiting:
             async with trio.open_nursery() as nursery:
-
-                async def end_at_change() -> None:
-                    await self._reachability.changed()
-                    nursery.cancel_scope.cancel()
-
                 nursery.start_soon(end_at_change)
                 async for peer, is_connected in self._host.connections.events():
                     if not is_connected and self._host.relays.holds(peer):
-                        break
-                nursery.cancel_scope.cancel()
+                        waiting.cancel()
 
     async def _keep(self) -> None:
         soon = trio.current_time() + RENEW_BEFORE
@@ -209,12 +208,11 @@ class Connectivity:
         while True:
             while self.reachability.kind is not ReachabilityKind.PUBLIC:
                 await self.reachability.changed()
-            async with trio.open_nursery() as nursery:
+            async with open_service_nursery() as nursery:
                 nursery.start_soon(self.server.run)
                 nursery.start_soon(self._host.dht.provide, key)
                 while self.reachability.kind is ReachabilityKind.PUBLIC:
                     await self.reachability.changed()
-                nursery.cancel_scope.cancel()
             self._host.dht.withdraw(key)
 
 

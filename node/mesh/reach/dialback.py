@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import trio
@@ -32,13 +32,12 @@ from farandole.protocol.mesh.reachability import (
     decode_clock,
     decode_request,
 )
-from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
-from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, receive_frame
+from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, counted, expecting_answer, receive_frame
 from ..addresses import multiaddr_of
 from ..admission import site_of
 from ..connections import Connection
@@ -192,22 +191,19 @@ class Dialback:
         is_late = trio.current_time() >= self._dialled_at.get(stream.peer, -math.inf) + DIAL_INTERVAL
         if may_dial := bool(ip and request.ports) and is_late and not is_busy:
             self._dialled_at[stream.peer] = trio.current_time()
-            self._dialling[site] += 1
-            try:
-                with trio.move_on_after(DIAL_BACK_TIMEOUT):
-                    async with trio.open_nursery() as nursery:
-                        for port in request.ports:
-                            nursery.start_soon(dial, port)
-            finally:
-                self._dialling -= Counter((site,))
+            with counted(self._dialling, site), trio.move_on_after(DIAL_BACK_TIMEOUT):
+                async with trio.open_nursery() as nursery:
+                    for port in request.ports:
+                        nursery.start_soon(dial, port)
         await tell(stream, DialBackAnswer(ip.partition("%")[0], seen, may_dial, tuple(reached)))
 
 
 async def _ask_over(stream: Libp2pStream, request: Request) -> Witness:
     remote = stream.remote_address
-    with answered(stream):
-        await tell(stream, request)
-        answer = decode_answer(await hear(stream, ANSWER_TIMEOUT), request)
+    async with stream:
+        with expecting_answer(stream.peer, ANSWER_TIMEOUT):
+            await tell(stream, request)
+            answer = decode_answer(await hear(stream, ANSWER_TIMEOUT), request)
     return Witness(remote[0] if remote else "", answer)
 
 
@@ -240,17 +236,6 @@ async def hear(stream: Libp2pStream, timeout: float = MESSAGE_TIMEOUT) -> bytes:
         return await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES))
 
 
-@contextlib.contextmanager
-def answered(stream: Libp2pStream) -> Iterator[None]:
-    """Ask a peer over a stream, which is reset at the end; raise `PeerUnreachableError` if it fails to answer."""
-    try:
-        yield
-    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-        raise PeerUnreachableError(f"no answer: {error!r}") from error
-    finally:
-        stream.reset()
-
-
 def tell_time(host: Host, clock: Callable[[], float] = time.time) -> None:
     """Answer the peers of a host. ``clock``: Unix seconds."""
 
@@ -265,9 +250,9 @@ async def ask_time(host: Host, peer: bytes, clock: Callable[[], float] = time.ti
 
     Raises `PeerUnreachableError` if the peer does not answer.
     """
-    stream = await host.open_stream(peer, CLOCK_PROTOCOL)
-    asked_at, began_at = clock(), trio.current_time()
-    with answered(stream):
-        answer = decode_clock(await hear(stream))
+    async with await host.open_stream(peer, CLOCK_PROTOCOL) as stream:
+        asked_at, began_at = clock(), trio.current_time()
+        with expecting_answer(peer, MESSAGE_TIMEOUT):
+            answer = decode_clock(await hear(stream))
     # Elapsed time is from the steady clock, so setting the clock in between does no harm.
     return asked_at + (trio.current_time() - began_at) / 2 - answer.milliseconds / 1_000

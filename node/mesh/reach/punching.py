@@ -26,6 +26,7 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from ...base.backoff import Backoff
 from ...base.errors import PeerUnreachableError
+from ...base.nurseries import open_service_nursery
 from ..addresses import dial_target, multiaddr_of
 from ..host import Host
 from ..libp2p_parts import HolePunch, encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
@@ -183,11 +184,10 @@ class Puncher:
                     await trio.sleep(REDIAL_INTERVAL)
 
         with trio.move_on_after(ATTEMPT_TIMEOUT):
-            async with trio.open_nursery() as nursery:
+            async with open_service_nursery() as nursery:
                 for target in chosen:
                     nursery.start_soon(dial_on, target)
                 await self._host.connections.wait_direct(peer)
-                nursery.cancel_scope.cancel()
 
 
 async def meet(host: Host, peer: bytes, target: Address, *, is_initiator: bool) -> None:

@@ -36,9 +36,6 @@ RETRY_INTERVAL = 10.0
 SETTLE_SECONDS = 0.5
 # Most routers that open ports do so within a moment, and then a node is public from the beginning.
 PREPARE_SECONDS = 1.0
-# A node that can be dialled hears so within three round trips of the slowest lines. If it hears nothing by then, it is
-# likely to need relays. The witness keeps trying, since a SYN may be lost.
-DOUBT_AFTER = 1.0
 
 
 class Reachability:
@@ -46,8 +43,8 @@ class Reachability:
 
     def __init__(self, verdict: Verdict | None = None) -> None:
         self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
-        self.is_hopeful = verdict is None
-        """Whether no peer has been asked yet, or the first ones still may reach this node at once."""
+        self.is_examined = verdict is not None
+        """Whether peers have been asked."""
         self._changed = trio.Event()
 
     @property
@@ -59,24 +56,19 @@ class Reachability:
         """Set a new verdict."""
         if verdict.kind is not self.kind:
             logger.info("this node is %s", verdict.kind)
-        self.verdict = verdict
-        self.doubt()
-
-    def doubt(self) -> None:
-        """Note that peers have been asked, and have not reached this node at once: they may still try."""
-        self.is_hopeful = False
+        self.verdict, self.is_examined = verdict, True
         self._changed.set()
         self._changed = trio.Event()
 
     @property
     def needs_relays(self) -> bool:
-        """Return whether others cannot dial this node over IPv4, or the first dials suggest it."""
+        """Return whether others cannot dial this node over IPv4."""
         if self.kind is ReachabilityKind.PUBLIC:
             return bool(self.verdict.addresses) and all(":" in ip for ip, _ in self.verdict.addresses)
-        return not self.is_hopeful
+        return self.is_examined
 
     async def changed(self) -> None:
-        """Wait until there is a new verdict, or doubt."""
+        """Wait until there is a new verdict."""
         await self._changed.wait()
 
 
@@ -132,9 +124,9 @@ class Examiner:
         if not self._host.own.listening:
             self._reachability.set(Verdict(ReachabilityKind.RELAY_ONLY))
             return True
-        witnesses, is_first = self._choose(), self._reachability.is_hopeful
+        witnesses, is_first = self._choose(), not self._reachability.is_examined
         self._witnesses = frozenset(witnesses)
-        dialled = await self._gather(witnesses, self.dialback.ask, may_doubt=is_first)
+        dialled = await self._gather(witnesses, self.dialback.ask)
         if not is_first and not any(witness.answer.has_dialled for witness in dialled):
             return False  # no peer that could contradict what is known
         verdict = classify(dialled, ())
@@ -168,10 +160,8 @@ class Examiner:
     def _ip_of(self, peer: bytes) -> str:
         return next(iter(direct_ips(self._host.connections.remote_addresses(peer))), "")
 
-    async def _gather(
-        self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]], *, may_doubt: bool = False
-    ) -> list[Witness]:
-        """Ask these peers at once and return their answers; with ``may_doubt``, slow answers raise doubt."""
+    async def _gather(self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]]) -> list[Witness]:
+        """Ask these peers at once and return their answers."""
         found: list[Witness] = []
 
         async def add(peer: bytes) -> None:
@@ -180,15 +170,7 @@ class Examiner:
             except PeerUnreachableError as error:
                 logger.debug("no witness: %s", error)
 
-        async def doubt_later() -> None:
-            await trio.sleep(DOUBT_AFTER)
-            self._reachability.doubt()
-
         async with trio.open_nursery() as nursery:
-            if peers and may_doubt:
-                nursery.start_soon(doubt_later)
-            async with trio.open_nursery() as asking:
-                for peer in peers:
-                    asking.start_soon(add, peer)
-            nursery.cancel_scope.cancel()
+            for peer in peers:
+                nursery.start_soon(add, peer)
         return found

@@ -25,6 +25,7 @@ from farandole.node.base.bandwidth import (
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.bulk.exchange_service import SILENT_FOR
 from farandole.node.transfers.giver import MAX_SERVED
+from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
@@ -215,9 +216,9 @@ async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sen
         async with trio.open_nursery() as nursery:
             if is_sending:
                 nursery.start_soon(capped.send, all_of_it)
-                await free.receive_into(first)
+                await free.receive(Transfer(first))
             else:
-                nursery.start_soon(capped.receive_into, all_of_it)
+                nursery.start_soon(capped.receive, Transfer(all_of_it))
                 await free.send(memoryview(bytes(3 * MIN_QUANTUM)))  # in one record
             nursery.cancel_scope.cancel()
         assert not capped.is_fit

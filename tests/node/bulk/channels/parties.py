@@ -18,6 +18,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
+from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.wire.framing import frame
 
 from ....patience import PATIENCE
@@ -165,9 +166,10 @@ def noted(*parties: Party) -> list[Proposal]:
 async def move(sender: BulkChannel, receiver: BulkChannel, data: bytes) -> None:
     """Send data and compare them, including the hash."""
     memory, so_far = bytearray(len(data)), sender.num_sent
+    incoming = Transfer(memoryview(memory))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sender.send, memoryview(data))
-        digest = await receiver.receive_into(memoryview(memory))
+        await receiver.receive(incoming)
     assert memory == data
-    assert digest == blake3(data).digest()
+    assert incoming.digest() == blake3(data).digest()
     assert sender.num_sent - so_far == len(data)

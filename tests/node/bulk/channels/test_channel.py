@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import trio
@@ -10,6 +11,7 @@ import trio.testing
 
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.channel import ChannelError
+from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.wire.record_layer import RECORD_BYTES
 
 from ...parties import ALICE
@@ -37,12 +39,12 @@ async def test_a_peer_that_dies_in_the_middle_is_an_error(alice: Party, bob: Par
 
     async def move_all() -> None:
         with pytest.raises(ChannelError) as caught:
-            await (near.send(memory) if sends else near.receive_into(memory))
+            await (near.send(memory) if sends else near.receive(Transfer(memory)))
         errors.append(caught.value)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(move_all)
-        await (far.receive_into(memory[:1_000]) if sends else far.send(memory[:1_000]))
+        await (far.receive(Transfer(memory[:1_000])) if sends else far.send(memory[:1_000]))
         far.close()
     assert len(errors) == 1
 
@@ -52,8 +54,8 @@ async def test_cancellation_ends_the_thread_and_the_channel(alice: Party, bob: P
     near, far = await meet(alice, bob)
     memory = memoryview(bytearray(20_000_000))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(near.send if sends else near.receive_into, memory)
-        await (far.receive_into(memory[:1_000]) if sends else far.send(memory[:1_000]))
+        nursery.start_soon(partial(near.send, memory) if sends else partial(near.receive, Transfer(memory)))
+        await (far.receive(Transfer(memory[:1_000])) if sends else far.send(memory[:1_000]))
         nursery.cancel_scope.cancel()
     assert near._threads.borrowed_tokens == 0
     assert not near.is_fit
@@ -74,7 +76,7 @@ async def test_a_channel_with_a_rest_that_nobody_asked_for_is_not_used_again(
     near, far = await meet(alice, bob)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(near.send, memoryview(bytes(size)))
-        await far.receive_into(memoryview(bytearray(size - 1)))
+        await far.receive(Transfer(memoryview(bytearray(size - 1))))
     assert not far.is_fit
     bob.service.release(far)
     assert bob.service.take(ALICE, far.session) is None
