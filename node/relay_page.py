@@ -28,10 +28,10 @@ from .base.bandwidth import Shaping
 from .base.settings import DEFAULT_LISTEN, NodeSettings
 from .inspect.peek import VISIT_SECONDS, Visit, open_visit
 from .status.journal import Journal
-from .status.status import MemberStatus, Names, RunStatus
+from .status.status import MemberStatus, RunStatus
 from .ui.dashboard.app import PAGE, page_file
 from .ui.dashboard.views import PublicView, RunHistory, public_view
-from .ui.reporting import members_of, names_of, run_status
+from .ui.reporting import members_of, run_status
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ class PublicPage:
             for at, value in points:
                 curve.add(at, value)
 
-    def write(self, members: list[MemberStatus], names: Names, run: RunStatus, notice: str, now: float) -> None:
+    def write(self, members: list[MemberStatus], run: RunStatus, notice: str, now: float) -> None:
         """Add the present moment to the curves, and write the run's file. Raises `OSError`."""
         self._history.observe(run, members, (), now)
-        view = public_view(run, members, names, notice, self._history, now)
+        view = public_view(run, members, notice, self._history, now)
         self._write(RUN_FILE, msgspec.json.encode(view) + b"\n")
 
     async def show(self, visit: Visit) -> None:
@@ -96,8 +96,7 @@ class PublicPage:
         members = [msgspec.structs.replace(member, addresses=[]) for _, member in known]
         members.sort(key=lambda member: (-member.tokens, member.peer_id))
         run = run_status(self._run_id, visit.manifest.name, gossip.state, members)
-        names = names_of(gossip.state, members)
-        await trio.to_thread.run_sync(self.write, members, names, run, _notice(visit), time.time())
+        await trio.to_thread.run_sync(self.write, members, run, _notice(visit), time.time())
 
     def _write(self, name: str, data: bytes) -> None:
         path = self._folder / name

@@ -235,9 +235,6 @@ CAUSES: Final = {
     "invite-stored": _ok("none was given: the folder knows its run"),
     "invite-none": _warning("none was given, and the folder knows no run", "give one: farandole doctor farandole1..."),
     "invite-empty": _failed("it names run {run}, and no peer to dial", _NEWER_INVITE),
-    "invite-private": _warning(
-        "it has only addresses of its maker's private network ({hosts}), and leads to no peer from here", WIDER_INVITE
-    ),
     "invite-manifest": _ok("it is the manifest of run {run}, for its first node, which has no peers to ask"),
     "invite-manifest-damaged": _failed(
         "{path} is no manifest that can be read: {why}",

@@ -20,10 +20,6 @@ NOT_BEGUN, NO_STREAM = "the partner did not begin in time", "the partner opened 
 NO_START = "no node that is there has the weights that this run starts from"
 
 
-Names = dict[str, str]
-"""Peer id -> the name that a member gives itself, where it has one; names prove nothing."""
-
-
 class ExchangeStatus(msgspec.Struct, frozen=True):
     """The last outer step that needed a partner, or would have."""
 
@@ -75,6 +71,8 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """Release of farandole, as it says; empty: not known."""
     is_apart: bool = False
     """It is connected, but runs a release that this node cannot average with."""
+    name: str = ""
+    """As it calls itself; it proves nothing. Empty: it has none."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -227,7 +225,8 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     the ones that were named last. They need not be members."""
     round_trips: dict[str, float] = msgspec.field(default_factory=dict)
     """Peer id of a connected member -> seconds, as last measured on the connection."""
-    names: Names = msgspec.field(default_factory=dict)
+    names: dict[str, str] = msgspec.field(default_factory=dict)
+    """Peer id -> name of each of `members` that has one."""
     disk: str = ""
     """What could not be stored, and how much room to make; empty where nothing failed."""
     paths: dict[str, int] = msgspec.field(default_factory=dict)

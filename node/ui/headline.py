@@ -152,13 +152,10 @@ def _alone(left: int, gone: int) -> Headline:
     invite = "`farandole run invite` prints an invite for others"
     if not left and not gone:
         return Headline("trouble", "training alone: there is no other live member in this run", invite)
-    others = {1: "the only other member", 2: "both others"}.get(left + gone, f"all {left + gone} others")
-    have, are = "has" if left == 1 else "have", "is" if gone == 1 else "are"
     if not gone:
-        they = "it" if left == 1 else "they"
-        return Headline("busy", f"training alone: {others} {have} left; {they} may come back")
-    text = f"{gone} of {left + gone} others {are} gone, {left} {have} left" if left else f"{others} {are} gone"
-    return Headline("trouble", f"training alone: {text}", f"{DIAL_MOVED}; {invite}")
+        return Headline("busy", f"training alone: {plural(left, 'other')} left, and may come back")
+    text = f"training alone: {plural(gone, 'other')} gone{f', {left} left' if left else ''}"
+    return Headline("trouble", text, f"{DIAL_MOVED}; {invite}")
 
 
 def _exchange_troubles(tried: Sequence[ExchangeStatus]) -> Iterator[Headline]:

@@ -29,7 +29,7 @@ from ..loop.traffic_service import TrafficService
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..status.journal import Journal
-from ..status.status import MemberStatus, Names, NodeStatus, Resources, RunStatus
+from ..status.status import MemberStatus, NodeStatus, Resources, RunStatus
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
@@ -95,7 +95,7 @@ class Reporter:
                 if (seconds := host.connections.round_trip(public_key_of(member.peer_id))) is not None
             },
             remarks=journal.remarks,
-            names=names_of(self.state, shown),
+            names={member.peer_id: member.name for member in shown if member.name},
             reachability=connectivity.reachability.kind.value,
             relays=[peer_id_of(held.relay) for held in host.relays.reservations],
             relayed_peers=connectivity.server.table.num_reservations,
@@ -177,14 +177,9 @@ def members_of(
                 is_paused=member.is_paused,
                 last_partner=peer_id_of(partner) if partner else "",
                 version=member.version,
+                name=member.name,
             ),
         )
-
-
-def names_of(state: RunState | None, members: Sequence[MemberStatus]) -> Names:
-    """Return the members' names."""
-    found = {each.peer_id: state.payload(public_key_of(each.peer_id), Member) for each in members} if state else {}
-    return {peer: member.name for peer, member in found.items() if member is not None and member.name}
 
 
 def run_status(

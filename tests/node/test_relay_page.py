@@ -29,13 +29,15 @@ from .ui.dashboard.test_browser import CHROMIUM, open_browser
 
 RUN = b"r" * 32
 HOSTILE = "<script>alert(1)</script>\"'&"
-MEMBER = msgspec.structs.replace(STATUS.members[0], device=HOSTILE, is_live=True, is_self=False, addresses=[])
+MEMBER = msgspec.structs.replace(
+    STATUS.members[0], name=HOSTILE, device=HOSTILE, is_live=True, is_self=False, addresses=[]
+)
 
 
 def written(folder: Path) -> PublicPage:
     page = PublicPage(folder, RUN)
     for number, loss in enumerate((3.0, 2.0)):
-        page.write([MEMBER], {MEMBER.peer_id: HOSTILE}, run_of(loss), HOSTILE, 1e9 + 60 * number)
+        page.write([MEMBER], run_of(loss), HOSTILE, 1e9 + 60 * number)
     return page
 
 
@@ -47,7 +49,7 @@ def run_of(loss: float) -> RunStatus:
 def test_it_goes_on_where_it_was_after_a_restart(tmp_path: Path) -> None:
     written(tmp_path / "page")
     page = PublicPage(tmp_path / "page", RUN)
-    page.write([MEMBER], {}, run_of(1.5), "", 1e9 + 120)
+    page.write([MEMBER], run_of(1.5), "", 1e9 + 120)
     shown = json.loads((tmp_path / "page" / RUN_FILE).read_bytes())["overview"]
     assert shown["mean_loss"] == [[1e9, 3.0], [1e9 + 60, 2.0], [1e9 + 120, 1.5]]
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "page").rglob("*")}
@@ -57,7 +59,7 @@ def test_it_goes_on_where_it_was_after_a_restart(tmp_path: Path) -> None:
 def test_a_damaged_file_begins_anew(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / RUN_FILE).write_bytes(b"{")
-    PublicPage(tmp_path, RUN).write([MEMBER], {}, run_of(1.5), "", 1e9)
+    PublicPage(tmp_path, RUN).write([MEMBER], run_of(1.5), "", 1e9)
     assert json.loads((tmp_path / RUN_FILE).read_bytes())["overview"]["mean_loss"] == [[1e9, 1.5]]
 
 

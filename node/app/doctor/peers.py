@@ -23,7 +23,7 @@ from farandole.protocol.wire.identity import short_name
 from ...base.causes import Finding, describe_skew, found, lessen
 from ...base.errors import PeerUnreachableError, StrangerError
 from ...join.bootstrap import dial, fetch_manifest, find_members
-from ...mesh.addresses import PRIVATE, distance_class, hosts_of
+from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host
 from ...mesh.reach.dialback import ask_time
 from ...mesh.reach.reachability import Examiner, Reachability
@@ -131,10 +131,7 @@ async def knock(ip: str, port: int) -> Knock:
 
 
 async def knock_at_all(host: Host, doors: Sequence[Door]) -> list[Finding]:
-    """Dial each address; return a finding for each. While one reaches its peer, the others are at most warnings.
-
-    Another finding is of all addresses: that they are private ones, where none of them reaches its peer.
-    """
+    """Dial each address; return a finding for each. While one reaches its peer, the others are at most warnings."""
     await resolve(doors)
 
     async def try_door(door: Door) -> None:
@@ -177,11 +174,7 @@ def judge_doors(doors: Sequence[Door]) -> list[Finding]:
         )
         for door in doors
     ]
-    if any(door.is_proved for door in doors):
-        return [lessen(finding) for finding in findings]
-    if all(distance_class(door.address) >= PRIVATE for door in doors):
-        findings.append(found("invite-private", hosts=hosts_of(door.address for door in doors)))
-    return findings
+    return [lessen(finding) for finding in findings] if any(door.is_proved for door in doors) else findings
 
 
 def _cause_of(door: Door) -> str:

@@ -89,7 +89,7 @@ class Dashboard:
 
         async def show_members(request: Request) -> Response:
             status = self.status()
-            return _json(members_view(status.members, self.history, status.names, status.remarks))
+            return _json(members_view(status.members, self.history, status.remarks))
 
         async def show_metrics(request: Request) -> Response:
             return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)

@@ -17,7 +17,7 @@ import msgspec
 from farandole.protocol.wire.latest import Latest
 
 from ...base.figures import loss
-from ...status.status import MemberStatus, Names, NodeStatus, RunStatus
+from ...status.status import MemberStatus, NodeStatus, RunStatus
 from ..headline import Headline, headline
 from ..view import Row, member_state, run_row, status_rows, warnings_of
 
@@ -134,8 +134,6 @@ class MemberView(msgspec.Struct, frozen=True):
     state: str
     """``this node``, ``live``, ``paused``, ``gone``, ``left``."""
     remark: str
-    name: str
-    """As it calls itself; or empty."""
 
 
 class MembersView(msgspec.Struct, frozen=True):
@@ -170,7 +168,7 @@ def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
 
 
 def public_view(
-    run: RunStatus, members: Sequence[MemberStatus], names: Names, notice: str, history: RunHistory, now: float
+    run: RunStatus, members: Sequence[MemberStatus], notice: str, history: RunHistory, now: float
 ) -> PublicView:
     """Return what anybody may see; ``notice``: the creator's words, or empty."""
     newest = max((member.round for member in members if member.is_live), default=0)
@@ -183,12 +181,10 @@ def public_view(
         mean_loss=history.mean_loss.points,
         throughput=history.throughput.points,
     )
-    return PublicView(shown, members_view(members, history, names, {}))
+    return PublicView(shown, members_view(members, history, {}))
 
 
-def members_view(
-    members: Sequence[MemberStatus], history: RunHistory, names: Names, remarks: Mapping[str, str]
-) -> MembersView:
+def members_view(members: Sequence[MemberStatus], history: RunHistory, remarks: Mapping[str, str]) -> MembersView:
     """Return all members, with the curves of the first few live ones."""
     live = [member.peer_id for member in members if member.is_live and member.peer_id in history.losses]
     return MembersView(
@@ -197,7 +193,6 @@ def members_view(
                 member,
                 state="this node" if member.is_self else member_state(member)[0],
                 remark=remarks.get(member.peer_id, ""),
-                name=names.get(member.peer_id, ""),
             )
             for member in members
         ],

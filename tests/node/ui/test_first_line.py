@@ -51,7 +51,7 @@ async def test_a_node_is_alone_then_well_and_then_alone_again(tmp_path: Path, ru
             assert await bob.end(signal.SIGTERM) == Exit.OK
         status = await alice.until(lambda status: status.run.members_left == 1)
         left = headline(status, status.at)
-        assert left == Headline("busy", "training alone: the only other member has left; it may come back")
+        assert left == Headline("busy", "training alone: 1 other left, and may come back")
 
 
 async def test_a_node_without_a_bootstrap_peer_says_so(
