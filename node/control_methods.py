@@ -20,7 +20,6 @@ from .base.quiet_hours import QuietHoursError
 from .base.settings import MIN_CAP_MBIT
 from .loop.rest_service import RestService
 from .member.run_member import RunMember
-from .state.credentials import Revoked
 from .status.journal import Journal
 
 # A node with its manifest is in its run within seconds, unless all whom it dials are silent: it is looked for so long.
@@ -36,12 +35,6 @@ def _taken(params: Mapping[str, Any], **kinds: type) -> list[Any]:
     if params.keys() != kinds.keys() or not all(isinstance(params[name], kind) for name, kind in kinds.items()):
         raise ControlError("bad_request", f"expected {', '.join(kinds)}")
     return [params[name] for name in kinds]
-
-
-def _row_of(revoked: Revoked, creator: bytes) -> dict[str, Any]:
-    invitation, inviter = revoked.admission.invitation, revoked.admission.place(creator)[0]
-    row = {"peer_id": peer_id_of(revoked.member), "invited_by": peer_id_of(inviter)}
-    return row | {"uses": invitation.num_seats, "expires_at": invitation.expires_at, "others": revoked.num_others}
 
 
 def roster_of(member: RunMember) -> list[dict[str, Any]]:
@@ -92,8 +85,12 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         if is_admitted:
             await member.credentials.restore(keys)
             return []
-        told = await member.credentials.revoke(keys)
-        return [_row_of(each, member.gossip.state.creator) for each in told]
+        rows = []
+        for told in await member.credentials.revoke(keys):
+            invitation, inviter = told.admission.invitation, told.admission.place(member.gossip.state.creator)[0]
+            row = {"peer_id": peer_id_of(told.member), "invited_by": peer_id_of(inviter), "others": told.num_others}
+            rows.append(row | {"uses": invitation.num_seats, "expires_at": invitation.expires_at})
+        return rows
 
     async def roster(params: dict[str, Any]) -> object:
         """Return the members, and who invited them."""

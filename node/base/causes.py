@@ -16,6 +16,8 @@ import msgspec
 from farandole.protocol.run.releases import ReleaseConflict
 from farandole.protocol.state.believing import ClockSkew
 
+from .figures import duration
+
 # A peer says its release itself, so a line names few.
 MAX_NAMED: Final = 3
 _HOW: Final = "docs/volunteer.md#upgrade"
@@ -49,9 +51,7 @@ COMPARE_CLOCKS: Final = "check the time on both; `timedatectl set-ntp true` sets
 
 def describe_skew(seconds: float) -> str:
     """Describe the difference of a clock that is ahead by ``seconds``, or behind if that is negative."""
-    size = abs(seconds)
-    text = f"{size / 3_600:.1f} h" if size >= 7_200 else f"{size / 60:.0f} min" if size >= 120 else f"{size:.1f} s"
-    return f"{text} {'ahead' if seconds > 0 else 'behind'}"
+    return f"{duration(abs(seconds))} {'ahead' if seconds > 0 else 'behind'}"
 
 
 def clock_words(skew: ClockSkew) -> tuple[str, str]:

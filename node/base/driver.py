@@ -22,14 +22,14 @@ Handle = Callable[[EventT, float], Iterable[OutputT]]
 class Driver(Generic[EventT, OutputT]):
     """Drives one machine at a time. ``carry_out`` does what an output asks for; it must not wait.
 
-    ``timer_fired`` is the event of a timer that has come, for a machine that asks for one (`set_timer`). ``flush`` is
-    called when all outputs of an event are carried out.
+    ``timer_fired`` is the event of a timer that has come (`set_timer`). ``flush`` is called once all outputs of an
+    event are carried out.
     """
 
     def __init__(
         self,
         carry_out: Callable[[OutputT], None],
-        timer_fired: EventT | None = None,
+        timer_fired: EventT,
         flush: Callable[[], None] = lambda: None,
     ) -> None:
         self.timer_at = math.inf
@@ -79,7 +79,6 @@ class Driver(Generic[EventT, OutputT]):
 
     async def run(self) -> NoReturn:
         """Fire the timer whenever it is due, until cancelled."""
-        assert self._timer_fired is not None, "a machine without a timer needs no task"
         while True:
             must_rearm = self._must_rearm = trio.Event()
             self._armed_at = self.timer_at

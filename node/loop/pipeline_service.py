@@ -372,7 +372,7 @@ class PipelineService:
         def be_told(peer: bytes, payload: bytes) -> None:
             self.handle(machine.Tell(peer, wire.decode_question(payload)))
 
-        messenger.set_receiver(MICROBATCH_PROTOCOL, wire.MAX_QUESTION_BYTES, be_told, lambda peer, protocol: None)
+        messenger.set_receiver(MICROBATCH_PROTOCOL, wire.MAX_QUESTION_BYTES, be_told)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; call `begin` after it has started."""

@@ -204,7 +204,7 @@ class Training:
             PAIRING_PROTOCOL,
             MAX_PAIRING_MESSAGE,
             lambda peer, payload: self.handle(pairing.MessageReceived(peer, payload)),
-            lambda peer, protocol: self.handle(pairing.PeerLost(peer)),
+            lambda peer: self.handle(pairing.PeerLost(peer)),
         )
 
     async def run(self, prepare: Callable[[], Awaitable[messages.Prepare]]) -> None:

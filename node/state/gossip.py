@@ -152,7 +152,7 @@ class GossipService:
             PUSH_PROTOCOL,
             MAX_PUSH_BYTES,
             self._receive_push,
-            lambda peer, protocol: self._gossip.unreachable(peer, trio.current_time()),
+            lambda peer: self._gossip.unreachable(peer, trio.current_time()),
         )
         self._host.set_handler(SYNC_PROTOCOL, self._serve)
         try:

@@ -46,7 +46,7 @@ IDLE_TIMEOUT = 120.0
 FRAME_TIMEOUT = 30.0
 
 Receive = Callable[[bytes, bytes], None]
-OnFailed = Callable[[bytes, str], None]
+OnFailed = Callable[[bytes], None]
 
 
 class _Outgoing:
@@ -91,7 +91,7 @@ class Messenger:
     def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
         """Hand frames of a protocol, of at most `max_bytes`, to `receive(peer, payload)`.
 
-        A `RemoteProtocolError` from it costs the peer that stream. `on_failed(peer, protocol)` is called for a peer
+        A `RemoteProtocolError` from it costs the peer that stream. `on_failed(peer)` is called for a peer
         that did not get something sent in this protocol. Both are called from other tasks and must not block.
         """
         self._max_bytes[protocol] = max_bytes
@@ -177,7 +177,7 @@ class Messenger:
 
     def _fail(self, peer: bytes, protocol: str) -> None:
         if protocol in self._on_failed:
-            self._on_failed[protocol](peer, protocol)
+            self._on_failed[protocol](peer)
 
     async def _receive_stream(self, stream: Libp2pStream, max_bytes: int, receive: Receive) -> None:
         """Receive frames until the stream ends. Raises `RemoteProtocolError` or `trio.TooSlowError` for a fault."""

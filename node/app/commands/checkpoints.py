@@ -150,6 +150,9 @@ def import_model(
     Example: [cyan]farandole checkpoint import ./gpt2 run.toml --to gpt2-start -o more.manifest[/cyan], then
     [cyan]farandole join more.manifest --start gpt2-start[/cyan]
     """
+    from farandole.protocol.planning.planning import given_by
+    from farandole.protocol.run.manifest import decode_body
+
     from ...base.config.toml_file import read_toml
     from ...base.identity import load_or_create_key
     from ...store.consolidated.resume import import_model
@@ -157,7 +160,8 @@ def import_model(
     path = _new_file(out, run_file)
     key, file = load_or_create_key(home / "key"), read_toml(run_file)
     with file.naming_lines():
-        _, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time(), say_chosen)
+        written, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time())
+    say_chosen(written, decode_body(signed.body), given_by(file.values))
     write_manifest(path, signed, home, as_json, start=to)
 
 

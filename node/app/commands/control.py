@@ -17,7 +17,7 @@ from farandole.protocol.wire.errors import FarandoleError
 from ...base.config.setting import settings_of
 from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
-from .options import AsJson, Home, number_of, stray_variables, takes_settings
+from .options import AsJson, Home, reader_of, stray_variables, takes_settings
 from .output import print_answer, say_warnings, split_source, unquoted
 from .runs import sign_run_file
 
@@ -28,7 +28,10 @@ _UPLOAD = next(setting for setting in settings_of(NodeSettings) if setting.name 
 Cap = Annotated[
     float | None,
     typer.Option(
-        help="Mbit/s, 0.5 or more; 0: no cap.", show_default=False, parser=number_of(_UPLOAD), metavar="<number>"
+        help="Mbit/s, 0.5 or more; 0: no cap.",
+        show_default=False,
+        parser=reader_of(_UPLOAD.read_number),
+        metavar="<number>",
     ),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 )
 def doctor(
     settings: NodeSettings,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show a line for every check, not only for those that did not pass.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find what keeps this machine from joining or from being reached; exit code 1 if a check failed.
@@ -49,15 +46,12 @@ def doctor(
     if as_json:
         print_json(msgspec.to_builtins(diagnosis))
     else:
-        Console().print(diagnosis_screen(diagnosis, is_verbose=verbose))
+        Console().print(diagnosis_screen(diagnosis))
     raise typer.Exit(Exit.OK if diagnosis.is_well else Exit.NOT_WELL)
 
 
-def diagnosis_screen(diagnosis: Diagnosis, *, is_verbose: bool = False) -> RenderableType:
-    """Return a line for each failure and warning with its remedy, one line for all checks that passed, and the verdict.
-
-    ``is_verbose``: a line for each finding.
-    """
+def diagnosis_screen(diagnosis: Diagnosis) -> RenderableType:
+    """Return a line for each failure and warning with its remedy, one for all checks that passed, and the verdict."""
     from rich.console import Group
     from rich.table import Column, Table
     from rich.text import Text
@@ -67,16 +61,16 @@ def diagnosis_screen(diagnosis: Diagnosis, *, is_verbose: bool = False) -> Rende
     styles = {Level.FAILED: "bold red", Level.WARNING: "yellow", Level.OK: "green", Level.SKIPPED: "dim"}
     by_level = {level: [each for each in diagnosis.findings if each.level is level] for level in styles}
     table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
-    for level in styles if is_verbose else (Level.FAILED, Level.WARNING):
+    for level in (Level.FAILED, Level.WARNING):
         for finding in by_level[level]:
             what = Text(finding.found)
-            if finding.remedy and level is not Level.OK:
+            if finding.remedy:
                 what.append(f"\n-> {finding.remedy}", "italic")
             table.add_row(finding.check, Text(level, styles[level]), what)
     others = _checks(each for each in diagnosis.findings if each.level is not Level.OK)
     passed = [check for check in _checks(by_level[Level.OK]) if check not in others]
     parts: list[RenderableType] = [table] if table.row_count else []
-    if passed and not is_verbose:
+    if passed:
         parts.append(Text(f"{plural(len(passed), 'check')} passed: {', '.join(passed)}"))
     if failed := _checks(by_level[Level.FAILED]):
         verdict = Text(f"{plural(len(failed), 'check')} failed: {', '.join(failed)}", styles[Level.FAILED])

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperOption
@@ -30,25 +30,6 @@ Home = Annotated[
         show_default="~/.farandole",
         file_okay=False,
         is_eager=True,  # the settings file is in it
-    ),
-]
-
-ModelFolder = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="FOLDER",
-        help="Folder of a model, written by `checkpoint pull` or `import`.",
-        show_default="the newest checkpoint of this node",
-        exists=True,
-        file_okay=False,
-    ),
-]
-ComputesOn = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        help="cpu, cuda, cuda:1, mps or auto. A GPU shares its memory with a running trainer.",
     ),
 ]
 
@@ -92,23 +73,6 @@ ConfigFile = Annotated[
 ]
 
 
-def _print_all_help(context: typer.Context, is_asked_for: bool) -> None:
-    if is_asked_for:
-        for parameter in context.command.params:
-            if isinstance(parameter, TyperOption) and parameter.name not in _HIDDEN:
-                parameter.hidden = False
-        context.get_help()  # prints it, formatted by Rich
-        raise typer.Exit
-
-
-HelpAll = Annotated[
-    bool,
-    typer.Option("--help-all", callback=_print_all_help, is_eager=True, help="Show the other settings, too, and exit."),
-]
-# The panels that the help of a whole node shows; the others are for ``--help-all``.
-SHOWN_PANELS: Final = ("Run", "When to train", "Limits")
-_HIDDEN: Final = frozenset(setting.name for setting in settings_of(NodeSettings) if setting.is_hidden)
-
 Command = Callable[..., None]
 
 
@@ -143,22 +107,15 @@ def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = Fal
         @functools.wraps(command)
         def run(home: Path, config: Path, **given: Any) -> None:
             values = {setting.name: given.pop(setting.name) for setting in chosen}
-            given.pop("help_all", None)
             if "config" in hints:
                 given["config"] = config
             command(NodeSettings(home=home, **values), **given)
 
-        if not names:
-            hints["help_all"] = HelpAll
-            own.append(_parameter("help_all", HelpAll, False))
         parameters = [
             _parameter("home", Annotated[Path, _SETTINGS_HOME], inspect.Parameter.empty),
             _parameter("config", ConfigFile, None),
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
-            *(
-                _parameter(each.name, _option(each, must_exist, is_whole_node=not names), each.default)
-                for each in chosen
-            ),
+            *(_parameter(each.name, _option(each, must_exist), each.default) for each in chosen),
         ]
         # The attributes that typer reads.
         vars(run).update(__signature__=inspect.Signature(parameters))
@@ -180,23 +137,11 @@ def reader_of(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def number_of(setting: Setting) -> Callable[[str], Any]:
-    """Return what reads a number from a command line. It raises `typer.BadParameter`, with what is expected."""
-
-    def read(text: str) -> Any:
-        try:
-            return setting.kind(text)
-        except ValueError:
-            raise typer.BadParameter(f"expected {setting.expected}, got {text!r}") from None
-
-    return read
-
-
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _option(setting: Setting, must_exist: bool, *, is_whole_node: bool) -> Any:
+def _option(setting: Setting, must_exist: bool) -> Any:
     """Return the field's type, annotated so that typer makes an option of it."""
 
     def check(value: Any) -> Any:
@@ -213,14 +158,14 @@ def _option(setting: Setting, must_exist: bool, *, is_whole_node: bool) -> Any:
         "callback": check,
     }
     if setting.kind in (int, float):
-        told["parser"] = number_of(setting)
+        told["parser"] = reader_of(setting.read_number)
     if placeholder := setting.placeholder or setting.unit.upper():
         told["metavar"] = placeholder
     if setting.unset:
         told["show_default"] = setting.unset
     if setting.kind is Path or Path in get_args(setting.kind):
         told.update(exists=must_exist, dir_okay=setting.placeholder != "FILE")
-    if setting.is_hidden or (is_whole_node and setting.panel not in SHOWN_PANELS):
+    if setting.is_hidden:
         told["hidden"] = True
     if setting.is_argument:
         return Annotated[setting.annotation, typer.Argument(**told)]

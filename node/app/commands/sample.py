@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from ...base.settings import NodeSettings
-from .options import AsJson, ComputesOn, ModelFolder, takes_settings
+from .options import AsJson, takes_settings
 from .output import print_json
 
 # Each token takes a forward pass of the whole context, and text is decoded from its beginning on.
@@ -20,7 +21,16 @@ MAX_TOKENS: Final = 10_000
 @takes_settings("tokenizer", "allow_model")
 def sample(
     settings: NodeSettings,
-    folder: ModelFolder = None,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of a model, written by `checkpoint pull` or `import`.",
+            show_default="the newest checkpoint of this node",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     prompt: Annotated[
         str, typer.Option(metavar="TEXT", help="The text to continue.", show_default="none: a new document")
     ] = "",
@@ -35,7 +45,14 @@ def sample(
         int, typer.Option(min=0, metavar="K", help="Draw from the K likeliest tokens only; 0: from all.")
     ] = 50,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random draws.", metavar="SEED")] = 0,
-    computes_on: ComputesOn = "cpu",
+    computes_on: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu, cuda, cuda:1, mps or auto. A GPU shares its memory with a running trainer.",
+        ),
+    ] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Print text that a model generates: from this node's newest checkpoint, even while it trains, or from a folder.

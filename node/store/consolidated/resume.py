@@ -6,7 +6,7 @@ rate's schedule resumes where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,12 +93,11 @@ def import_model(
     to: Path,
     key: Ed25519PrivateKey,
     now: float,
-    on_chosen: Callable[[Manifest, Manifest, Collection[str]], None] = lambda written, completed, given: None,
 ) -> tuple[Manifest, SignedManifest]:
-    """Write a Hugging Face folder's weights as the folder ``to``; return the manifest of a run that starts from it.
+    """Write a Hugging Face folder's weights as the folder ``to``; sign the manifest of a run that starts from it.
 
-    What the run file leaves open is chosen as for a new run, but for the optimizer and its learning rate; ``on_chosen``
-    gets the manifest before and after that, and the settings in the run file.
+    What the run file leaves open is chosen as for a new run, but for the optimizer and its learning rate. Returns the
+    manifest before that, and the signed one.
 
     Raises `ManifestError` if the configuration or the run file will not do, `ConsolidatedError` if the weights will
     not, or cannot be written.
@@ -109,7 +108,6 @@ def import_model(
     written = manifest_of({**settings, "model": {**model, "hf": str(hf_folder.absolute())}}, place, now)
     given = given_by(settings)
     manifest = complete(written, given)
-    on_chosen(written, manifest, given)
 
     def sign(checkpoint_id: bytes) -> bytes:
         start = StartConfig(checkpoint_id.hex(), NO_RUN.hex())
@@ -125,4 +123,4 @@ def import_model(
             lambda tensor: read(tensor.partition("/")[2]),
             sign,
         )
-    return decode_manifest((to / MANIFEST_NAME).read_bytes())
+    return written, decode_manifest((to / MANIFEST_NAME).read_bytes())[1]

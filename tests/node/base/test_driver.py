@@ -28,7 +28,7 @@ async def test_outputs_of_an_event_that_an_output_causes_come_after_the_waiting_
         if output == "ab":
             driver.handle("c")
 
-    driver = Driver[str, str](carry_out)
+    driver = Driver[str, str](carry_out, "fired")
     driver.begin(Echo().handle)
     driver.handle("ab")
     assert done == ["ab", "ab0", "ab1", "c", "c0"]
@@ -67,7 +67,7 @@ async def test_a_driver_without_a_machine_drops_events_outputs_and_the_timer() -
         driver.end()
 
     done: list[str] = []
-    driver = Driver[str, str](carry_out)
+    driver = Driver[str, str](carry_out, "fired")
     driver.handle("a")
     driver.begin(machine.handle)
     driver.set_timer(trio.current_time() + 1)

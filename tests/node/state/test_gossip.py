@@ -47,7 +47,7 @@ class MemoryHost:
         self.author = author
         self.handlers: dict[str, Callable[..., Awaitable[None]]] = {}
         self.receivers: dict[str, Callable[[bytes, bytes], None]] = {}
-        self.on_failed: Callable[[bytes, str], None] | None = None
+        self.on_failed: Callable[[bytes], None] | None = None
         self.addresses: dict[bytes, list[str]] = {}
         self.networks: dict[bytes, str] = {}
         self.faults: list[bytes] = []
@@ -96,7 +96,7 @@ class MemoryHost:
         protocol: str,
         max_bytes: int,
         receive: Callable[[bytes, bytes], None],
-        on_failed: Callable[[bytes, str], None] | None = None,
+        on_failed: Callable[[bytes], None] | None = None,
     ) -> None:
         self.receivers[protocol] = receive
         self.on_failed = on_failed
@@ -105,7 +105,7 @@ class MemoryHost:
         other = self._wires.hosts.get(peer)
         if other is None or protocol not in other.receivers or {peer, self.author} & self._wires.cut:
             if self.on_failed is not None:
-                self.on_failed(peer, protocol)
+                self.on_failed(peer)
             return
         try:
             other.receivers[protocol](self.author, payload)

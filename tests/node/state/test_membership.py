@@ -309,7 +309,7 @@ async def test_a_clock_that_members_agree_on_is_reported_once(clock: MockClock) 
         await node.membership.run()
     assert node.journal.state.clock == node.gossip.clock_skew
     assert list(node.journal.warnings) == [
-        "this machine's clock is 61 min behind, as the clocks of 3 members show: "
+        "this machine's clock is 1 h 01 min behind, as the clocks of 3 members show: "
         "set it, for example with `timedatectl set-ntp true`"
     ]
     node.gossip.clock_skew = None

@@ -89,18 +89,18 @@ async def test_an_unreachable_peer_is_reported() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, open_messenger(alice) as messenger:
             nobody = public_bytes(Ed25519PrivateKey.generate())
-            failed: list[tuple[bytes, str]] = []
+            failed: list[bytes] = []
             is_reported = trio.Event()
 
-            def on_failed(peer: bytes, protocol: str) -> None:
-                failed.append((peer, protocol))
+            def on_failed(peer: bytes) -> None:
+                failed.append(peer)
                 is_reported.set()
 
             messenger.set_receiver(TALK, MAX_BYTES, Inbox().receive, on_failed)
             messenger.send_nowait(nobody, TALK, b"one")
             messenger.send_nowait(nobody, TALK, b"two")
             await is_reported.wait()
-            assert failed == [(nobody, TALK)]
+            assert failed == [nobody]
 
 
 async def test_a_full_queue_loses_its_oldest_frames() -> None:

@@ -106,11 +106,11 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
         ),
         (
             changed(clock=ClockSkew(-3_660.0, 3, is_agreed=True), isolation="no member answered", connected_peers=0),
-            "this machine's clock is 61 min behind, as the clocks of 3 members show -> `timedatectl set-ntp true`",
+            "this machine's clock is 1 h 01 min behind, as the clocks of 3 members show -> `timedatectl set-ntp true`",
         ),
         (
             changed(clock=ClockSkew(3_660.0, 1, is_agreed=False), isolation="no member answered", connected_peers=0),
-            "this machine's clock is 61 min ahead compared with the one member that it reached -> the time on both",
+            "this machine's clock is 1 h 01 min ahead compared with the one member that it reached -> the time on both",
         ),
         (
             changed(recent_exchanges=exchanges(*["failed: the partner aborted: refused: the norm is off"] * 4)),

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from farandole.node.app.commands.options import SHOWN_PANELS
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.config.setting import PANELS
 from farandole.node.base.exits import Exit
@@ -16,15 +15,14 @@ from .conftest import Run
 
 def panels_of(run: Run, *command: str) -> dict[str, str]:
     """Return the text of each panel of a command's help, by title."""
-    code, out, _ = run(*command, *(() if command[-1].startswith("--help") else ("--help",)))
+    code, out, _ = run(*command, "--help")
     assert code == Exit.OK
     _, *parts = re.split(r"^╭─ (.+?) ─+╮$", out, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
-    assert list(panels_of(run, "join")) == ["Arguments", "Options", *SHOWN_PANELS]
-    panels = panels_of(run, "join", "--help-all")
+    panels = panels_of(run, "join")
     assert list(panels) == ["Arguments", "Options", *PANELS]
     for setting in SETTINGS:
         if setting.flag and not setting.is_hidden:

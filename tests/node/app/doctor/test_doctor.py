@@ -265,7 +265,7 @@ async def test_a_clock_that_is_an_hour_off(tmp_path: Path) -> None:
         diagnosis = await look(tmp_path, invite, lambda: time.time() - HOUR)
     assert causes(diagnosis) == ["clock-off"]
     clock = of(diagnosis, "clock")
-    assert clock.found.startswith("this machine's clock is 60 min behind, as the clocks of 3 peers show")
+    assert clock.found.startswith("this machine's clock is 1 h 00 min behind, as the clocks of 3 peers show")
     assert "timedatectl set-ntp true" in clock.remedy
 
 

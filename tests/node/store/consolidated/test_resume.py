@@ -15,7 +15,7 @@ from farandole.node.store.consolidated.folder import Consolidated, read_folder
 from farandole.node.store.consolidated.hf_folder import export_hf
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
 from farandole.node.store.consolidated.tensors import ConsolidatedError
-from farandole.protocol.run.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
+from farandole.protocol.run.manifest import EpochsConfig, Manifest, decode_body, decode_manifest, sign_manifest
 from farandole.protocol.wire.errors import ManifestError
 
 from ....tokenizer_files import word_level
@@ -115,7 +115,8 @@ def saved_by_transformers(config: dict[str, Any], path: Path, dtype: torch.dtype
 def imported(tmp_path: Path, **settings: Any) -> tuple[Manifest, Consolidated]:
     """Import the model in the folder ``theirs``."""
     run = {"name": "a", **settings}
-    manifest, signed = import_model(tmp_path / "theirs", run, tmp_path, tmp_path / "ours", KEY, 0)
+    _, signed = import_model(tmp_path / "theirs", run, tmp_path, tmp_path / "ours", KEY, 0)
+    manifest = decode_body(signed.body)
     ours = read_folder(tmp_path / "ours")
     assert manifest.start is not None
     assert (ours.id, ours.signed) == (manifest.start.checkpoint, signed)
