@@ -1,4 +1,4 @@
-"""What a process is and has got from who started it, as JSON; or, with an argument, an end of that kind."""
+"""What a process is and has got from who started it, as JSON."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    match sys.argv[1]:
-        case "words":
-            sys.exit("it failed")
-        case "abort":
-            os.abort()
-        case "raise":
-            raise ValueError("it failed")
-        case "interrupt":
-            signal.raise_signal(signal.SIGINT)
     about = {
         "arguments": sys.argv[1:],
         "folder": os.getcwd(),

@@ -1,10 +1,9 @@
-"""Forks of the template differ in nothing from processes that are started."""
+"""A fork of the template has what a process that is started has."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,28 +49,3 @@ def test_a_fork_has_what_a_started_process_has(program: list[str], monkeypatch: 
     assert json.loads(told) == json.loads(expected) | {"is fork": True}
     assert json.loads(expected)["is fork"] is False
     assert said == also_said == "to the other stream"
-
-
-@pytest.mark.parametrize("end", ["words", "abort", "raise", "interrupt"])
-def test_a_fork_ends_as_a_started_process_does(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, started = both(monkeypatch, [sys.executable, "-m", PROBE, end], capture_output=True)
-    assert (fork.returncode, fork.stdout) == (started.returncode, started.stdout)
-    assert fork.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
-
-
-def test_a_fork_leads_its_group_before_anybody_knows_its_number() -> None:
-    command = [sys.executable, "-m", PROBE, "about"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True) as process:
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-
-
-def test_what_libraries_read_when_they_are_loaded_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, started = both(
-        monkeypatch,
-        [sys.executable, "-m", PROBE, "about"],
-        input="",
-        capture_output=True,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-    )
-    assert json.loads(fork.stdout) == json.loads(started.stdout)

@@ -13,7 +13,6 @@ from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
 
 from .markdown import PAGES, ROOT, Block, anchors, blocks, code_spans, links, name_of
-from .player import first_missing, pattern_of
 from .usage import check, check_farandole, check_name, whole_command
 
 SOURCES = [
@@ -120,18 +119,3 @@ def test_every_page_of_blocks_says_what_they_are(page: Path) -> None:
     assert languages <= {"console", "sh", "toml", "python", "diff", "json", "text", "yaml", "ini"}
     known = {"on", "stays", "when", "types", "until", "exit", "not-played", "long", "file"}
     assert not {key for block in blocks(page.read_text()) for key in block.play} - known
-
-
-def test_the_checks_of_pages_find_faults() -> None:
-    assert settings_in("--quiet-hours 'Mon-Fri 18:00-23:00' --no-relay") == [
-        *("--quiet-hours", "Mon-Fri 18:00-23:00", "--no-relay")
-    ]
-    assert settings_in("--upload-mbit") == settings_in("--threads <int>") == settings_in("--merge 2") == []
-    for wrong in (["join", "--uplod-mbit", "3"], ["jion"], ["run", "create"], ["pause", "now"], ["run"]):
-        with pytest.raises(Exception, match=r"(?i)no such option|no command|needs|takes no argument"):
-            check_farandole(wrong)
-    for line, printed in (("training alone", "training with 1 other"), ("a.b", "axb")):
-        assert not pattern_of(line).fullmatch(printed)
-    shown = ("run 2f777047d3e4bba1", "...", "verdict PASS")
-    assert first_missing(shown, "some\nrun 00007047d3e4bba1\nmore\nverdict PASS\n") is None
-    assert first_missing(shown, "verdict PASS\nrun 00007047d3e4bba1\nmore") == "verdict PASS"
