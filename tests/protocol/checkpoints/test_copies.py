@@ -24,14 +24,11 @@ def notice(round_index: int, name: bytes = b"x") -> CheckpointNotice:
     return CheckpointNotice(round_index, 0, name * 32, 1, 1, 1)
 
 
-def test_all_rank_alike_and_stages_and_runs_differ() -> None:
+def test_all_rank_alike_stages_and_runs_differ_and_who_leaves_changes_no_other_rank() -> None:
     shuffled = random.Random(1).sample(MEMBERS, len(MEMBERS))
     assert ranked(RUN, 0, shuffled) == ranked(RUN, 0, MEMBERS)
     assert len({tuple(ranked(RUN, stage, MEMBERS)) for stage in range(10)}) == 10
     assert ranked(b"s" * 32, 0, MEMBERS) != ranked(RUN, 0, MEMBERS)
-
-
-def test_who_leaves_changes_no_other_rank() -> None:
     order = ranked(RUN, 0, MEMBERS)
     for member in MEMBERS:
         assert ranked(RUN, 0, set(MEMBERS) - {member}) == [other for other in order if other != member]

@@ -174,14 +174,11 @@ def test_the_only_donor_may_come_back() -> None:
     assert world.arrived.total() == 100 > so_far > 10
 
 
-def test_a_silent_donor_is_left_in_time() -> None:
+def test_a_silent_donor_is_left_in_time_and_one_that_trickles_in_the_end() -> None:
     world = World({ANN: Donor(20.0, freezes_at=1.0)}, 100)
     world.stall(1.5 * transfer.SILENCE)
     assert world.hung_up[0][0] == ANN
     assert world.hung_up[0][1] == pytest.approx(1.0 + transfer.SILENCE, abs=1.0)
-
-
-def test_a_donor_that_trickles_is_left_in_the_end_and_held_nobody_up() -> None:
     world = World({ANN: Donor(1.0, trickles=True)}, 100)
     world.stall(1.5 * transfer.BLOCK_TIMEOUT)
     assert world.hung_up[0][1] == pytest.approx(transfer.BLOCK_TIMEOUT, abs=1.0)
@@ -214,7 +211,7 @@ def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
     world.stall(200.0)
 
 
-def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> None:
+def test_a_download_is_given_up_when_nothing_comes_and_remembers_no_more_donors_than_needed() -> None:
     download = transfer.Download(100.0)
     download.need([0], 100.0)
     download.know((ANN,), 99.0 + transfer.PATIENCE)
@@ -222,9 +219,6 @@ def test_a_download_is_given_up_when_nothing_comes_and_no_donor_is_busy() -> Non
     download.lost(ANN, 99.0 + transfer.PATIENCE, busy_seconds=30.0)
     assert not download.is_hopeless(128.0 + 2 * transfer.PATIENCE)
     assert download.is_hopeless(130.0 + 2 * transfer.PATIENCE)
-
-
-def test_no_more_donors_are_remembered_than_needed() -> None:
     download = transfer.Download(0.0)
     for start in range(0, 10 * transfer.MAX_KNOWN, transfer.MAX_KNOWN):
         download.know([b"%d" % number for number in range(start, start + 2 * transfer.MAX_KNOWN)], 0.0)

@@ -104,10 +104,12 @@ def names(*numbers: int) -> list[bytes]:
     return [bytes([number]) * 32 for number in numbers]
 
 
-def test_who_holds_the_checkpoint_is_asked_only_where_there_is_nobody_else() -> None:
+def test_who_holds_the_checkpoint_is_asked_only_where_there_is_nobody_else_and_its_network_last() -> None:
     assert sketches.choose_judges(names(1, 2, 3), names(0, 2), {}) == names(1, 3)
     assert sketches.choose_judges(names(2), names(0, 2), {}) == names(2)
     assert sketches.choose_judges([], names(0), {}) == []
+    networks = dict(zip(names(0, 1, 2), ("a", "a", "b"), strict=True))
+    assert sketches.choose_judges(names(1, 2), names(0), networks) == names(2, 1)
 
 
 def test_many_keys_from_one_network_do_not_take_the_places_of_other_networks() -> None:
@@ -117,11 +119,6 @@ def test_many_keys_from_one_network_do_not_take_the_places_of_other_networks() -
     assert len(judges) == sketches.MAX_JUDGES
     assert set(honest) < set(judges)
     assert set(judges[:4]) == {liars[0], *honest}
-
-
-def test_members_from_a_suspects_network_come_after_others() -> None:
-    networks = dict(zip(names(0, 1, 2), ("a", "a", "b"), strict=True))
-    assert sketches.choose_judges(names(1, 2), names(0), networks) == names(2, 1)
 
 
 # Encoding

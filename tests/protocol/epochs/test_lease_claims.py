@@ -228,11 +228,8 @@ def test_a_newcomer_begins_where_the_run_seems_to_be_and_is_corrected() -> None:
     assert decide(vote, 3, said, HONEST) == 3
 
 
-def test_one_honest_member_keeps_ghosts_from_ending_a_newcomers_run() -> None:
+def test_one_honest_member_keeps_ghosts_from_ending_a_newcomers_run_and_alone_a_node_stays_where_it_is() -> None:
     said = at(2, HONEST[:1]) | at(NUM_EPOCHS, GHOSTS)
     assert decide(EpochVote(), 0, said, []) == NUM_EPOCHS - 1
     assert decide(EpochVote(), 0, at(NUM_EPOCHS, HONEST), []) == NUM_EPOCHS, "the run is over"
-
-
-def test_alone_a_node_stays_where_it_is() -> None:
     assert decide(EpochVote(), 4, {}, HONEST) == 4

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -78,6 +80,7 @@ ALICE, BOB = (
 
 
 BINDING = b"r" * 32, b"h" * 32
+OTHER_BINDINGS = (b"x" * 32, BINDING[1]), (BINDING[0], b"x" * 32)
 
 
 def alices(
@@ -108,13 +111,9 @@ def test_who_believes_otherwise_has_other_secrets(field: str, liar: Side) -> Non
     assert not set(alices(asker, answerer)) & set(alices())
 
 
-def test_another_private_key_brings_other_secrets() -> None:
-    assert not set(alices(key=KEYS[2])) & set(alices())
-
-
-@pytest.mark.parametrize("binding", [(b"x" * 32, BINDING[1]), (BINDING[0], b"x" * 32)])
-def test_another_run_or_connection_brings_other_secrets(binding: tuple[bytes, bytes]) -> None:
-    assert not set(alices(binding=binding)) & set(alices())
+@pytest.mark.parametrize("other", [{"key": KEYS[2]}, *({"binding": binding} for binding in OTHER_BINDINGS)])
+def test_another_private_key_run_or_connection_brings_other_secrets(other: dict[str, Any]) -> None:
+    assert not set(alices(**other)) & set(alices())
 
 
 def test_who_hears_himself_has_other_secrets() -> None:

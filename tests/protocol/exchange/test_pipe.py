@@ -103,22 +103,15 @@ def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: in
     assert alice.pipe.outgoing.settled == alice.pipe.outgoing.end == sum(map(len, alice.sent))
 
 
-def test_so_many_transfers_may_be_on_their_way() -> None:
-    alice, bob = End(True), End(False)
-    agree(alice, bob)
-    for _ in range(pipe.MAX_OPEN):
+@pytest.mark.parametrize(("is_large", "most"), [(True, pipe.MAX_OPEN), (False, 1)])
+def test_so_many_transfers_may_be_on_their_way_and_one_on_the_stream(is_large: bool, most: int) -> None:
+    alice, bob = End(True, is_large=is_large), End(False, is_large=is_large)
+    if is_large:
+        agree(alice, bob)
+    for _ in range(most):
         bob.hear(alice.announce(b"x"))
-        alice.pipe.num_sent += 1
+        alice.pipe.num_sent += is_large
     assert not alice.pipe.can_offer
-    with pytest.raises(LocalProtocolError):
-        alice.announce(b"x")
-    with pytest.raises(RemoteProtocolError):
-        bob.hear(alice.pipe.send_message((1).to_bytes(4, "big")))
-
-
-def test_on_the_stream_one_transfer_is_announced_at_a_time() -> None:
-    alice, bob = End(True, is_large=False), End(False, is_large=False)
-    bob.hear(alice.announce(b"xx"))
     with pytest.raises(LocalProtocolError):
         alice.announce(b"x")
     with pytest.raises(RemoteProtocolError):

@@ -198,20 +198,18 @@ def test_a_lying_header_is_refused_before_anything_follows_it(alice: Side, bob: 
         bob.receive(header, piece=1)
 
 
-def test_more_than_was_offered_is_refused(alice: Side, bob: Side) -> None:
+def test_more_than_was_offered_and_bytes_behind_the_end_are_refused(alice: Side, bob: Side) -> None:
     share(alice, bob)
     with pytest.raises(RemoteProtocolError):
         bob.receive(_chunk(SIZE, 1))
-
-
-def test_bytes_behind_the_end_are_refused(alice: Side, bob: Side) -> None:
+    alice, bob = Side(True), Side(False)
     share(alice, bob)
     tell(bob, alice, exchange.Accepted())
     with pytest.raises(RemoteProtocolError, match="after the end"):
         bob.receive(alice.exchange.send(exchange.Commit()) + b"x")
 
 
-def test_outcomes_the_first_decision_holds() -> None:
+def test_the_first_decision_holds_and_what_is_unknown_was_never_committed_within_a_bounded_memory() -> None:
     outcomes = exchange.Outcomes()
     outcomes.begin(b"s", b"bob")
     assert outcomes.answer(b"s", b"bob") == "undecided"
@@ -220,9 +218,6 @@ def test_outcomes_the_first_decision_holds() -> None:
     assert outcomes.answer(b"s", b"bob") == "committed"
     with pytest.raises(RemoteProtocolError):
         outcomes.answer(b"s", b"mallory")
-
-
-def test_outcomes_what_is_unknown_was_never_committed_and_memory_is_bounded() -> None:
     outcomes = exchange.Outcomes()
     assert outcomes.answer(b"s", b"bob") == "aborted"
     assert not outcomes.decide(b"s", committed=True)

@@ -63,25 +63,19 @@ def test_punchable_is_whose_port_looks_the_same_from_everywhere() -> None:
     assert classify(dialled, []).kind is ReachabilityKind.RELAY_ONLY
 
 
-def test_who_has_not_dialled_says_nothing_of_it() -> None:
+def test_who_has_not_dialled_says_nothing_of_it_and_without_an_answer_nothing_is_known() -> None:
     busy = Witness(FAR[0], DialBackAnswer(HOME, 5, False, ()))
     assert classify([busy, saw(FAR[1], 6, 4001)], []).kind is ReachabilityKind.PUBLIC
     assert classify([busy], []).kind is ReachabilityKind.UNKNOWN
-
-
-def test_without_an_answer_nothing_is_known() -> None:
     assert classify([], []).kind is ReachabilityKind.UNKNOWN
 
 
-def test_messages_survive_the_wire_and_keep_to_their_bound() -> None:
+def test_messages_survive_the_wire_within_their_bound_and_no_system_service_is_knocked_at() -> None:
     request = Request((65_535,) * MAX_PORTS)
     answer = DialBackAnswer("2001:db8:1111:2222:3333:4444:5555:6666", 65_535, True, (65_535,))
     assert decode_request(encode(request)) == Request((65_535,))
     assert decode_answer(encode(answer), request) == answer
     assert max(len(encode(request)), len(encode(answer))) <= MAX_MESSAGE_BYTES
-
-
-def test_nobody_is_made_to_knock_at_system_services() -> None:
     assert decode_request(encode(Request((22, 443, 4001, 25)))) == Request((443, 4001))
 
 

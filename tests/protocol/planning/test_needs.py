@@ -82,7 +82,7 @@ def test_a_stage_keeps_a_version_of_its_weights_for_each_kind_of_overlap() -> No
     assert num_vectors(steps=True, rounds=True) == 4
 
 
-def test_codecs_that_remember_and_audits_take_more() -> None:
+def test_codecs_that_remember_audits_and_a_second_partner_take_more() -> None:
     plain, remembers = needs_of(manifest(codec="int8")), needs_of(manifest(codec="topk"))
     inner = msgspec.structs.replace(manifest().inner, deterministic=True)
     audited = needs_of(msgspec.structs.replace(manifest(codec="int8"), inner=inner, audits=0.03))
@@ -90,9 +90,6 @@ def test_codecs_that_remember_and_audits_take_more() -> None:
     assert remembers.on_cpu.host > plain.on_cpu.host
     assert remembers.checkpoint_bytes == 1.25 * plain.checkpoint_bytes
     assert audited.disk_bytes == plain.disk_bytes + 5 * plain.checkpoint_bytes
-
-
-def test_a_second_partner_takes_a_vector_more() -> None:
     one = manifest()
     two = msgspec.structs.replace(one, rounds=msgspec.structs.replace(one.rounds, partners=2))
     more = needs_of(two).on_cpu.host - needs_of(one).on_cpu.host

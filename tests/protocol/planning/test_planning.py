@@ -154,13 +154,10 @@ def test_what_a_run_file_says() -> None:
 RUN = Manifest("a", preset("3M"))
 
 
-def test_measured_sizes_have_their_measured_rates() -> None:
+def test_measured_sizes_have_their_measured_rates_which_fall_with_the_size() -> None:
     for size, rate in RATES:
         assert learning_rate_for(size, is_muon=False) == pytest.approx(rate, rel=0.05)
         assert learning_rate_for(size, is_muon=True) == pytest.approx(2 * rate, rel=0.05)
-
-
-def test_rates_fall_with_the_size() -> None:
     rates = [learning_rate_for(size, is_muon=False) for size in (1, 10**5, 504_672, 10**6, 10**7, 10**8, 10**9, 10**10)]
     assert rates[:3] == [6e-3] * 3
     assert rates[2:] == sorted(set(rates[2:]), reverse=True)

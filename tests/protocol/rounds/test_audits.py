@@ -152,7 +152,7 @@ def test_whose_accusation_cannot_be_checked_does_the_accused_no_harm() -> None:
         assert not of(audits.Avoid, alice.hear_accusation(bytes([number]) * 32, claim(BOB, number)))
 
 
-def test_who_gives_no_starts_is_avoided_for_a_while_after_several_rounds() -> None:
+def test_who_gives_no_starts_is_avoided_for_a_while_after_several_rounds_but_not_if_it_is_busy() -> None:
     alice = Auditor()
     alice.train()
     alice.withholds.add(MALLORY)
@@ -161,9 +161,6 @@ def test_who_gives_no_starts_is_avoided_for_a_while_after_several_rounds() -> No
     outputs = alice.train(claim(MALLORY, audits.MAX_FAILED), claim(BOB, audits.MAX_FAILED))
     (avoid,) = of(audits.Avoid, outputs)
     assert (avoid.author, avoid.until) == (MALLORY, alice.now + audits.AVOID_SECONDS)
-
-
-def test_one_that_is_busy_withholds_nothing() -> None:
     alice = Auditor()
     alice.train()
     alice.withholds.add(BOB)
@@ -172,7 +169,7 @@ def test_one_that_is_busy_withholds_nothing() -> None:
         assert not of(audits.Avoid, alice.train(claim(BOB, round_index)))
 
 
-def test_a_machine_whose_replays_differ_accuses_nobody_and_stops() -> None:
+def test_a_machine_whose_replays_differ_or_whose_own_round_comes_out_otherwise_accuses_nobody_and_stops() -> None:
     alice = Auditor()
     alice.train()
     outputs = alice.audits.note_own(claim(ALICE, 2), "own", [claim(BOB, 2)])
@@ -183,9 +180,6 @@ def test_a_machine_whose_replays_differ_accuses_nobody_and_stops() -> None:
     (distrust,) = alice.audits.judge(Replayed(b"z" * 32, b"z" * 32))
     assert isinstance(distrust, audits.Distrust)
     assert not alice.audits.note_own(claim(ALICE, 3), "own", [claim(BOB, 3)])
-
-
-def test_a_machine_whose_own_round_comes_out_otherwise_stops() -> None:
     alice = Auditor()
     alice.false[ALICE] = WRONG
     assert of(audits.Distrust, alice.train())

@@ -26,9 +26,12 @@ def test_releases_fit_if_they_share_a_version_of_each_protocol(theirs: set[str],
     assert standing([], Software("1", frozenset(theirs)), NEEDED) == expected
 
 
-def test_a_node_that_serves_an_older_version_too_fits_an_older_one() -> None:
+def test_a_node_that_serves_an_older_version_too_fits_an_older_one_and_one_that_is_starting_is_asked_again() -> None:
     older = Software("1", frozenset({"/farandole/push/1", "/farandole/exchange/1"}))
     assert standing(["/farandole/push/1"], older, NEEDED) is None
+    assert is_incomplete(None, NEEDED)
+    assert is_incomplete(Software("1", frozenset({"/farandole/push/2"})), NEEDED)
+    assert not is_incomplete(Software("1", frozenset({"/farandole/push/2", "/farandole/exchange/9"})), NEEDED)
 
 
 def test_what_a_peer_says_is_cut_to_what_a_terminal_may_show() -> None:
@@ -37,9 +40,3 @@ def test_what_a_peer_says_is_cut_to_what_a_terminal_may_show() -> None:
     )
     for agent in ("farandole/\x1b[2J", "farandole/1 2", "farandole/" + "1" * 33, "js-libp2p/3.3", "", "farandole/1\n"):
         assert software_of(agent, ["/farandole/push/99999", "/farandole/PUSH/1", "x"]) == Software("", frozenset())
-
-
-def test_a_peer_that_is_starting_is_asked_again() -> None:
-    assert is_incomplete(None, NEEDED)
-    assert is_incomplete(Software("1", frozenset({"/farandole/push/2"})), NEEDED)
-    assert not is_incomplete(Software("1", frozenset({"/farandole/push/2", "/farandole/exchange/9"})), NEEDED)

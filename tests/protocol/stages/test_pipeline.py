@@ -333,14 +333,11 @@ def test_activations_of_another_time_are_refused(round_index: int) -> None:
     assert [(refusal.index, refusal.is_untouched) for refusal in refusals] == [(0, True)]
 
 
-def test_what_is_here_already_is_refused() -> None:
+def test_what_is_here_already_is_refused_and_what_nobody_drew_does_not_come_home() -> None:
     pipeline = open_pipeline(1)
     assert not any(map(is_dropped, pipeline.handle(arriving(b"a"), 0.0)))
     outputs = pipeline.handle(arriving(b"a"), 0.0)
     assert machine.Send(1, wire.Dropped(1, "it is here already", is_untouched=True)) in outputs
-
-
-def test_what_nobody_drew_does_not_come_home() -> None:
     pipeline = open_pipeline(0)
     pipeline.handle(machine.LinkOpened(2, b"last", is_upstream=False, is_return=True), 0.0)
     outputs = pipeline.handle(arriving(b"forged", link=2), 0.0)
@@ -398,7 +395,7 @@ def send_outliers(avoidance: Avoidance, now: float) -> float | None:
     return seconds[-1]
 
 
-def test_a_peer_that_sends_outliers_is_avoided_for_longer_each_time() -> None:
+def test_a_peer_that_sends_outliers_is_avoided_for_longer_each_time_and_forgiven_what_was_long_ago() -> None:
     avoidance = Avoidance()
     assert send_outliers(avoidance, 0.0) == FIRST_SECONDS
     assert avoidance.is_avoided(EVE, FIRST_SECONDS - 1)
@@ -406,9 +403,6 @@ def test_a_peer_that_sends_outliers_is_avoided_for_longer_each_time() -> None:
     assert not avoidance.is_avoided(EVE, FIRST_SECONDS)
     assert send_outliers(avoidance, FIRST_SECONDS) == 2 * FIRST_SECONDS
     assert not avoidance.is_avoided(BOB, FIRST_SECONDS)
-
-
-def test_what_was_long_ago_is_forgiven() -> None:
     avoidance = Avoidance()
     send_outliers(avoidance, 0.0)
     later = FIRST_SECONDS * (2 + 2 * FORGIVEN_AFTER)
@@ -421,14 +415,11 @@ def test_outliers_that_are_rare_count_for_nothing() -> None:
         assert avoidance.note_judged(BOB, number % NUM_REMEMBERED == 0, float(number)) is None
 
 
-def test_a_peer_that_loses_what_others_do_not_is_avoided() -> None:
+def test_a_peer_that_loses_what_others_do_not_is_avoided_and_none_for_losses_that_hit_all_alike() -> None:
     avoidance = Avoidance()
     ends = [avoidance.note_end(peer, peer != EVE, 0.0) for _ in range(NUM_REMEMBERED + 1) for peer in (ANN, BOB, EVE)]
     assert any(ends)
     assert [peer for peer in (ANN, BOB, EVE) if avoidance.is_avoided(peer, 1.0)] == [EVE]
-
-
-def test_losses_that_hit_all_alike_count_against_none() -> None:
     avoidance = Avoidance()
     assert not any(avoidance.note_end(peer, False, 0.0) for _ in range(100) for peer in (ANN, BOB, EVE))
 

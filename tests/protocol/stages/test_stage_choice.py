@@ -42,12 +42,9 @@ def providers(*stages: tuple[int, float]) -> dict[bytes, Member]:
     return {author(number): Member(stage, speed=int(speed)) for number, (stage, speed) in enumerate(stages)}
 
 
-def test_a_newcomer_takes_the_stage_with_the_least_throughput() -> None:
+def test_a_newcomer_takes_the_stage_with_the_least_throughput_or_the_fewest_providers() -> None:
     assert first_stage(View(providers((0, 5.0), (1, 2.0), (1, 2.0)), 2), author(9)) == 1
     assert first_stage(View(providers((0, 5.0), (1, 9.0)), 3), author(9)) == 2
-
-
-def test_where_speeds_are_unknown_providers_are_counted() -> None:
     assert first_stage(View(providers((0, 0.0), (0, 0.0), (1, 0.0)), 2), author(9)) == 1
     assert throughputs(View(providers((0, 4.0), (1, 0.0), (1, 2.0)), 2)) == [4.0, 5.0]  # one counts as 3, the median
 
@@ -68,13 +65,10 @@ def test_the_best_to_go_leaves_the_weaker_of_both_the_strongest() -> None:
     assert candidates(view, 1)[0] == author(1)  # leaves 5 and 5
 
 
-def test_the_last_of_a_stage_is_no_candidate() -> None:
+def test_the_last_of_a_stage_and_who_is_bound_are_no_candidates() -> None:
     view = View(providers((0, 9.0), (1, 1.0), (1, 1.0)), 3)
     assert set(candidates(view, 2)) == {author(1), author(2)}
     assert not is_worth_moving(view, author(0), 2)
-
-
-def test_who_is_bound_is_no_candidate() -> None:
     members = providers((0, 4.0), (0, 4.0), (0, 1.0), (1, 1.0))
     best = candidates(View(members, 2), 1)[0]
     bound = members | {best: Member(0, speed=members[best].speed, is_bound=True)}

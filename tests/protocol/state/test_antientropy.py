@@ -74,14 +74,11 @@ def test_after_a_session_both_have_all(one: list[Signed], two: list[Signed], pie
         assert contents(alice) == contents(bob) == contents(both)
 
 
-def test_equal_states_exchange_two_hellos() -> None:
+def test_equal_states_exchange_two_hellos_and_others_what_differs() -> None:
     alice, bob = state_of(member(1), notice(2)), state_of(notice(2), member(1), beat(1))
     transcript = Transcript(alice, bob)
     assert len(transcript.sent[True]) + len(transcript.sent[False]) < 2 * (32 + 32 + 20)
     assert transcript.initiator.peer_now == int(NOW)
-
-
-def test_only_what_differs_is_sent() -> None:
     common = [member(number) for number in range(1, 200)]
     alice, bob = state_of(*common, notice(1)), state_of(*common, notice(2))
     transcript = Transcript(alice, bob)
@@ -124,12 +121,18 @@ def test_a_large_difference_takes_several_sessions() -> None:
     assert 2 <= num_sessions <= 16
 
 
-def test_peers_of_another_run_or_version_are_refused() -> None:
+def test_peers_of_another_run_or_version_and_streams_that_end_early_are_refused() -> None:
     state = state_of(member(1))
     for hello in (SyncHello(2, RUN_ID, 0, bytes(32)), SyncHello(1, b"o" * 32, 0, bytes(32))):
         session = Session(state, random.Random(0), NOW, is_initiator=False)
         with pytest.raises(RemoteProtocolError):
             session.receive_data(encode_frame(hello))
+    session = Session(state_of(member(1)), random.Random(0), NOW, is_initiator=True)
+    session.start()
+    with pytest.raises(RemoteProtocolError):
+        session.receive_eof()
+    with pytest.raises(LocalProtocolError):
+        session.start()
 
 
 def test_frames_out_of_turn_or_too_long_are_refused() -> None:
@@ -148,15 +151,6 @@ def test_frames_out_of_turn_or_too_long_are_refused() -> None:
     session = Session(state_of(), random.Random(0), NOW, is_initiator=False)
     with pytest.raises(RemoteProtocolError):
         session.receive_data(encode_frame(SyncHello(1, RUN_ID, 0, state_of().root)) + b"more")
-
-
-def test_a_stream_that_ends_early_is_the_peers_fault() -> None:
-    session = Session(state_of(member(1)), random.Random(0), NOW, is_initiator=True)
-    session.start()
-    with pytest.raises(RemoteProtocolError):
-        session.receive_eof()
-    with pytest.raises(LocalProtocolError):
-        session.start()
 
 
 def test_a_peer_that_never_stops_is_stopped() -> None:

@@ -28,7 +28,7 @@ def test_the_latest_partners_are_remembered_and_outlive_the_process() -> None:
     assert len(again.encode()) == 32 * believing.MAX_PARTNERS
 
 
-def test_a_vain_claim_costs_its_claimant_its_credit_for_longer_each_time() -> None:
+def test_a_vain_claim_costs_its_claimant_its_credit_for_longer_each_time_within_a_bounded_memory() -> None:
     credit, now = believing.Credit(), 0.0
     for number in range(12):
         credit.lose([ANN], now)
@@ -38,9 +38,6 @@ def test_a_vain_claim_costs_its_claimant_its_credit_for_longer_each_time() -> No
         assert credit.is_good(BOB, now)
         now += doubt
         assert credit.is_good(ANN, now)
-
-
-def test_what_is_remembered_of_liars_is_bounded() -> None:
     credit = believing.Credit()
     credit.lose(PEERS, 0.0)
     assert credit.is_good(ANN, 1.0)
@@ -94,7 +91,7 @@ def lists(*names: bytes) -> list[Suspects]:
     return [Suspects((name[:8],)) for name in names]
 
 
-def test_a_peer_is_on_the_list_until_it_is_found_good_again() -> None:
+def test_a_peer_is_on_the_list_of_the_latest_until_it_is_found_good_again() -> None:
     own = believing.OwnSuspects()
     assert own.note(ALICE, is_suspect=True)
     assert not own.note(ALICE, is_suspect=True), "there is nothing new to publish"
@@ -102,10 +99,6 @@ def test_a_peer_is_on_the_list_until_it_is_found_good_again() -> None:
     assert own.note(ALICE, is_suspect=False)
     assert own.entry == Suspects(())
     assert not own.note(BOB, is_suspect=False)
-
-
-def test_the_list_is_bounded_and_keeps_the_latest() -> None:
-    own = believing.OwnSuspects()
     for number in range(MAX_SUSPECTS + 10):
         own.note(author_of(number + 1), is_suspect=True)
     assert len(own.entry.peers) == MAX_SUSPECTS
@@ -164,13 +157,10 @@ def test_a_clock_that_members_confirm_or_that_is_good_enough_is_not_reported(vot
     assert believing.judge_clock(votes) is None
 
 
-def test_members_that_lie_in_different_ways_do_not_agree() -> None:
+def test_members_that_lie_in_different_ways_do_not_agree_and_a_drift_is_reported_before_it_harms() -> None:
     skew = believing.judge_clock([HOUR, 2 * HOUR, 3 * HOUR])
     assert skew is not None
     assert (skew.is_agreed, skew.seconds) == (False, HOUR)
-
-
-def test_a_drift_is_reported_before_it_harms() -> None:
     skew = believing.judge_clock([believing.MAX_FINE_SKEW + 5.0] * believing.NUM_AGREEING)
     assert skew is not None
     assert (skew.is_agreed, skew.is_harmful) == (True, False)

@@ -120,6 +120,11 @@ def test_bounds_hold_whatever_floods_in(push: Push) -> None:
     items = [item for peer, message in outputs if peer == first for item in decode_batch(message).delta.entries]
     assert items == flood[100 : 100 + MAX_ITEMS_A_TICK], "the oldest are given up, and the rest waits for its tick"
     assert tick(push) != []
+    for number in range(20, 60):
+        push.heard(author_of(number), Batch(True, Delta()), now=0.0)
+    assert len(push.neighbours) == NUM_CHOSEN + MAX_CHOOSERS
+    with pytest.raises(RemoteProtocolError):
+        decode_batch(bytes(MAX_PUSH_BYTES + 1))
 
 
 def test_who_floods_delays_its_own_alone(push: Push) -> None:
@@ -131,14 +136,3 @@ def test_who_floods_delays_its_own_alone(push: Push) -> None:
     [first, *_] = sent_to(tick(push)).values()
     assert set(quiet) < set(first)
     assert len(first) == MAX_ITEMS_A_TICK
-
-
-def test_an_overlong_push_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError):
-        decode_batch(bytes(MAX_PUSH_BYTES + 1))
-
-
-def test_choosers_are_bounded(push: Push) -> None:
-    for number in range(20, 60):
-        push.heard(author_of(number), Batch(True, Delta()), now=0.0)
-    assert len(push.neighbours) == MAX_CHOOSERS

@@ -199,7 +199,7 @@ def test_expiry_leaves_what_would_be_accepted_now(items: list[Signed], steps: li
     assert fresh.bucket_digests == state.bucket_digests
 
 
-def test_heartbeats_are_no_part_of_the_root() -> None:
+def test_heartbeats_are_no_part_of_the_root_and_last_longer_in_large_runs() -> None:
     state = state_of(member(1))
     root = state.root
     state.merge(Delta((beat(1), beat(2))), NOW)
@@ -207,9 +207,6 @@ def test_heartbeats_are_no_part_of_the_root() -> None:
     assert state.refs(range(NUM_BUCKETS))[0].by_slot().keys() == {Kind.MEMBER << 8}
     assert {entry.author for entry in state.expire(NOW + 121)} == {author_of(1), author_of(2)}
     assert state.root == root
-
-
-def test_heartbeats_last_longer_in_large_runs() -> None:
     state = state_of(beat(1))
     state.fit_beat_ttl(silence=240.0)
     assert state.expire(NOW + 260) == []
@@ -235,7 +232,7 @@ def test_roots_tell_states_apart() -> None:
     assert state_of(member(1)).refs(range(NUM_BUCKETS))[0].author == author_of(1)
 
 
-def test_nobody_brings_many_authors_unasked() -> None:
+def test_nobody_brings_many_authors_or_proofs_unasked() -> None:
     state, peer = RunState(RUN_ID, CREATOR), Introducer(author_of(200))
     many = Delta(tuple(member(number) for number in range(1, 200)))
     outcomes = state.merge(many, NOW, peer, is_asked=False).outcomes
@@ -243,6 +240,9 @@ def test_nobody_brings_many_authors_unasked() -> None:
     update = member(1, MEMBER_TICK + 1), notice(2)
     assert state.merge(Delta(update), NOW, peer, is_asked=False).outcomes == [Outcome.NEW] * 2, "who is known is heard"
     assert state.merge(many, NOW, peer).outcomes.count(Outcome.NEW) == 199 - NEWCOMER_BURST, "asked for"
+    state, peer = RunState(RUN_ID, CREATOR), Introducer(author_of(200))
+    flood = Delta((), tuple(fork_of(number) for number in range(1, NEWCOMER_BURST + 10)))
+    assert state.merge(flood, NOW, peer, is_asked=False).outcomes.count(Outcome.DEFERRED) == 9
 
 
 def fork_of(number: int) -> Proof:
@@ -267,12 +267,6 @@ def test_proofs_cost_no_author_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     state.expire(NOW + PROOF_TTL + 1)
     assert state.authors == []
     assert not state.is_full
-
-
-def test_nobody_brings_many_proofs_unasked() -> None:
-    state, peer = RunState(RUN_ID, CREATOR), Introducer(author_of(200))
-    flood = Delta((), tuple(fork_of(number) for number in range(1, NEWCOMER_BURST + 10)))
-    assert state.merge(flood, NOW, peer, is_asked=False).outcomes.count(Outcome.DEFERRED) == 9
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(50, 55), st.booleans()), max_size=120))

@@ -123,11 +123,16 @@ def test_silence_is_measured_by_the_trainers_own_inner_steps(step_seconds: tuple
     assert watchdog.is_hung
 
 
-def test_a_trainer_that_is_not_asked_may_be_silent() -> None:
+def test_a_trainer_that_is_not_asked_may_be_silent_and_the_next_begins_with_what_is_known_of_inner_steps() -> None:
     watchdog = asked(1.0)
     watchdog.hear()
     wait(watchdog, 10 * LEAST)
     assert not watchdog.is_hung
+    watchdog = asked(10.0)
+    wait(watchdog, 1_000.0)
+    watchdog.begin()
+    assert not watchdog.is_hung
+    assert watchdog.limit == 200.0
 
 
 def test_a_machine_that_stood_still_is_not_the_trainers_fault() -> None:
@@ -139,11 +144,3 @@ def test_a_machine_that_stood_still_is_not_the_trainers_fault() -> None:
     assert not watchdog.is_hung
     wait(watchdog, 2.0)
     assert watchdog.is_hung
-
-
-def test_the_next_trainer_begins_with_what_is_known_of_inner_steps() -> None:
-    watchdog = asked(10.0)
-    wait(watchdog, 1_000.0)
-    watchdog.begin()
-    assert not watchdog.is_hung
-    assert watchdog.limit == 200.0

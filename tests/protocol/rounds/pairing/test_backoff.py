@@ -113,12 +113,6 @@ def test_each_failure_puts_off_for_twice_as_long_and_a_success_forgives_half_of_
     order.note_failure(BOB)
     order.begin(round_ + FIRST_ROUNDS + 1)
     assert BOB not in order.put_off
-
-
-ROUNDS_OF_UNPROVEN = FIRST_ROUNDS << (FAILURES_OF_UNPROVEN - 1)
-
-
-def test_a_peer_that_never_exchanged_is_put_off_for_longer() -> None:
     order = order_of(2)
     order.note_failure(BOB)
     order.begin(ROUNDS_OF_UNPROVEN)
@@ -127,13 +121,22 @@ def test_a_peer_that_never_exchanged_is_put_off_for_longer() -> None:
     assert BOB not in order.put_off
 
 
-def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> None:
-    """Whoever changes its key after each failure is put off with all that came since."""
+ROUNDS_OF_UNPROVEN = FIRST_ROUNDS << (FAILURES_OF_UNPROVEN - 1)
+
+
+def beside_strangers() -> PeerOrder:
+    """Return the order of a node that came with Bob, and before all others."""
     order = PeerOrder(ALICE)
     order.set_peers(frozenset((BOB,)))
     order.begin(0)
     order.begin(1)
     order.set_peers(frozenset((BOB, CAROL, MALLORY)))
+    return order
+
+
+def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> None:
+    """Whoever changes its key after each failure is put off with all that came since."""
+    order = beside_strangers()
     assert CAROL not in order.put_off
     order.note_failure(MALLORY)
     assert CAROL in order.put_off
@@ -148,11 +151,7 @@ def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> N
 
 def test_a_stranger_that_is_gone_before_its_failure_shows_speaks_against_strangers() -> None:
     """A key may be left at the moment at which an exchange with it stalls."""
-    order = PeerOrder(ALICE)
-    order.set_peers(frozenset((BOB,)))
-    order.begin(0)
-    order.begin(1)
-    order.set_peers(frozenset((BOB, CAROL, MALLORY)))
+    order = beside_strangers()
     order.set_peers(frozenset((BOB, CAROL)))
     order.note_failure(MALLORY)
     assert CAROL in order.put_off
@@ -198,7 +197,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert order.tier(last) > 0
 
 
-def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others() -> None:
+def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_others_but_where_it_is_the_only_one() -> None:
     num_rounds, num_peers = 1_000, 20
     order, met = order_of(num_peers), 0
     for round_ in range(num_rounds):
@@ -208,6 +207,12 @@ def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others
             met += 1
     fair = num_rounds / num_peers
     assert fair - 1 <= met <= FAIR_SHARE * fair + FAIR_BURST
+    order = PeerOrder(ALICE)
+    order.set_peers(frozenset((BOB,)))
+    for round_ in range(100):
+        order.begin(round_)
+        assert order.tier(BOB) == 0
+        order.note_meeting(BOB)
 
 
 def test_many_greedy_peers_of_a_large_run_get_little_more_than_their_share_of_the_first_rounds() -> None:
@@ -246,15 +251,6 @@ def test_two_peers_agree_on_when_they_may_first_meet() -> None:
         tiers.append(of_alice.tier(BOB))
     assert tiers[0] == 0
     assert tiers[-1] > 0
-
-
-def test_two_nodes_alone_meet_in_every_round() -> None:
-    order = PeerOrder(ALICE)
-    order.set_peers(frozenset((BOB,)))
-    for round_ in range(100):
-        order.begin(round_)
-        assert order.tier(BOB) == 0
-        order.note_meeting(BOB)
 
 
 def test_the_nearest_peers_are_those_of_the_lowest_tier_after_meetings_and_after_other_peers() -> None:

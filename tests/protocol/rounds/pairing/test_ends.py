@@ -85,7 +85,8 @@ def exchanging() -> tuple[Node, bytes]:
     return alice, MIDDLE
 
 
-def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadline() -> None:
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_after_an_exchange_that_broke_one_other_partner_is_met_by_the_same_deadline(is_committed: bool) -> None:
     alice, session = exchanging()
     alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
     peer, proposal = only_proposal(alice)
@@ -94,17 +95,8 @@ def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadlin
     assert alice.sent == [(CAROL, Ready(proposal.session))]
     alice.hear(CAROL, Ready(proposal.session), 42.2)
     assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2)]
-    assert alice.handle(ExchangeEnded(proposal.session, CAROL, committed=True), 45.0) == []
-
-
-def test_there_is_no_third_try() -> None:
-    alice, session = exchanging()
-    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
-    _, proposal = only_proposal(alice)
-    alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
-    alice.hear(CAROL, Ready(proposal.session), 42.2)
-    ended = alice.handle(ExchangeEnded(proposal.session, CAROL, committed=False, is_broken=True), 43.0)
-    assert ended == [GoAlone(7, "the exchange failed")]
+    ended = alice.handle(ExchangeEnded(proposal.session, CAROL, is_committed, is_broken=not is_committed), 45.0)
+    assert ended == ([] if is_committed else [GoAlone(7, "the exchange failed")]), "there is no third try"
 
 
 def test_an_exchange_that_was_refused_or_took_too_long_is_not_repeated() -> None:
@@ -171,14 +163,11 @@ def test_a_partner_that_is_late_and_never_came_is_left_for_another(seconds_left:
     assert alice.outputs[1:] == [begun(proposal.session, CAROL, late_at)]
 
 
-def test_a_partner_that_is_late_is_awaited_if_it_has_come_before() -> None:
+def test_a_partner_that_is_late_is_awaited_if_it_has_come_before_or_nobody_else_can_be_asked() -> None:
     alice, session = late_partner(10.0, has_exchanged=True)
     assert alice.handle(TimerFired(), 53.9) == []
     alice.hear(BOB, Ready(session), 54.0)
     assert alice.outputs[1:] == [begun(session, BOB, 54.0)]
-
-
-def test_a_partner_that_is_late_is_awaited_where_nobody_else_can_be_asked() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
     assert alice.handle(TimerFired(), 40.0 + MEETING_SHARE * 30.0) == []
@@ -199,13 +188,6 @@ def test_no_wait_is_longer_than_two_rounds_allow() -> None:
     alice.hear(BOB, Ready(session), 41.0)
     (start,) = [output for output in alice.outputs if isinstance(output, StartExchange)]
     assert (start.offer_by, start.deadline) == (41.0 + OFFER_SHARE * 80.0, 440.0)
-
-
-def test_a_partner_that_is_let_go_leaves_the_box_as_it_was() -> None:
-    alice, session = matched(seconds_left=4.0)
-    assert alice.machine.current.ends_at == pytest.approx(37.0)
-    alice.hear(BOB, Withdraw(session), 31.0)
-    assert alice.machine.current.ends_at == 40.0
 
 
 def test_a_last_resort_is_given_up_for_a_better_peer_and_for_no_other() -> None:
@@ -242,15 +224,12 @@ def test_the_odd_node_out_goes_on_at_once() -> None:
     assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is free")]
 
 
-def test_a_new_round_ends_what_was_agreed() -> None:
+def test_a_new_round_ends_what_was_agreed_and_unknown_sessions_are_withdrawn() -> None:
     alice, session = matched()
     alice.handle(RoundStarted(8), 35.0)
     assert alice.sent == [(BOB, Withdraw(session))]
     assert alice.handle(ExchangeEnded(session, BOB, committed=False), 36.0) == []
     assert alice.machine.round == 8
-
-
-def test_readiness_for_an_unknown_session_is_answered_with_a_withdrawal() -> None:
     alice = started()
     alice.hear(BOB, Ready(LOW), 1.0)
     assert alice.sent == [(BOB, Withdraw(LOW))]
@@ -261,12 +240,16 @@ def test_readiness_for_an_unknown_session_is_answered_with_a_withdrawal() -> Non
 # The ends of partners' rounds: with boxes, without them, and when a round overlaps with the exchange before.
 
 
-def test_partners_meet_in_the_middle_of_their_boxes() -> None:
+def test_partners_meet_in_the_middle_of_their_boxes_and_one_that_is_let_go_leaves_the_box_as_it_was() -> None:
     alice, _ = matched(seconds_left=4.0)  # Alice's box ends at 40, Bob's at 34
     assert alice.machine.current.ends_at == pytest.approx(37.0)
     assert alice.handle(TimerFired(), 36.9) == []
     assert alice.handle(TimerFired(), 37.0) == [FinishRound(7)]
     assert alice.handle(TimerFired(), 38.0) == []
+    alice, session = matched(seconds_left=4.0)
+    assert alice.machine.current.ends_at == pytest.approx(37.0)
+    alice.hear(BOB, Withdraw(session), 31.0)
+    assert alice.machine.current.ends_at == 40.0
 
 
 @pytest.mark.parametrize(("seconds_left", "end"), [(1_000.0, 60.0), (0.0, 35.0)])

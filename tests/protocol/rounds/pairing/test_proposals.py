@@ -187,15 +187,12 @@ def test_a_busy_peer_is_asked_again_when_it_said() -> None:
     assert alice.propose(33.0)[0] == BOB
 
 
-def test_a_proposal_without_answer_is_withdrawn() -> None:
+def test_a_proposal_without_answer_and_an_acceptance_that_comes_too_late_are_withdrawn() -> None:
     alice = started()
     peer, proposal = alice.propose(30.0)
     alice.handle(TimerFired(), 35.0)
     assert alice.sent[0] == (peer, Withdraw(proposal.session))
     assert alice.sent[1][0] != peer
-
-
-def test_an_acceptance_that_comes_too_late_is_withdrawn() -> None:
     alice = started(ALICE, BOXED, BOB)
     _, proposal = alice.propose(30.0)
     alice.handle(TimerFired(), 35.0)
@@ -242,14 +239,11 @@ def test_a_connection_that_breaks_once_may_be_made_again() -> None:
     assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is free")]
 
 
-def test_a_partner_that_is_no_longer_live_is_let_go() -> None:
+def test_a_partner_that_is_no_longer_live_is_let_go_and_one_that_was_restarted_may_propose_again() -> None:
     alice, session = matched()
     alice.handle(PeersChanged(frozenset((CAROL,))), 31.0)
     assert alice.sent[0] == (BOB, Withdraw(session))
     assert alice.sent[1][0] == CAROL
-
-
-def test_a_partner_that_was_restarted_may_propose_again() -> None:
     alice, _ = matched()
     alice.hear(BOB, Propose(HIGH, 8.0), 33.0)
     assert isinstance(alice.sent[-1][1], Agree)

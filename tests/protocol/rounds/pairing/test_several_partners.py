@@ -21,21 +21,26 @@ from .nodes import ALICE, BOB, BOXED, CAROL, LOW, MALLORY, SEVERAL, Node, only_p
 EXCHANGE_SECONDS = 2.0
 
 
-def after_a_meeting(*peers: bytes) -> Node:
-    """Return Alice in the round after her exchange with Bob, whose inner steps took from 0 to 40."""
-    alice = Node(ALICE, SEVERAL, frozenset(peers or (BOB, CAROL)))
+def after_a_meeting() -> Node:
+    """Return Alice after her exchange with Bob, in a round whose inner steps took from 0 to 40."""
+    alice = Node(ALICE, SEVERAL, frozenset((BOB, CAROL)))
     alice.handle(RoundStarted(6), 0.0)
     alice.hear(BOB, Propose(LOW, 40.0), 0.0)
     alice.handle(ContributionReady(6), 40.0)
     alice.hear(BOB, Ready(LOW), 40.0)
     alice.hear(BOB, Begin(LOW), 40.0)
     alice.handle(ExchangeEnded(LOW, BOB, committed=True), 40.0 + EXCHANGE_SECONDS)
+    return alice
+
+
+def in_the_next_round() -> Node:
+    alice = after_a_meeting()
     alice.handle(RoundStarted(7), 43.0)
     return alice
 
 
 def test_another_partner_is_sought_at_once() -> None:
-    alice = after_a_meeting()
+    alice = in_the_next_round()
     peer, proposal = only_proposal(alice)
     assert proposal.seconds_left == 0.0
     alice.handle(ContributionReady(7), 43.1)
@@ -45,13 +50,7 @@ def test_another_partner_is_sought_at_once() -> None:
 
 
 def test_peers_that_still_exchange_are_asked_again_soon() -> None:
-    alice = Node(ALICE, SEVERAL, frozenset((BOB, CAROL)))
-    alice.handle(RoundStarted(6), 0.0)
-    alice.hear(BOB, Propose(LOW, 40.0), 0.0)
-    alice.handle(ContributionReady(6), 40.0)
-    alice.hear(BOB, Ready(LOW), 40.0)
-    alice.hear(BOB, Begin(LOW), 40.0)
-    alice.handle(ExchangeEnded(LOW, BOB, committed=True), 42.0)
+    alice = after_a_meeting()
     alice.hear(CAROL, Propose(LOW, 0.0), 42.1)  # between two rounds
     ((_, answer),) = alice.sent
     assert isinstance(answer, Busy)
@@ -73,7 +72,7 @@ def test_during_inner_steps_a_busy_peer_is_asked_again_no_sooner_than_with_one_p
 
 
 def test_a_node_without_a_partner_goes_on_soon() -> None:
-    alice = after_a_meeting()
+    alice = in_the_next_round()
     proposals = [only_proposal(alice)]
     alice.handle(ContributionReady(7), 43.0)
     for _ in range(2):
@@ -94,7 +93,7 @@ def test_inner_steps_are_not_cut_short_for_a_peer_that_has_none(seconds_left: fl
 
 
 def test_the_time_of_inner_steps_is_that_of_rounds_that_have_some() -> None:
-    alice = after_a_meeting()
+    alice = in_the_next_round()
     alice.handle(ContributionReady(7), 43.0)
     alice.handle(TimerFired(), 43.0 + WAIT_SHARE * SEVERAL.exchange_seconds)
     alice.handle(RoundStarted(8), 60.0)

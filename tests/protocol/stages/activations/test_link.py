@@ -45,7 +45,7 @@ def test_other_frames_come_between_data() -> None:
     assert alice.memory == bob.data
 
 
-def test_the_longest_messages_fit() -> None:
+def test_the_longest_messages_fit_and_a_longer_control_frame_is_not_read() -> None:
     far = 2**53
     for message in (
         HELLO,
@@ -54,9 +54,6 @@ def test_the_longest_messages_fit() -> None:
         wire.Settled(far, is_kept=True),
     ):
         assert len(lie(message)) <= wire.MAX_CONTROL_BYTES
-
-
-def test_a_control_frame_that_is_too_long_is_not_read() -> None:
     for side in pair():
         with pytest.raises(RemoteProtocolError, match=f"{wire.MAX_CONTROL_BYTES + 1} bytes"):
             side.hear(frame(b"\0" + b"\x91" * (wire.MAX_CONTROL_BYTES + 1), CHUNK_FRAME_BYTES))
@@ -75,7 +72,7 @@ def test_what_is_told_of_a_microbatchs_shape() -> None:
     assert len({same, *map(wire.shape_hash, others)}) == 5
 
 
-def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
+def test_a_gradient_that_is_dropped_on_its_way_is_none_and_what_still_goes_forward_may_be_given_up() -> None:
     """Bob's round ends before his line has sent the whole gradient: its memory then goes to another microbatch."""
     alice, bob = pair()
     bring_to(alice, bob, wire.Transit.BACK)
@@ -90,9 +87,6 @@ def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
     forward(alice, bob)
     give_back(alice, bob, 1)
     assert not bob.link.may_drop(1)
-
-
-def test_what_is_still_going_forward_may_be_given_up() -> None:
     alice, bob = pair()
     bring_to(alice, bob, wire.Transit.FORWARD)
     given_up = wire.Settled(0, is_kept=False)
