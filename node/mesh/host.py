@@ -5,8 +5,8 @@ its mplex is slow, and TLS would only add a second way in. From py-libp2p farand
 messages. Connections, streams, multistream, identify and Kademlia are its own, since the library's classes fail in
 ways that no public option turns off (see the docstring of each module).
 
-A part imports the parts below it, and none imports this module: links, yamux, multistream, connections, gate, dialler;
-then identify, the DHT and the client of relays, which use the dialler.
+A part imports the parts below it, and none imports this module: links, yamux, connections, gate, dialler; then
+identify and the DHT, which use the dialler.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ from .addresses import OwnAddresses, multiaddr_of
 from .admission import Site, site_of
 from .connections import IDENTIFY_PROTOCOL, ConnectionPool, ProtocolHandlers
 from .dht import Dht
-from .dialler import Dialler
+from .dialler import Dialler, RelayClient
 from .gate import Gate
 from .libp2p_parts import Identify, encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
 from .links import Socket, listen_at
-from .relay_client import RelayClient
-from .upgrading import Upgrader
-from .yamux import CLOSE_TIMEOUT, Libp2pStream
+from .yamux import CLOSE_TIMEOUT, Libp2pStream, Upgrader
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.mesh.relay_client import MIN_RESERVATION_SECONDS, seconds_left
+from farandole.node.mesh.dialler import MIN_RESERVATION_SECONDS, seconds_left
 from farandole.protocol.mesh.relay import RESERVATION_SECONDS
 
 NODE = Path(__file__).parents[2] / "node"
@@ -25,9 +25,9 @@ READ_IN = {
     "join/invites.py": "until when an invite is good",
     "member/assembly.py": "a number that grows from one life to the next",
     "mesh/gate.py": "whether an invite has expired",
-    "mesh/reach/dialback.py": "told to whoever asks what time it is",
+    "mesh/reach/reachability.py": "told to whoever asks what time it is",
     "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
-    "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",
+    "mesh/dialler.py": "libp2p says in time of day until when a reservation lasts",
     "own_loop/create.py": "when a run was made, in its manifest",
     "relay_page.py": "when a page was written, shown",
     "state/gossip.py": "of entries, whose author says when they were written; never for who lives",

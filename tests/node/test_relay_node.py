@@ -16,7 +16,7 @@ from farandole.node.base.exits import Exit
 from farandole.node.control_methods import admission_handlers
 from farandole.node.loop.traffic_service import TRAFFIC_FACT, Used
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.reach.dialback import Dialback
+from farandole.node.mesh.reach.reachability import Dialback
 from farandole.node.state.store import open_store
 from farandole.node.ui.headline import headline
 from farandole.protocol.mesh.kademlia import relay_key, run_key

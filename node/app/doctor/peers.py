@@ -25,8 +25,7 @@ from ...base.errors import PeerUnreachableError, StrangerError
 from ...join.bootstrap import dial, fetch_manifest, find_members
 from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host
-from ...mesh.reach.dialback import ask_time
-from ...mesh.reach.reachability import Examiner, Reachability
+from ...mesh.reach.reachability import Examiner, Reachability, ask_time
 
 RESOLVE_TIMEOUT: Final = 5.0
 # A lost SYN is sent again after one second and after three.

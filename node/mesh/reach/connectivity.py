@@ -24,9 +24,8 @@ from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
 from ..addresses import direct_ips, multiaddr_of
 from ..host import Host
-from .dialback import tell_time
 from .punching import Puncher
-from .reachability import Examiner, Reachability
+from .reachability import Examiner, Reachability, tell_time
 from .relay_server import RelayServer
 from .upnp import keep_ports
 

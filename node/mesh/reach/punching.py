@@ -31,8 +31,7 @@ from ..addresses import dial_target, multiaddr_of
 from ..host import Host
 from ..libp2p_parts import HolePunch, encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from ..yamux import Libp2pStream
-from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
-from .reachability import Reachability
+from .reachability import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback, Reachability
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 The router is the default gateway: no other machine is asked. It is found by SSDP (a datagram to a group of the local
 network), described in XML over HTTP, and asked by SOAP. Only the gateway's answers count, and even the gateway is not
 trusted. It is asked at no other address, its answers are bounded in bytes and time, and of their XML only the text of a
-few elements is read, without a parser. Whether others can dial the node is decided by peers that try (dialback.py).
+few elements is read, without a parser. Whether others can dial the node is decided by peers that try (reachability.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import ISecureConn
 
 from farandole.node.mesh.links import Socket
-from farandole.node.mesh.upgrading import Upgrader
+from farandole.node.mesh.yamux import Upgrader
 from farandole.protocol.wire.errors import FarandoleError
 
 # A false length: 256 MiB, as a varint.

@@ -9,7 +9,7 @@ import trio
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import dialler as dialler_module
-from farandole.node.mesh import upgrading
+from farandole.node.mesh import yamux
 from farandole.protocol.run.invite import NETWORK_KEY_BYTES, NONCE_BYTES
 
 from ..hosts import ECHO, echo, echoed, host_at_loopback
@@ -28,7 +28,7 @@ async def test_holders_of_the_key_connect_and_move_data() -> None:
 
 @pytest.mark.parametrize("key", [b"", OTHER_KEY])
 async def test_without_the_key_nobody_connects_in_either_direction(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrading, "HANDSHAKE_TIMEOUT", 0.5)
+    monkeypatch.setattr(yamux, "HANDSHAKE_TIMEOUT", 0.5)
     monkeypatch.setattr(dialler_module, "REDIAL_PAUSES", (0.1,))
     async with host_at_loopback(network_key=KEY) as alice, host_at_loopback(network_key=key) as mallory:
         for dialler, dialled in ((mallory, alice), (alice, mallory)):

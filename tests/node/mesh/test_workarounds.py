@@ -27,7 +27,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import read_exactly
-from farandole.node.mesh import upgrading
+from farandole.node.mesh import yamux
 from farandole.node.mesh.connections import IDENTIFY_PROTOCOL, MAX_CONNECTIONS_PER_PEER
 from farandole.node.mesh.host import MAX_IDENTIFY_BYTES
 from farandole.node.mesh.libp2p_parts import receive_message
@@ -62,7 +62,7 @@ async def silent_sockets(port: int, number: int) -> AsyncIterator[list[trio.Sock
 
 
 async def test_an_unfinished_handshake_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrading, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(yamux, "HANDSHAKE_TIMEOUT", 0.05)
     async with host_at_loopback() as bob, silent_sockets(port_of(bob), 1) as (socket,):
         while await socket.receive_some():
             pass

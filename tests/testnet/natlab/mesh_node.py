@@ -16,12 +16,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.reach import dialback, reachability
+from farandole.node.mesh.reach import reachability
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.protocol.mesh.relay import Limits
 
 PORT = 4001
-dialback.DIAL_INTERVAL = reachability.RETRY_INTERVAL = 1.0
+reachability.DIAL_INTERVAL = reachability.RETRY_INTERVAL = 1.0
 PING_INTERVAL, PING_TIMEOUT = 1.0, 8.0
 
 

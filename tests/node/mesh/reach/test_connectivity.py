@@ -11,8 +11,8 @@ from trio_typing import TaskStatus
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.addresses import OwnAddresses
+from farandole.node.mesh.dialler import Reservation
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.reach import dialback as dialback_module
 from farandole.node.mesh.reach import reachability as reachability_module
 from farandole.node.mesh.reach.connectivity import (
     MAX_STRANGERS,
@@ -21,9 +21,7 @@ from farandole.node.mesh.reach.connectivity import (
     RelayKeeper,
     open_connectivity,
 )
-from farandole.node.mesh.reach.dialback import Dialback, ask_time, tell_time
-from farandole.node.mesh.reach.reachability import Examiner, Reachability
-from farandole.node.mesh.relay_client import Reservation
+from farandole.node.mesh.reach.reachability import Dialback, Examiner, Reachability, ask_time, tell_time
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
@@ -129,7 +127,7 @@ async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch:
         assert await examiner.examine()
         assert reachability.verdict == HIDDEN
         monkeypatch.setattr(reachability_module, "HOLE_SECONDS", 0.0)
-        monkeypatch.setattr(dialback_module, "DIAL_INTERVAL", 0.0)
+        monkeypatch.setattr(reachability_module, "DIAL_INTERVAL", 0.0)
         assert await examiner.examine()
         assert reachability.kind is ReachabilityKind.PUBLIC
 
@@ -217,7 +215,7 @@ async def test_who_asks_too_often_is_not_dialled() -> None:
 
 
 async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialback_module, "MAX_DIALLING_PER_ADDRESS", 1)
+    monkeypatch.setattr(reachability_module, "MAX_DIALLING_PER_ADDRESS", 1)
     async with (
         host_at_loopback() as alice,
         host_at_loopback() as bob,

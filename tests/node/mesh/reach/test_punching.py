@@ -14,9 +14,8 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_parts import encode_delimited
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
-from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.punching import meet
-from farandole.node.mesh.reach.reachability import Reachability
+from farandole.node.mesh.reach.reachability import Dialback, Reachability
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
