@@ -34,7 +34,7 @@ from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import Device, choose_device
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
-from farandole.training.data.batches import Batch, Found, Tokens, cut_out, draw, joined
+from farandole.training.data.batches import Batch, Found, Tokens, cut_out, draw
 from farandole.training.data.dataset import Sampler, Text
 from farandole.training.data.sources import Reader, sources_of, stdlib_sources
 from farandole.training.inner.optimizer import matrices_of
@@ -369,7 +369,7 @@ def write_kinds(folder: Path, num_kinds: int) -> list[Path]:
 
 def mixed(texts: Mapping[str, Text]) -> dict[str, Text]:
     """Return texts of which each has the training text of all kinds, and what is held out of its own."""
-    training = joined([text.training for text in texts.values()])
+    training = np.concatenate([text.training[:] for text in texts.values()])
     return {name: Text(training, text.held_out, text.found) for name, text in texts.items()}
 
 

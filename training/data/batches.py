@@ -147,24 +147,6 @@ class Spliced:
         return tokens
 
 
-def joined(parts: Sequence[Array | Spliced]) -> Array | Spliced:
-    """Return all parts one after the other, without copying them."""
-    parts = [part for part in parts if len(part)] or parts[:1]
-    if len(parts) == 1:
-        return parts[0]
-    arrays: list[Array] = []
-    stretches = []
-    for part in parts:
-        if isinstance(part, Spliced):
-            own = np.stack([part._numbers + len(arrays), part._firsts, part._ends - part._begins], axis=1)
-            arrays.extend(part._arrays)
-        else:
-            own = np.array([[len(arrays), 0, len(part)]], np.int64)
-            arrays.append(part)
-        stretches.append(own)
-    return Spliced(arrays, np.concatenate(stretches))
-
-
 _NO_EPOCHS: Final = (
     "this run counts epochs of the data (data.epochs), and a stream has none: what is in it is not known beforehand. "
     "Save the data set and name its folder with --data, or join a run without epochs"

@@ -31,7 +31,7 @@ from farandole.protocol.run.manifest import DataConfig, Manifest
 
 from ..base.errors import DataError
 from ..base.permutation import permute
-from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out, joined
+from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out
 from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
 from .token_cache import cache_name, distribute, keep_within, open_cache, write_cache
 from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
@@ -89,30 +89,26 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
 
 
 class _Loader:
-    """Reads a text. It becomes up to two cache files: tokens of its text, and an index of its ready tokens."""
+    """Reads a text, which becomes a cache file: its tokens, or an index of ready tokens."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
         self._held_out = config.held_out
         self._masks_documents = config.mask_documents
         self._tokenizer = tokenizer
         self._bring = bring
-        self._in_use: set[Path] = set()
 
     def load(self, sources: Sequence[TextSource]) -> Text:
-        """Return text and ready tokens as one, in this order; one of them as it is."""
-        kinds = ([each for each in sources if (each.kind == "tokens") is is_ready] for is_ready in (False, True))
-        parts = [part for part in kinds if part] or [[]]
-        self._in_use = {path for part in parts if (path := self._cache_of(part)) is not None}
-        texts = [self._ready_tokens(part) if _is_ready(part) else self._text(part) for part in parts]
-        if len(texts) == 1:
-            return texts[0]
-        corpus = hashlib.sha256(b"farandole/corpus/both/1" + b"".join(text.found.corpus for text in texts)).digest()
-        num_documents = sum(text.found.num_documents for text in texts)
-        found = Found(num_documents, max(text.found.largest for text in texts), corpus[:CORPUS_BYTES])
-        return Text(joined([text.training for text in texts]), joined([text.held_out for text in texts]), found)
+        """Return text, or ready tokens. Raises `DataError` if there are both."""
+        ready = [source for source in sources if source.kind == "tokens"]
+        if ready and len(ready) < len(sources):
+            raise DataError(
+                f"{ready[0].path} has ready tokens, and there is text too, perhaps the same: name one of them with "
+                "--data"
+            )
+        return self._ready_tokens(ready) if ready else self._text(sources)
 
     def _text(self, sources: Sequence[TextSource]) -> Text:
-        reader, path = Reader(sources, self._bring.field), self._cache_of(sources)
+        reader, path = Reader(sources, self._bring.field), self._cache_of(sources, self._bring.field)
         if path is None:
             return text_of(reader, self._tokenizer, self._held_out)
 
@@ -123,7 +119,8 @@ class _Loader:
 
     def _ready_tokens(self, sources: Sequence[TextSource]) -> Text:
         """Return the tokens in files, which are mapped."""
-        arrays, path = [(source.path, open_tokens(source.path)) for source in sources], self._cache_of(sources)
+        arrays = [(source.path, open_tokens(source.path)) for source in sources]
+        path = self._cache_of(sources, self._tokenizer.separator, "ready")
         size, position = sum(source.size for source in sources), 0
 
         def tell(num_bytes: int) -> None:
@@ -139,28 +136,23 @@ class _Loader:
         assert isinstance(index.held_out, np.ndarray)
         return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
 
-    def _cache_of(self, sources: Sequence[TextSource]) -> Path | None:
+    def _cache_of(self, sources: Sequence[TextSource], *how: object) -> Path | None:
         if self._bring.cache is None:
             return None
-        how = (self._tokenizer.separator, "ready") if _is_ready(sources) else (self._bring.field,)
         return self._bring.cache / cache_name(sources, *how, self._tokenizer.identity, self._held_out)
 
     def _kept(self, path: Path, dtype: np.dtype[np.integer], parts: Parts) -> Text:
         """Return the content of a cache file, which is written first if it is not there."""
         max_bytes = self._bring.cache_bytes
-        keep_within(path, max_bytes, self._in_use)
+        keep_within(path, max_bytes)
         if (opened := open_cache(path)) is None:
-            write_cache(path, dtype, parts, max_bytes, self._in_use)
+            write_cache(path, dtype, parts, max_bytes)
             if (opened := open_cache(path)) is None:
                 raise DataError(
                     f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
                     "with --home"
                 )
         return Text(*opened)
-
-
-def _is_ready(sources: Sequence[TextSource]) -> bool:
-    return any(source.kind == "tokens" for source in sources)
 
 
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:

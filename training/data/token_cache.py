@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +33,7 @@ from .sources import TextSource
 
 FORMAT: Final = "farandole/tokens/2"
 SUFFIX: Final = ".tokens"
-# Number of files kept, if fewer are in use: some volunteers alternate between two runs.
+# Number of files kept: some volunteers alternate between two runs.
 MAX_CACHES: Final = 4
 _MAX_ABOUT_BYTES: Final = 4_096
 _LENGTH_BYTES: Final = 8
@@ -59,15 +59,15 @@ def cache_name(sources: Sequence[TextSource], *settings: object) -> str:
 class _Allowance:
     """The allowance of all files in a folder: `MAX_CACHES` files, of ``max_bytes`` in all (None: unlimited).
 
-    Files that are not in use make room for the newest, the oldest first.
+    The others make room for the newest, the oldest first.
     """
 
-    def __init__(self, newest: Path, max_bytes: int | None, in_use: Collection[Path]) -> None:
-        kept, paths = {newest, *in_use}, set(newest.parent.glob(f"*{SUFFIX}"))
-        self._oldest_first = deque(sorted(paths - kept, key=lambda path: path.stat().st_mtime_ns))
+    def __init__(self, newest: Path, max_bytes: int | None) -> None:
+        others = {path: path.stat() for path in newest.parent.glob(f"*{SUFFIX}") if path != newest}
+        self._oldest_first = deque(sorted(others, key=lambda path: others[path].st_mtime_ns))
         self._max_bytes = max_bytes
-        self._taken = sum(path.stat().st_size for path in paths - {newest})
-        while self._oldest_first and len(kept) + len(self._oldest_first) > MAX_CACHES:
+        self._taken = sum(about.st_size for about in others.values())
+        while len(self._oldest_first) >= MAX_CACHES:
             self._remove_oldest()
 
     def _remove_oldest(self) -> None:
@@ -107,19 +107,17 @@ def write_cache(
     dtype: np.dtype[np.integer],
     parts: Parts,
     max_bytes: int | None,
-    in_use: Collection[Path],
 ) -> None:
     """Keep all parts at ``path``.
 
-    ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all, except
-    files ``in_use``. Raises `DataError` if that is too little or the disk will not have them, and what ``parts``
-    raises; then nothing is kept.
+    ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all. Raises
+    `DataError` if that is too little or the disk will not have them, and what ``parts`` raises; then nothing is kept.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for remains in path.parent.glob(f".*{SUFFIX}.*{TEMPORARY_SUFFIX}"):  # of an interrupted start of this node
             remains.unlink(missing_ok=True)
-        allowance = _Allowance(path, max_bytes, in_use)
+        allowance = _Allowance(path, max_bytes)
         with replacing(path) as file, tempfile.TemporaryFile(dir=path.parent) as held_out:
 
             def keep(data: bytes) -> None:
@@ -166,10 +164,10 @@ def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
     return tokens[: about.num_training], tokens[about.num_training :], about.found
 
 
-def keep_within(path: Path, max_bytes: int | None, in_use: Collection[Path]) -> None:
-    """Have the folder of a file take no more; files of other texts go, except files ``in_use``.
+def keep_within(path: Path, max_bytes: int | None) -> None:
+    """Have the folder of a file take no more; files of other texts go.
 
     Raises `DataError` if the file takes more with these.
     """
     if max_bytes is not None and path.exists():
-        _Allowance(path, max_bytes, in_use).take(path.stat().st_size)
+        _Allowance(path, max_bytes).take(path.stat().st_size)

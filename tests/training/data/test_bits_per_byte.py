@@ -61,7 +61,6 @@ def test_every_kind_of_text_has_the_ratio_of_its_documents(bpe: tuple[Manifest, 
         Bring((records,), tokenizer=file),
         Bring((records,), tokenizer=file, cache=tmp_path / "tokens"),
         Bring((ready,), tokenizer=file),
-        Bring((ready, records), tokenizer=file),
     ):
         assert ratio(manifest, bring) == pytest.approx(expected, rel=0.1), bring
 

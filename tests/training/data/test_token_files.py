@@ -125,17 +125,11 @@ def test_a_long_document_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(tuple(end) in pieces for end in ends)
 
 
-def test_tokens_and_text_go_together(tmp_path: Path) -> None:
+def test_tokens_beside_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 200)) * 40)
-    ready = load(write_nanogpt(tmp_path / "b.bin", DOCUMENTS), held_out=0.1)
-    text = load(tmp_path / "a.txt", held_out=0.1)
-
-    both = load(tmp_path / "a.txt", tmp_path / "b.bin", held_out=0.1)
-
-    for whole, first, second in zip(tokens_of(both), tokens_of(text), tokens_of(ready), strict=True):
-        assert whole == first + second
-    assert both.found.num_documents == 41
-    assert both.found.corpus not in (ready.found.corpus, text.found.corpus)
+    write_nanogpt(tmp_path / "train.bin", DOCUMENTS)
+    with pytest.raises(DataError, match=r"train\.bin has ready tokens, and there is text too.*: name one of them"):
+        load(tmp_path)
 
 
 def test_tokens_of_another_tokenizer_are_refused_with_the_reason(tmp_path: Path) -> None:
