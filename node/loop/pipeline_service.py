@@ -383,20 +383,15 @@ class PipelineService:
 
     def status(self) -> PipelineStatus | None:
         """Return the state of the pipeline, for display; None without a trainer."""
-        if self._worker is None:
+        if self._worker is None or self._machine is None:
             return None
         return PipelineStatus(
             stage=self._worker.stage,
-            in_flight=self.num_in_flight,
+            in_flight=self._machine.num_in_flight,
             bytes_sent=self.links.bytes_sent,
             bytes_received=self.links.bytes_received,
             **msgspec.to_builtins(self.counts),
         )
-
-    @property
-    def num_in_flight(self) -> int:
-        """Return the number of microbatches of which the trainer holds data."""
-        return 0 if self._machine is None else self._machine.num_in_flight
 
     def begin(self, worker: Worker) -> None:
         """Start with a trainer that is ready."""

@@ -70,12 +70,12 @@ class Insight:
         """Return the gradient (n,) of the loss at weights (n,)."""
         replica = self.learner.replica
         with self.learner.round_end.weights.replaced(slice(0, len(weights)), weights.clone()):
-            replica.clear_gradient()
+            replica.gradient.zero_()
             with torch.enable_grad():
                 for batch in batches:
                     (self._loss(batch) / len(batches)).backward()
             gradient = replica.gradient.clone()
-            replica.clear_gradient()
+            replica.gradient.zero_()
         return gradient
 
     def _loss(self, batch: Batch) -> Tensor:

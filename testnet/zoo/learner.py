@@ -17,7 +17,7 @@ from farandole.training.base.errors import CodecError
 from farandole.training.engine.engine import Until
 from farandole.training.engine.learner import Learner
 from farandole.training.outer.codec import Buffer
-from farandole.training.outer.round_end import RoundEnd, no_progress
+from farandole.training.outer.round_end import RoundEnd
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
 from .member_attacks import ATTACKS, POISONS, AttackView, forge
@@ -43,7 +43,7 @@ class HostileRoundEnd(RoundEnd):
         return self._plan.tokens
 
     @torch.no_grad()
-    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
+    def encode(self, out: Buffer, progress: Callable[[int], None] = lambda num_bytes: None) -> bytes:
         """Write the attack's values in place of the contribution."""
         super().encode(out)
         assert self.ended is not None

@@ -217,27 +217,19 @@ class UserParameters:
         synchronize(self._parameters)
 
 
-class UserLoss:
-    """The held-out loss that the user's function returns, called in the loop's thread in all ranks.
+def user_loss(loop: Loop, turns: Turns, num_windows: int = 1, key: bytes = b"") -> float:
+    """Return the held-out loss that the user's function returns, called in the loop's thread in all ranks.
 
-    ``evaluate``: None if the loop measures none.
+    The user decides what it is measured on. Raises `DataError` if there is none.
     """
-
-    def __init__(self, evaluate: Measure | None, turns: Turns, ranks: Ranks) -> None:
-        self._evaluate = evaluate
-        self._turns = turns
-        self._ranks = ranks
-
-    def __call__(self, num_windows: int = 1, key: bytes = b"") -> float:
-        """Return the loss; raises `DataError` if there is none. The user decides what it is measured on."""
-        if self._evaluate is None:
-            raise DataError("this loop measures no held-out loss (evaluate=)")
-        if not self._turns.has_left:
-            self._ranks.tell(Order.MEASURE)
-        loss = self._turns.ask(self._evaluate)
-        if not math.isfinite(loss):
-            raise DataError(f"evaluate returned {loss}")
-        return loss
+    if loop.evaluate is None:
+        raise DataError("this loop measures no held-out loss (evaluate=)")
+    if not turns.has_left:
+        loop.ranks.tell(Order.MEASURE)
+    loss = turns.ask(loop.evaluate)
+    if not math.isfinite(loss):
+        raise DataError(f"evaluate returned {loss}")
+    return loss
 
 
 class ExternalEngine(Engine):
@@ -276,7 +268,6 @@ class ExternalEngine(Engine):
             if manifest.model.external is None
             else None
         )
-        self._held_out = UserLoss(loop.evaluate, turns, loop.ranks)
         self._losses, self._num_losses = 0.0, 0
         layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
         loop.ranks.begin(list(parameters))
@@ -285,7 +276,11 @@ class ExternalEngine(Engine):
         users.read(theta)
         device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
         round_end = RoundEnd(
-            FastWeights(theta, users), layout, manifest.outer, manifest.screening, measure=self._held_out
+            FastWeights(theta, users),
+            layout,
+            manifest.outer,
+            manifest.screening,
+            measure=partial(user_loss, loop, turns),
         )
         checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=usual)
         super().__init__(device, round_end, checkpoint)
@@ -328,7 +323,7 @@ class ExternalEngine(Engine):
 
     def evaluate(self, num_batches: int) -> float:
         """Implement `Engine.evaluate`."""
-        return self._held_out()
+        return user_loss(self._loop, self._turns)
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Implement `Engine.tokens_per_byte`, as the user has said."""

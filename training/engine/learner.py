@@ -160,7 +160,7 @@ class Learner(Engine):
         return loss
 
     def _learn(self, batch: Batch) -> Tensor:
-        self.replica.clear_gradient()
+        self.replica.gradient.zero_()
         losses = [self._add_gradient(part, share) for part, share in _microbatches(batch, self.microbatch_size)]
         self.replica.inner_step(self.sampler.batch_size * self.sampler.context)
         return torch.stack(losses).sum()

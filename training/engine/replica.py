@@ -68,7 +68,8 @@ class Replica:
         self.module = module
         """The model, or a stage of it; its parameters are views of a flat vector: the flat fast weights, or a copy."""
         self.gradient = gradient
-        """The sum of gradients of the inner step under way, (n,), of the dtype of the weights."""
+        """The sum of gradients of the inner step under way, (n,), of the dtype of the weights. Backward passes add to
+        it, so it is zero before them."""
         fast = FastWeights(theta, trained)
         self.round_end = RoundEnd(
             fast, layout, manifest.outer, manifest.screening, measure, manifest.rounds.partners, exam
@@ -82,10 +83,6 @@ class Replica:
     def learning_rate(self) -> float:
         """Rate of the next inner step."""
         return self.optimizer.rate(self.round_end.totals.steps)
-
-    def clear_gradient(self) -> None:
-        """Zero the gradient. Call it before an inner step's backward passes, which add to the gradient."""
-        self.gradient.zero_()
 
     @torch.no_grad()
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:

@@ -109,17 +109,14 @@ class Checkpoint:
         schedule_tokens: int = 0,
     ) -> None:
         self.run_id = run_id
+        self.layout = round_end.layout
+        """Names and shapes of the parameters."""
         self._round_end = round_end
         self._copier = copier_for(device.torch_device)
         self._optimizer = optimizer
         self._schedule_tokens = schedule_tokens
         self._begun = 0, 0  # steps and tokens at the last load
         self._snapshots: dict[str, SnapshotMemory] = {}
-
-    @property
-    def layout(self) -> Layout:
-        """Names and shapes of the parameters."""
-        return self._round_end.layout
 
     @property
     def counters(self) -> Counters:

@@ -147,17 +147,9 @@ class _Sums:
         """The sum of the latest step that microbatches may begin for, (n,)."""
         self.number = 0
         """Number of the next inner step."""
-        self._counts = [0, 0]
+        self.counts = [0, 0]
+        """Numbers of settled microbatches in the sums of the next and the following inner step."""
         self._gradient.zero_()
-
-    @property
-    def num_next(self) -> int:
-        """Return the number of settled microbatches in the sum for the next inner step."""
-        return self._counts[0]
-
-    def count(self, microbatch: _Microbatch) -> None:
-        """Count a microbatch that is settled in its sum."""
-        self._counts[microbatch.number - self.number] += 1
 
     def direct(self, microbatch: _Microbatch) -> None:
         """Direct later gradients to the sum of the microbatch's inner step."""
@@ -168,7 +160,7 @@ class _Sums:
     def advance(self) -> None:
         """Make the following step the next one."""
         self.number += 1
-        self._counts = [self._counts[1], 0]
+        self.counts = [self.counts[1], 0]
         if self._overlap:
             self._gradient.copy_(self.last)
         self.last.zero_()
@@ -210,7 +202,7 @@ class StageWorker(Engine):
     @property
     def num_summed(self) -> int:
         """Return the number of settled microbatches in the sum for the next inner step."""
-        return self._sums.num_next
+        return self._sums.counts[0]
 
     @property
     def num_in_flight(self) -> int:
@@ -366,7 +358,7 @@ class StageWorker(Engine):
         is_kept = is_kept and microbatch.is_whole
         self._settle_slice(microbatch, is_kept=is_kept)
         if is_kept:
-            self._sums.count(microbatch)
+            self._sums.counts[microbatch.number - self._sums.number] += 1
         else:
             if microbatch.last is not None:
                 self._add_tail(microbatch, microbatch.last.requires_grad_(), -1.0)
@@ -386,7 +378,7 @@ class StageWorker(Engine):
         """
         if num_open := sum(microbatch.number == self._sums.number for microbatch in self._microbatches.values()):
             raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
-        num_summed = self._sums.num_next
+        num_summed = self._sums.counts[0]
         num_skipped, is_fit = self.num_skipped, False
         if num_summed:
             size, context, _ = self._shape

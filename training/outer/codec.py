@@ -174,25 +174,17 @@ class _Blocks:
     layout: CodecSize
     levels: int
 
-    @property
-    def length(self) -> int:
-        """Elements of a block."""
-        return self.layout.block
-
-    @property
-    def _num_bytes(self) -> int:
-        return self.size(self.length)
-
     def size(self, num_elements: int) -> int:
         return self.layout.of(num_elements)
 
     def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
-        whole = len(values) - len(values) % self.length
+        length, num_bytes = self.layout.block, self.size(self.layout.block)
+        whole = len(values) - len(values) % length
         if whole:
-            self._encode_blocks(values[:whole].view(-1, self.length), out[: self.size(whole)].view(-1, self._num_bytes))
+            self._encode_blocks(values[:whole].view(-1, length), out[: self.size(whole)].view(-1, num_bytes))
         if whole < len(values):  # the last block's zeros are not sent
-            block = torch.nn.functional.pad(values[whole:], (0, self.length - (len(values) - whole)))
-            row = out.new_empty(1, self._num_bytes)
+            block = torch.nn.functional.pad(values[whole:], (0, length - (len(values) - whole)))
+            row = out.new_empty(1, num_bytes)
             self._encode_blocks(block.view(1, -1), row)
             out[self.size(whole) :].copy_(row[0, : len(out) - self.size(whole)])
 
@@ -211,15 +203,14 @@ class _Blocks:
             rows.view(torch.int8)[:, SCALE_BYTES:].copy_(levels)
 
     def decode(self, data: Tensor, values: Tensor) -> None:
-        whole = len(values) - len(values) % self.length
+        length, num_bytes = self.layout.block, self.size(self.layout.block)
+        whole = len(values) - len(values) % length
         if whole:
-            self._decode_blocks(
-                data[: self.size(whole)].view(-1, self._num_bytes), values[:whole].view(-1, self.length)
-            )
+            self._decode_blocks(data[: self.size(whole)].view(-1, num_bytes), values[:whole].view(-1, length))
         if whole < len(values):
             rest = data[self.size(whole) :]
-            row = torch.nn.functional.pad(rest, (0, self._num_bytes - len(rest)))
-            block = values.new_empty(1, self.length)
+            row = torch.nn.functional.pad(rest, (0, num_bytes - len(rest)))
+            block = values.new_empty(1, length)
             self._decode_blocks(row.view(1, -1), block)
             values[whole:].copy_(block[0, : len(values) - whole])
 

@@ -190,16 +190,21 @@ class OuterState:
         if not is_alone:
             self.contributor.passed_on(made)
 
-    def limit_momentum(self, part: slice, movement: float) -> bool:
-        """Clip what is carried over from earlier rounds; returns whether it was too much.
+    def limit_momentum(self, part: slice, movement: float) -> None:
+        """Clip what is carried over from earlier rounds.
 
         ``movement``: how far this replica's inner steps usually move the part in a round, a norm. Momentum that honest
         rounds have made is at most `MAX_MOMENTUM` times what such movements add up to (momentum clipping: CO2,
         arXiv 2401.16265, section 3.3, with another yardstick). A checkpoint of a stranger's may have any, and so may
         a round in which the loss went up steeply.
         """
-        momentum = self.vectors.get("momentum")
-        return momentum is not None and _clip(momentum[part], MAX_MOMENTUM * self.settings.momentum_gain * movement)
+        if "momentum" not in self.vectors:
+            return
+        momentum, limit = self.vectors["momentum"][part], MAX_MOMENTUM * self.settings.momentum_gain * movement
+        with one_thread():
+            norm = math.sqrt(sum(float(momentum[piece] @ momentum[piece]) for piece in slices(len(momentum))))
+        for piece in slices(len(momentum)) if not norm <= limit else ():
+            momentum[piece].mul_(limit / norm) if norm < math.inf else momentum[piece].zero_()
 
     def distance_to_slow(self, made: Contribution) -> float:
         """Return the norm of the difference between what was sent and what would be sent without inner steps."""
@@ -235,14 +240,3 @@ class OuterState:
     def state(self) -> dict[str, Tensor]:
         """Return the vectors that every checkpoint of the run has: flat vectors (n,), by name."""
         return {SLOW: self.slow, **{name: self.vectors[name] for name in self.settings.vectors}}
-
-
-def _clip(vector: Tensor, limit: float) -> bool:
-    """Scale a vector (n,) to a norm of at most ``limit``; return whether it was more."""
-    with one_thread():
-        norm = math.sqrt(sum(float(vector[piece] @ vector[piece]) for piece in slices(len(vector))))
-    if norm <= limit:
-        return False
-    for piece in slices(len(vector)):
-        vector[piece].mul_(limit / norm) if norm < math.inf else vector[piece].zero_()
-    return True

@@ -49,10 +49,6 @@ MIN_KNOWN: Final = 4
 MIN_MISSED: Final = 2
 
 
-def no_progress(num_bytes: int) -> None:
-    """Ignore the progress of an encoding."""
-
-
 class Aside(enum.IntEnum):
     """What of a round's end may be done in the side thread while inner steps are taken."""
 
@@ -289,7 +285,7 @@ class RoundEnd:
     # The contribution
 
     def contribute(
-        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = no_progress
+        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = lambda num_bytes: None
     ) -> tuple[int, bytes]:
         """Call `contribution` and `encode`; return (bytes written, their BLAKE3)."""
         return self.contribution(fragment), self.encode(out, progress)
@@ -312,7 +308,7 @@ class RoundEnd:
         return self.outer.contributor.form.size(len(frozen.theta))
 
     @torch.no_grad()
-    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
+    def encode(self, out: Buffer, progress: Callable[[int], None] = lambda num_bytes: None) -> bytes:
         """Write the contribution to ``out``; returns its BLAKE3.
 
         ``progress`` is called every few megabytes with the number of leading bytes of ``out`` that are final. Call this

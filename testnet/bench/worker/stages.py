@@ -267,7 +267,7 @@ def learn_stage(manifest: dict[str, Any], stage: int, schedule: str, steps: int,
     stepped_at: list[float] = []
     losses: list[Tensor] = []
     for step in range(steps):
-        replica.clear_gradient()
+        replica.gradient.zero_()
         tokens = None if sampler is None else torch.as_tensor(sampler.batch(step))  # (B, T + 1)
         inputs = [tokens[:, :-1]] if tokens is not None and is_first else []
         target = tokens[:, 1:].contiguous() if tokens is not None and is_last else None

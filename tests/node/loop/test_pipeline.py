@@ -203,5 +203,7 @@ async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: 
                 neighbour = await nodes[0].host.open_stream(nodes[1].host.author, ACTIVATIONS_PROTOCOL)
                 await neighbour.send_all(Link(True, hello, 1).send(hello))
                 assert await neighbour.receive_some() == b""
-            assert nodes[1].service.num_in_flight == 0
+            status = nodes[1].service.status()
+            assert status is not None
+            assert status.in_flight == 0
             nursery.cancel_scope.cancel()

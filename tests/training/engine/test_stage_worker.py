@@ -291,7 +291,7 @@ def test_a_microbatch_meets_the_same_weights_there_and_back(
     for weights, row in zip((before, after), rows, strict=True):
         module = learner.replica.module
         module.load_state_dict(weights, strict=False)
-        learner.replica.clear_gradient()
+        learner.replica.gradient.zero_()
         cross_entropy(module(row[:, :-1]), row[:, 1:]).backward()
         for name, gradient in learner.checkpoint.layout.views(learner.replica.gradient).items():
             expected[name] = expected[name] + gradient
