@@ -132,7 +132,6 @@ def measure(
     repeats: int,
     cache: Path | None = None,
     vector_mb: int = VECTOR_MB,
-    mesh_requests: int = MESH_REQUESTS,
 ) -> dict[str, Any]:
     """Measure part after part; other projects only with a ``cache`` folder. Raises `BenchError`."""
     log, say = bench.log, bench.say
@@ -142,7 +141,7 @@ def measure(
     return {
         "sizes": sizes,
         "averagings": measure_pairs(vector_mb, repeats, log, cache, say),
-        "mesh": measure_mesh(bench.out, vector_mb, mesh_requests, repeats, cache, say),
+        "mesh": measure_mesh(bench.out, vector_mb, repeats, cache, say),
     }
 
 
@@ -261,9 +260,7 @@ _RUN: Final = {
 }
 
 
-def measure_mesh(
-    folder: Path, size_mb: int, requests: int, repeats: int, cache: Path | None, say: Say
-) -> dict[str, dict[str, float]]:
+def measure_mesh(folder: Path, size_mb: int, repeats: int, cache: Path | None, say: Say) -> dict[str, dict[str, float]]:
     """Measure both in turns; without a cache folder, not Lattica.
 
     Of each, in seconds: ``call``, a request of `REQUEST_BYTES`, whose answer is as long; ``push``, until as many bytes
@@ -280,7 +277,7 @@ def measure_mesh(
         for who, command, each in programs:
             pair = stack.enter_context(open_peers(who, command, each, log))
             ask_all(pair, "connect")
-            turns[who] = partial(_measure, pair, requests, size_mb * MB)
+            turns[who] = partial(_measure, pair, size_mb * MB)
         done = take_turns("mesh", turns, repeats, WARM_UPS, say)
     return {who: median_of(turns) for who, turns in done.items()}
 
@@ -325,9 +322,9 @@ def _wait_for(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
     raise BenchError(f"the daemon of {home} does not come so far; see {home.with_suffix('.log')}")
 
 
-def _measure(pair: Sequence[BenchWorker], requests: int, size: int) -> dict[str, float]:
+def _measure(pair: Sequence[BenchWorker], size: int) -> dict[str, float]:
     giver, asker = pair
-    seconds = asker.ask("call", number=requests, size=REQUEST_BYTES)["seconds"]
+    seconds = asker.ask("call", number=MESH_REQUESTS, size=REQUEST_BYTES)["seconds"]
     push = elapsed([asker.ask("push", size=size)])
     file = giver.ask("share", size=size)["file"]
     fetch = elapsed([asker.ask("fetch", file=file, size=size)])

@@ -8,21 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.hostile import FloodResult, measure, publish
+from farandole.testnet.bench.hostile import FloodResult, publish
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.worker.hostile_attacks import ATTACKS
-
-
-@pytest.mark.soak
-def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path) -> None:
-    """As `tests/node/mesh/test_hostile.py` has it, between processes."""
-    flood = {"kinds": list(ATTACKS), "number": 50, "per_second": 10.0, "sources": 10, "patience": 1.0}
-    (garbage,) = measure([("garbage", flood)], tmp_path / "log", lambda text: None)
-    assert garbage.number == 50
-    assert garbage.dials
-    with open_bench("hostile", tmp_path) as bench:
-        publish(bench, [garbage])
 
 
 def test_what_strangers_cost_is_claimed_and_limited(tmp_path: Path) -> None:

@@ -1,16 +1,10 @@
-"""The benchmark of saving: its results from given figures; as a soak test, a tiny one with real processes."""
+"""The benchmark of saving, from given figures; `tests/documents/test_long.py` measures a small one."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.save import NONE, OURS, TORCH, WAYS, chance_share, claims_of, lost, measure
-
-TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
+from farandole.testnet.bench.save import NONE, OURS, TORCH, chance_share, claims_of, lost
 
 
 def rounds(*seconds: float, held: float = 0.0, write: float = 1.0) -> list[dict[str, float]]:
@@ -31,15 +25,3 @@ def test_what_is_lost_is_told_turn_by_turn() -> None:
     assert (held.ours, held.theirs) == ("0.100", "1.000")
     assert (rate.ours, rate.theirs) == ("50", "100")
     assert chance.ours == "20.8%"
-
-
-@pytest.mark.soak
-def test_a_tiny_one(tmp_path: Path) -> None:
-    with open_bench("save", tmp_path / "out") as bench:
-        played = measure(bench, turns=2, round_seconds=0.01, model=TINY)
-        bench.publish(claims_of(played), {"rounds": played})
-    document = json.loads((tmp_path / "out" / "save.json").read_text())
-    assert document["rounds"].keys() == set(WAYS)
-    assert all(each["write_seconds"] for way in (OURS, TORCH) for each in document["rounds"][way])
-    assert len(document["claims"]) == 4
-    assert not (tmp_path / "out" / "save").exists()

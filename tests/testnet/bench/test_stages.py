@@ -1,17 +1,14 @@
-"""The benchmark of stages: its results from given figures; as a soak test, a tiny one with real processes."""
+"""The benchmark of stages, from given figures; `tests/documents/test_long.py` measures a small one."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.stages import VARIANTS, Turn, claims_of, measure, turn_of, wrong
+from farandole.testnet.bench.stages import Turn, claims_of, turn_of, wrong
 from farandole.testnet.bench.worker.stages import Task
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
@@ -53,15 +50,3 @@ def test_what_travels_in_fp32_must_learn_the_same_in_every_turn(loss: float, is_
 def test_what_cannot_be_scheduled_is_refused(task: Task) -> None:
     with pytest.raises(BenchError, match="do not go through"):
         task.check()
-
-
-@pytest.mark.soak
-def test_every_variant_learns_the_same(tmp_path: Path) -> None:
-    with open_bench("stages", tmp_path) as bench:
-        measure(bench, [TASK], 1)
-
-    written = json.loads((tmp_path / "stages.json").read_text())
-    assert written["misses"] == []
-    (model,) = written["models"]
-    assert model["turns"].keys() == VARIANTS.keys()
-    assert written["claims"][0]["claim"].startswith("farandole, fp32: ")
