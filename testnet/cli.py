@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from .play.scenario import Scenario
 
 
-class HostileMissingError(FarandoleError):
-    """This installation has no hostile members."""
-
-
 testnet_app = typer.Typer(no_args_is_help=True)
 if find_spec(f"{__package__}.bench") is not None:  # it is left out of the wheel
     from .bench.commands import bench_app
@@ -140,7 +136,7 @@ def run_testnet(
 def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: bool) -> NoReturn:
     """Play it, compare it with the honest members alone, and end with the verdict."""
     if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
-        raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
+        raise FarandoleError("hostile members come with farandole's source alone: git clone, then make setup")
     from .zoo.play import grid_of, play_hostile
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)

@@ -131,7 +131,7 @@ class Stack:
 
     @torch.no_grad()
     def _losses(self, theta: Tensor, batches: Sequence[Tokens]) -> list[float]:
-        if self._gradients.have_failed():
+        if bool(self._gradients.have_failed):  # waits for the device
             raise TrainingError("a gradient was not finite: leave out the highest rate")
         losses = [
             vmap(self._model.loss, (0, None))(self._model.views(theta), torch.from_numpy(each).to(theta.device))
@@ -193,14 +193,11 @@ class _Gradients:
         self._views = model.views
         self._leaves = {name: view.detach().requires_grad_() for name, view in model.views(theta).items()}
         self._gradient_views = list(model.views(self.gradient).values())
-        self._have_failed = torch.zeros((), dtype=torch.bool, device=theta.device)
+        self.have_failed = torch.zeros((), dtype=torch.bool, device=theta.device)
+        """Whether a gradient was not finite."""
         self._tokens: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_computed = 0
-
-    def have_failed(self) -> bool:
-        """Return whether a gradient was not finite; waits for the device."""
-        return bool(self._have_failed)
 
     def compute(self, tokens: Tensor) -> None:
         """Compute them on the batches ``tokens`` (N, B, T + 1), which are on the CPU."""
@@ -231,7 +228,7 @@ class _Gradients:
         with torch.no_grad():
             torch._foreach_copy_(self._gradient_views, list(gradients))
             norms = torch.linalg.vector_norm(self.gradient, dim=1, keepdim=True)  # (N, 1)
-            self._have_failed |= ~norms.isfinite().all()
+            self.have_failed |= ~norms.isfinite().all()
             if self._settings.clip:
                 self.gradient.mul_((self._settings.clip / (norms + CLIP_EPSILON)).clamp(max=1.0))
             if self.by_muon:

@@ -64,7 +64,11 @@ class Namespace:
 
     def run(self, script: str, given: str = "") -> str:
         """Run a shell script in the namespace, and return its output; raises `CommandError` if a line of it fails."""
-        return _run([*self.enter, "sh", "-euc", script], given)
+        command = [*self.enter, "sh", "-euc", script]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CommandError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -142,13 +146,6 @@ def open_tun(namespace: Namespace, name: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _run(command: Sequence[str], given: str = "") -> str:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CommandError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
 
 
 def require(*tools: str) -> None:

@@ -202,13 +202,9 @@ def rules(table: str, addresses: Sequence[str]) -> str:
 
 def part(homes: Sequence[Home]) -> None:
     """Cut these homes off from all others; they still reach each other."""
-    homes[0].internet.run("nft -f -", rules(_table(homes), [home.address for home in homes]))
+    homes[0].internet.run("nft -f -", rules(f"part{homes[0].index}", [home.address for home in homes]))
 
 
 def heal(homes: Sequence[Home]) -> None:
     """Undo `part`."""
-    homes[0].internet.run(f"nft delete table ip {_table(homes)}")
-
-
-def _table(homes: Sequence[Home]) -> str:
-    return f"part{homes[0].index}"
+    homes[0].internet.run(f"nft delete table ip part{homes[0].index}")

@@ -230,7 +230,13 @@ class Testnet:
                 died = [node for node in self._hostile if node.report.died]
                 self._problems += [f"{node.name}, a hostile one, ended early" for node in died]
                 await self._leave(self._hostile)
-                await self._settle()
+                self._say("training is over; waiting until the run state is equal on all nodes")
+                trained_at = trio.current_time()
+                with trio.move_on_after(self.scenario.settle_timeout):
+                    while not self._is_settled(trained_at):  # by their statuses after the training
+                        self._watch()
+                        await trio.sleep(WATCH_INTERVAL)
+                    self._say("the run state is equal on all nodes")
             if self._stage.cancelled_caught:
                 seconds = trio.current_time() - self._started_at
             nodes = self._node_reports()
@@ -325,8 +331,9 @@ class Testnet:
             if is_watched and node.record.check_progress(now, self.scenario.wedged_after):
                 phase = node.record.status.phase if node.record.status else "starting"
                 self._say(f"{node.name} is wedged: {phase} for {self.scenario.wedged_after:g} s")
-        trained = [node.record for node in self._nodes if node.is_running and node.record.is_in_pipeline]
-        for news in self._vacancies.observe({record.stage for record in trained if record.stage is not None}, now):
+        statuses = [node.record.status for node in self._nodes if node.is_running]
+        held = {status.stage for status in statuses if status and (status.pipeline or status.phase == "finished")}
+        for news in self._vacancies.observe(held, now):
             self._say(news)
         self._false_deaths.update(false_deaths(node.record for node in self._nodes))
         self._watched.unpark_all()
@@ -372,16 +379,6 @@ class Testnet:
         live = [other.record.status for other in self._nodes if other.is_running]
         addresses = [rank(status.addresses)[0] for status in live if status and status.addresses]
         return encode_invite(Invite(signed.run_id, tuple(rank(addresses)[:INVITE_ADDRESSES])))
-
-    async def _settle(self) -> None:
-        """Wait until the run state is equal on all live nodes, by their statuses after the training."""
-        self._say("training is over; waiting until the run state is equal on all nodes")
-        trained_at = trio.current_time()
-        with trio.move_on_after(self.scenario.settle_timeout):
-            while not self._is_settled(trained_at):
-                self._watch()
-                await trio.sleep(WATCH_INTERVAL)
-            self._say("the run state is equal on all nodes")
 
     def _is_settled(self, since: float) -> bool:
         live = [node.record for node in self._nodes if node.is_running]

@@ -227,11 +227,6 @@ class NodeRecord:
         """Return the node's stage; None before it reports one."""
         return self.status.stage if self.status else None
 
-    @property
-    def is_in_pipeline(self) -> bool:
-        """Return whether the trainer computes for a stage, or has done all its rounds."""
-        return self.status is not None and (self.status.pipeline is not None or self.is_finished)
-
 
 # Live nodes, however slow, that others take for dead.
 

@@ -13,11 +13,6 @@ from farandole.protocol.run.rules import encoded_bytes
 CODECS: Final = ("fp32", "int8", "int4")
 
 
-def contribution_bytes(model: str, codec: str) -> int:
-    """Return the bytes of one exchange, one way: a preset's whole parameters in a codec."""
-    return encoded_bytes(codec, num_parameters(preset(model)))
-
-
 def home_run(model: str) -> Manifest:
     """Return the run that ``run create`` makes of a preset if a run file says nothing else."""
     return complete(Manifest(model, preset(model)), ())
@@ -29,7 +24,7 @@ def traffic_table() -> str:
     lines = [f"| model |{heads} a round, chosen | seconds a round | in an hour | Mbit/s needed |"]
     lines.append("|---" * (len(CODECS) + 5) + "|")
     for model in PRESETS:
-        sizes = "".join(f" {_size(contribution_bytes(model, codec))} |" for codec in CODECS)
+        sizes = "".join(f" {_size(encoded_bytes(codec, num_parameters(preset(model))))} |" for codec in CODECS)
         run = home_run(model)
         needs, seconds = needs_of(run), run.rounds.round_seconds
         hourly = _size(round(needs.contribution_bytes * 3_600 / seconds))

@@ -13,14 +13,10 @@ Name = TypeVar("Name", bound=Hashable)
 Outcome = TypeVar("Outcome")
 
 
-def ignore(name: object, outcome: object) -> None:
-    """Do nothing with an outcome."""
-
-
 def play_all(
     say: Callable[[str], None],
     plays: Sequence[tuple[Name, Callable[[], Outcome]]],
-    keep: Callable[[Name, Outcome], None] = ignore,
+    keep: Callable[[Name, Outcome], object] = lambda name, outcome: None,
 ) -> dict[Name, list[Outcome]]:
     """Run all plays; return the outcomes by name, in the order of ``plays``.
 

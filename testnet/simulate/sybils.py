@@ -89,26 +89,18 @@ def network_of(peer: bytes) -> str:
     return hashlib.sha256(peer).hexdigest()
 
 
-def sybil_entries(number: int, now: float) -> Delta:
-    """Return the entries of ``number`` invented authors."""
+def sybil_entries(
+    number: int, now: float, invited_by: Ed25519PrivateKey | None = None, sponsor: Admission | None = None
+) -> Delta:
+    """Return the entries of invented authors; ``invited_by``: each has an admission to one of this sponsor's seats."""
+    invite = invited_by and invite_members(invited_by, RUN_ID, bytes(32), range(QUOTA), _FOR_EVER, sponsor=sponsor)
     entries = []
     for index in range(number):
         writer = Writer(key_of(FIRST_SYBIL + index), RUN_ID)
         writer.marked(((0, int(now) + 100),))
-        entries.append(writer.write(Kind.MEMBER, 0, Member(device="invented"), now).signed)
-    return Delta(tuple(entries))
-
-
-def sybil_admissions(number: int, sponsor: Admission, sponsor_key: Ed25519PrivateKey, now: float) -> Delta:
-    """Return the entries of invented authors, each with an admission to one of the sponsor's seats."""
-    invite = invite_members(sponsor_key, RUN_ID, bytes(32), range(QUOTA), _FOR_EVER, sponsor=sponsor)
-    entries = []
-    for index in range(number):
-        writer = Writer(key_of(FIRST_SYBIL + index), RUN_ID)
-        writer.marked(((0, int(now) + 100),))
-        admission = invite.admit(RUN_ID, writer.author, index % QUOTA)
-        proof = AdmissionProof(encode(witnessed(admission, sponsor_key)))
-        entries.append(writer.write(Kind.ADMISSION, 0, proof, now).signed)
+        if invited_by and invite:
+            admission = witnessed(invite.admit(RUN_ID, writer.author, index % QUOTA), invited_by)
+            entries.append(writer.write(Kind.ADMISSION, 0, AdmissionProof(encode(admission)), now).signed)
         entries.append(writer.write(Kind.MEMBER, 0, Member(device="invented"), now).signed)
     return Delta(tuple(entries))
 
@@ -172,7 +164,7 @@ def build(scenario: SybilScenario, seed: int) -> tuple[World, Delta]:
     )
     if scenario.admission == "uninvited":
         return world, sybil_entries(scenario.sybils, now)
-    return world, sybil_admissions(scenario.sybils, sponsor, key_of(liar), now)
+    return world, sybil_entries(scenario.sybils, now, key_of(liar), sponsor)
 
 
 def play(scenario: SybilScenario, seed: int) -> SybilOutcome:

@@ -8,8 +8,9 @@ asks its victim's (`Insight.taken`), which is more than it could know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median
 from typing import Final
 
@@ -84,13 +85,7 @@ class Insight:
 
 def distance(honest: Sequence[Tensor]) -> float:
     """Return the usual distance of two honest members."""
-    return median(float((one - other).norm()) for one, other in _pairs(honest))
-
-
-def _pairs(honest: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for index, one in enumerate(honest):
-        for other in honest[index + 1 :]:
-            yield one, other
+    return median(float((one - other).norm()) for one, other in combinations(honest, 2))
 
 
 def climb(insight: Insight, start: Tensor, limit: float, greed: float, *, pleases: bool) -> Tensor:

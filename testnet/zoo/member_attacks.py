@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -51,78 +52,58 @@ def _noise(view: AttackView) -> Tensor:
     return noise * float(view.own.norm() / noise.norm())
 
 
-def _scaled(factor: float) -> Attack:
+def _scaled(factor: float, view: AttackView) -> Tensor:
     """Send the weights times a factor."""
-    return lambda view: factor * view.own
+    return factor * view.own
 
 
-def _reversed(factor: float) -> Attack:
+def _reversed(factor: float, view: AttackView) -> Tensor:
     """Send the outer gradient, reversed and multiplied: inner-product manipulation (arXiv 1903.03936)."""
-    return lambda view: view.slow - factor * (view.own - view.slow)
+    return view.slow - factor * (view.own - view.slow)
 
 
-def _noisy(factor: float) -> Attack:
+def _noisy(factor: float, view: AttackView) -> Tensor:
     """Add noise, in norms of the weights."""
-    return lambda view: view.own + factor * _noise(view)
+    return view.own + factor * _noise(view)
 
 
-def _drift(factor: float) -> Attack:
+def _drift(factor: float, view: AttackView) -> Tensor:
     """Take the same step in the same direction each time, in root mean squares of the weights."""
-
-    def attack(view: AttackView) -> Tensor:
-        signs = torch.randn(view.own.shape, generator=torch.Generator().manual_seed(0)).sign()
-        root_mean_square = float(view.own.square().mean().sqrt())
-        return view.own + factor * root_mean_square * signs
-
-    return attack
+    signs = torch.randn(view.own.shape, generator=torch.Generator().manual_seed(0)).sign()
+    root_mean_square = float(view.own.square().mean().sqrt())
+    return view.own + factor * root_mean_square * signs
 
 
-def _alie(sigmas: float) -> Attack:
+def _alie(sigmas: float, view: AttackView) -> Tensor:
     """Stay as far from the mean as an honest member may be ("a little is enough", arXiv 1902.06156)."""
-
-    def attack(view: AttackView) -> Tensor:
-        honest = torch.stack(list(view.honest))
-        return honest.mean(0) - sigmas * honest.std(0)
-
-    return attack
+    honest = torch.stack(list(view.honest))
+    return honest.mean(0) - sigmas * honest.std(0)
 
 
-def _dissensus(factor: float) -> Attack:
+def _dissensus(factor: float, view: AttackView) -> Tensor:
     """Push the victim away from the mean of the honest (ClippedGossip, arXiv 2202.01545, section 5)."""
-
-    def attack(view: AttackView) -> Tensor:
-        return view.victim + factor * (view.victim - torch.stack(list(view.honest)).mean(0))
-
-    return attack
+    return view.victim + factor * (view.victim - torch.stack(list(view.honest)).mean(0))
 
 
-def _spectral(factor: float) -> Attack:
+def _spectral(factor: float, view: AttackView) -> Tensor:
     """Push members on both sides of the mean further apart, along the direction in which they differ most.
 
     The spectral heterogeneity attack (arXiv 2410.10418). Its direction among the nodes is the eigenvector of the
     graph's Laplacian with the second smallest eigenvalue. Here every member meets every other, so that all eigenvalues
     but one are equal, and the direction in which the honest differ most is taken.
     """
-
-    def attack(view: AttackView) -> Tensor:
-        honest = torch.stack(list(view.honest))
-        mean = honest.mean(0)
-        direction: Tensor = torch.linalg.svd(honest - mean, full_matrices=False).Vh[0]
-        return view.victim + factor * ((view.victim - mean) @ direction) * direction
-
-    return attack
+    honest = torch.stack(list(view.honest))
+    mean = honest.mean(0)
+    direction: Tensor = torch.linalg.svd(honest - mean, full_matrices=False).Vh[0]
+    return view.victim + factor * ((view.victim - mean) @ direction) * direction
 
 
-def _exam(greed: float) -> Attack:
+def _exam(greed: float, view: AttackView) -> Tensor:
     """Get better on the text that members once judged on, and worse on all other."""
-
-    def attack(view: AttackView) -> Tensor:
-        if view.insight is None:
-            return view.own
-        limit = RADIUS * distance(view.honest)
-        return view.victim + climb(view.insight, view.victim, limit, greed, pleases=True)
-
-    return attack
+    if view.insight is None:
+        return view.own
+    limit = RADIUS * distance(view.honest)
+    return view.victim + climb(view.insight, view.victim, limit, greed, pleases=True)
 
 
 def _adaptive(view: AttackView) -> Tensor:
@@ -149,27 +130,27 @@ ATTACKS: dict[str, Attack] = {
     "signs": lambda view: -view.own,
     "noise-alone": _noise,
     "initial": lambda view: view.initial,
-    "scale-3.9": _scaled(3.9),
-    "scale-1000": _scaled(1_000.0),
-    "shrink-0.26": _scaled(0.26),
-    "reversed-1": _reversed(1.0),
-    "reversed-3": _reversed(3.0),
-    "reversed-10": _reversed(10.0),
-    "noise-1": _noisy(1.0),
-    "noise-0.1": _noisy(0.1),
-    "drift-0.01": _drift(0.01),
-    "drift-0.5": _drift(0.5),
-    "alie-1.5": _alie(1.5),
-    "dissensus-1": _dissensus(1.0),
-    "dissensus-10": _dissensus(10.0),
-    "spectral-3": _spectral(3.0),
+    "scale-3.9": partial(_scaled, 3.9),
+    "scale-1000": partial(_scaled, 1_000.0),
+    "shrink-0.26": partial(_scaled, 0.26),
+    "reversed-1": partial(_reversed, 1.0),
+    "reversed-3": partial(_reversed, 3.0),
+    "reversed-10": partial(_reversed, 10.0),
+    "noise-1": partial(_noisy, 1.0),
+    "noise-0.1": partial(_noisy, 0.1),
+    "drift-0.01": partial(_drift, 0.01),
+    "drift-0.5": partial(_drift, 0.5),
+    "alie-1.5": partial(_alie, 1.5),
+    "dissensus-1": partial(_dissensus, 1.0),
+    "dissensus-10": partial(_dissensus, 10.0),
+    "spectral-3": partial(_spectral, 3.0),
     "labels": lambda view: view.own,
     "backdoor": lambda view: view.own,
     "echo": lambda view: view.victim,
     "slow": lambda view: view.slow,
-    "exam-0.2": _exam(0.2),
-    "exam-0.5": _exam(0.5),
-    "exam-1": _exam(1.0),
+    "exam-0.2": partial(_exam, 0.2),
+    "exam-0.5": partial(_exam, 0.5),
+    "exam-1": partial(_exam, 1.0),
     "adaptive": _adaptive,
     "colluding": _colluding,
 }

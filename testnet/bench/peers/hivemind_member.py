@@ -91,6 +91,8 @@ class Peer:
 
     def _learn(self) -> None:
         """Take inner steps, each at least as long as this member's, without end."""
+        from safetensors.torch import save_file
+
         from farandole.testnet.bench.worker.race import take_step
 
         while True:
@@ -99,16 +101,12 @@ class Peer:
             self._num_steps += 1
             self._num_epochs = self._optimizer.local_epoch
             if self._wanted is not None:
-                self._save(self._wanted)
+                weights = {f"slow/{name}": weight.detach() for name, weight in self._module.named_parameters()}
+                save_file(weights, self._wanted)
+                self._wanted = None
+                self._saved.set()
             # The rest of the step of a slower machine: there is nothing to wait for but the time.
             time.sleep(max(0.0, self._step_seconds - (time.monotonic() - began_at)))
-
-    def _save(self, path: Path) -> None:
-        from safetensors.torch import save_file
-
-        save_file({f"slow/{name}": weight.detach() for name, weight in self._module.named_parameters()}, path)
-        self._wanted = None
-        self._saved.set()
 
     def save(self, path: str) -> dict[str, Any]:
         """Save the weights after the present inner step; return the inner steps and hivemind's epochs so far."""
