@@ -106,6 +106,7 @@ def test_the_image_is_built_of_all_that_the_package_needs() -> None:
     needed = {"pyproject.toml", "constraints.txt", *LOCKS, project["readme"], *project["license-files"]}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == needed | {"src", *FOLDERS}
+    assert "extra-index-url" not in (ROOT / "Dockerfile").read_text().lower()
 
 
 def pins(name: str) -> dict[str, str]:
@@ -163,11 +164,6 @@ def test_the_composed_network_is_of_this_image() -> None:
         assert service["volumes"][0] == f"{name}:/data"
         assert service["stop_grace_period"] == "60s"
     assert set(composed["volumes"]) == set(services)
-
-
-def test_the_image_takes_no_package_from_two_indexes() -> None:
-    """Given two indexes pip takes the newer version, from either of them, so an attacker could upload one."""
-    assert "extra-index-url" not in (ROOT / "Dockerfile").read_text().lower()
 
 
 def test_what_is_pinned_installs_with_the_python_of_debian_12() -> None:

@@ -20,7 +20,7 @@ from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import DEFAULTS, Learner
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import Buffer
-from farandole.training.screening.rule import Encounter, Refuse
+from farandole.training.screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
 
 from ..tolerance import TOLERANT
 
@@ -101,6 +101,22 @@ def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> list[int]:
 def manifest_of(model: ModelConfig, **sections: Any) -> Manifest:
     """A run of this model; its tokenizer is not looked for."""
     return Manifest("test", model, tokenizer=TokenizerConfig("tokenizers", "0" * 64), **sections)
+
+
+class Asking(ScreeningRule):
+    """Has a function judge."""
+
+    def __init__(self, judge: Callable[[Partner], Verdict]) -> None:
+        self._judge = judge
+
+    def begin(self) -> None:
+        pass
+
+    def feed(self, own: Tensor, contribution: Tensor) -> None:
+        pass
+
+    def judge(self, partner: Partner) -> Verdict:
+        return self._judge(partner)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,8 @@ def version_1(folder: str, limit: str, used: int, cache: int = 0) -> dict[str, s
     }
 
 
-def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
+def test_without_limits_it_is_what_the_machine_has_and_another_system_says_nothing(tmp_path: Path) -> None:
+    assert (available_bytes(tmp_path), total_bytes(tmp_path)) == (None, None)
     files = version_2("/a", "max", 500) | version_1("", NO_LIMIT, 500)
     assert available_bytes(system(tmp_path, "4:memory:/\n0::/a\n", files)) == 8_000 * 1_024
 
@@ -59,11 +60,6 @@ def test_all_of_it_and_what_is_left_are_the_least_of_the_machine_and_of_all_grou
     limited = system(tmp_path / "limited", "0::/user/node\n", files)
     assert (total_bytes(limited), available_bytes(limited)) == (1_000_000, 100_000)
     assert total_bytes(system(tmp_path / "free", "0::/a\n", version_2("/a", "max", 500))) == 9_000 * 1_024
-
-
-def test_another_system_says_nothing(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) is None
-    assert total_bytes(tmp_path) is None
 
 
 def test_in_a_real_group_with_a_limit(tmp_path: Path) -> None:

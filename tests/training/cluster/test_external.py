@@ -155,15 +155,14 @@ def test_what_ends_the_engine_is_raised_in_the_users_loop(scripts: list[Script])
     assert script.failure is raised.value
 
 
-def test_without_evaluate_and_tokens_per_byte_neither_loss_is_known(scripts: list[Script]) -> None:
-    engine = linear_script(scripts).engine
+def test_the_losses_that_a_loop_reports_are_shown_by_round_and_without_evaluate_no_other_is_known(
+    scripts: list[Script],
+) -> None:
+    script = linear_script(scripts)
+    engine = script.engine
     assert engine.bits_per_byte(1.0, 1) is None
     with pytest.raises(DataError, match="no held-out loss"):
         engine.evaluate(1)
-
-
-def test_the_losses_that_a_loop_reports_are_shown_by_round(scripts: list[Script]) -> None:
-    script = linear_script(scripts)
     script.take_steps(1)
     assert script.engine.mean_loss() is None
     script.engine.note_loss(2.0)

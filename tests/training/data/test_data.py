@@ -59,16 +59,13 @@ def test_held_out_batches_are_everybodys() -> None:
     assert alice.held_out_batch(3).min() >= 5_000
 
 
-def test_too_little_text_is_said_clearly() -> None:
+def test_too_little_text_and_tokens_beyond_the_model_are_said_clearly() -> None:
     short = Text(np.zeros(8, np.uint8), np.zeros(8, np.uint8), Found(1, 0, b""))
 
     with pytest.raises(DataError, match="8 tokens in 1 documents, and a sequence takes 9"):
         sampler(text=short)
     with pytest.raises(DataError, match="too little text is held out"):
         sampler(text=Text(np.zeros(9, np.uint8), np.zeros(8, np.uint8), Found(1, 0, b""))).held_out_batch(0)
-
-
-def test_tokens_beyond_the_model_are_refused() -> None:
     with pytest.raises(DataError, match=r"token 5499, but the model has only 256: .* model\.vocabulary"):
         sampler(vocabulary=256)
 

@@ -89,7 +89,7 @@ def test_the_same_documents_make_the_same_corpus_wherever_they_lie(tmp_path: Pat
     assert other.found.corpus != alice.found.corpus
 
 
-def test_what_is_assigned_is_drawn_in_order_and_reported() -> None:
+def test_what_is_assigned_is_drawn_once_in_order_and_reported_also_when_an_assignment_is_late() -> None:
     slices = queue()
     slices.assign(1, [(10, 3), (40, 2)])
     assert drawn(slices) == [10, 11, 12, 40, 41]
@@ -97,9 +97,6 @@ def test_what_is_assigned_is_drawn_in_order_and_reported() -> None:
     assert slices.take_trained() == []
     with pytest.raises(NoSliceError):
         slices.draw()
-
-
-def test_what_was_drawn_is_not_drawn_again_when_an_assignment_is_late() -> None:
     slices = queue()
     slices.assign(1, [(10, 8)])
     for _ in range(3):

@@ -17,7 +17,7 @@ from farandole.training.data.batches import is_held_out
 from farandole.training.data.dataset import Bring
 from farandole.training.data.streaming import DataStream, StreamSampler
 from farandole.training.data.tokenizer import ByteTokenizer
-from farandole.training.engine.learner import build_learner
+from farandole.training.engine.learner import Learner, build_learner
 
 SHARE = 0.2
 CONTEXT, BATCH = 16, 4
@@ -97,31 +97,25 @@ def test_a_stream_begins_again_where_it_ends(folder: Path) -> None:
     assert len(found) > 1.5 * len(set(found))
 
 
-def test_a_learner_learns_from_a_stream(folder: Path) -> None:
+def learner_of(folder: Path, data: DataConfig) -> Learner:
     inner = InnerConfig(batch_size=BATCH, learning_rate=1e-2, warmup_steps=1)
-    learner = build_learner(
-        Manifest("a run", MODEL, data=DataConfig(source="text", held_out=SHARE), inner=inner),
+    return build_learner(
+        Manifest("a run", MODEL, data=data, inner=inner),
         run_id=b"run",
         author=b"alice",
         settings=TrainerSettings(device="cpu"),
         bring=Bring(streams=(str(folder),)),
     )
+
+
+def test_a_learner_learns_from_a_stream_which_has_no_epochs(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"this run counts epochs of the data .* name its folder with --data"):
+        learner_of(folder, DataConfig(source="text", epochs=2))
+    learner = learner_of(folder, DataConfig(source="text", held_out=SHARE))
     before = learner.evaluate(2)
     for _ in range(60):
         learner.learn()
     assert learner.evaluate(2) < before - 1
-
-
-def test_a_stream_has_no_epochs(folder: Path) -> None:
-    data = DataConfig(source="text", epochs=2)
-    with pytest.raises(DataError, match=r"this run counts epochs of the data .* name its folder with --data"):
-        build_learner(
-            Manifest("a run", MODEL, data=data, inner=InnerConfig(batch_size=BATCH)),
-            run_id=b"run",
-            author=b"alice",
-            settings=TrainerSettings(device="cpu"),
-            bring=Bring(streams=(str(folder),)),
-        )
 
 
 def test_what_is_wrong_with_a_stream_is_said(folder: Path) -> None:

@@ -24,7 +24,7 @@ def tokenizer_file(tmp_path: Path) -> tuple[Path, TokenizerConfig]:
     return path, TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def test_bytes_are_their_own_tokens() -> None:
+def test_bytes_are_their_own_tokens_and_a_separator_counts_as_one() -> None:
     tokenizer = ByteTokenizer()
 
     tokens = tokenizer.encode("né\n".encode())
@@ -32,6 +32,7 @@ def test_bytes_are_their_own_tokens() -> None:
     assert tokens.tolist() == [110, 195, 169, 10]
     assert tokenizer.decode(tokens.tolist()) == "né\n"
     assert load_tokenizer(TokenizerConfig()).vocabulary == 256
+    assert tokens_per_byte(ByteTokenizer(), [[110, 0, 195, 169], [0, 0]]) == 1.0
 
 
 def test_a_tokenizer_file_is_used(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
@@ -62,10 +63,6 @@ def test_what_is_wrong_with_a_tokenizer_file_is_said(
         wanted = replace(config, sha256=hashlib.sha256(content).hexdigest()) if is_the_runs else config
         with pytest.raises(DataError, match=words):
             load_tokenizer(wanted, path)
-
-
-def test_a_byte_token_is_a_byte_and_a_separator_counts_as_one() -> None:
-    assert tokens_per_byte(ByteTokenizer(), [[110, 0, 195, 169], [0, 0]]) == 1.0
 
 
 def test_tokens_per_byte_are_those_of_the_text_whatever_the_windows_cut(tmp_path: Path) -> None:

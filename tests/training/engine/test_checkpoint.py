@@ -13,9 +13,11 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
+from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 from farandole.training.base.errors import CheckpointError
 from farandole.training.engine import snapshot
@@ -53,14 +55,14 @@ def saved(make_replica: MakeReplica, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint.safetensors"
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(("fragments", "optimizer"), [(1, "adamw"), (2, "adamw"), (1, "muon")])
 def test_a_run_continues_from_a_checkpoint_bit_for_bit(
-    make_replica: MakeReplica, tmp_path: Path, fragments: int
+    make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path, fragments: int, optimizer: str
 ) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    node = run(make_replica(momentum="nesterov", fragments=fragments))
-    content = node.checkpoint.save(path)
-    resumed = make_replica(momentum="nesterov", fragments=fragments)
+    inner = replace(inner, optimizer=optimizer)
+    node, resumed = (make_replica(inner_settings=inner, momentum="nesterov", fragments=fragments) for _ in range(2))
+    content = run(node).checkpoint.save(path)
 
     assert resumed.checkpoint.load(path) == content == content_of(path)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.run.rules import Codec, GuardConfig, Momentum, NoLoCoConfig
+from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import ramp
 from farandole.training.outer import codec, outer_state
@@ -23,7 +24,7 @@ from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, refusal,
 
 
 def state(replica: Learner) -> list[Tensor]:
-    return [vector.clone() for vector in (replica.round_end.weights.flat, *replica.checkpoint.vectors().values())]
+    return [vector.clone() for vector in (replica.round_end.fast_weights(), *replica.checkpoint.vectors().values())]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -91,11 +92,12 @@ def test_progress_below_half_a_quantum_is_not_rounded_away(make_replica: MakeRep
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("lean", [False, True])
 def test_a_gradient_that_is_not_finite_costs_a_step_and_nothing_else(
-    make_replica: MakeReplica, inner: InnerConfig, clip: float, optimizer: str
+    make_replica: MakeReplica, inner: InnerConfig, clip: float, optimizer: str, lean: bool
 ) -> None:
-    settings = msgspec.structs.replace(inner, clip=clip, optimizer=optimizer)
-    node = make_replica(inner_settings=settings)
+    inner = msgspec.structs.replace(inner, clip=clip, optimizer=optimizer)
+    node = make_replica(inner_settings=inner, settings=TrainerSettings(lean=lean))
     train(node, 3)
     before, loss_of = state(node), node.loss
     factors = iter([math.inf, math.nan])
@@ -295,15 +297,12 @@ def play_rounds(make_replica: MakeReplica, **settings: object) -> Tensor:
     return alice.round_end.slow_weights()
 
 
-def test_fragments_cover_every_parameter_once(make_replica: MakeReplica) -> None:
+def test_fragments_cover_every_parameter_once_and_layouts_tell_codecs_apart(make_replica: MakeReplica) -> None:
     layout = make_replica().checkpoint.layout
     for count in (1, 2, 7):
         parts = [layout.fragment(index, count) for index in range(count)]
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == layout.num_elements
-
-
-def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None:
     assert make_replica(ALICE).checkpoint.layout.hash == make_replica(BOB).checkpoint.layout.hash
     assert make_replica(codec="int8").checkpoint.layout.hash != make_replica(codec="fp32").checkpoint.layout.hash
     assert len(make_replica().checkpoint.layout.hash) == 32

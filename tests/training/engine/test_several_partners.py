@@ -5,45 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from farandole.training.outer import round_end
-from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
+from farandole.training.screening.rule import Accept, Encounter, Partner, Verdict
 
-from ..conftest import ALICE, BOB, MakeReplica, sent, train
-
-
-class Asking(ScreeningRule):
-    """Notes the answers to what it asks, and accepts."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[float, float | None]] = []
-        """(movement, loss before)."""
-
-    def begin(self) -> None:
-        pass
-
-    def feed(self, own: Tensor, contribution: Tensor) -> None:
-        pass
-
-    def judge(self, partner: Partner) -> Verdict:
-        self.asked.append((partner.movement(), partner.loss_before()))
-        return Accept()
+from ..conftest import ALICE, BOB, Asking, MakeReplica, sent, train
 
 
 def test_a_round_without_inner_steps_is_judged_by_the_steps_before_it(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own movement is nothing, or the codec's rounding: no yardstick for a partner."""
-    rule = Asking()
-    monkeypatch.setattr(round_end, "rule_of", lambda settings: rule)
+    asked: list[tuple[float, float | None]] = []
+
+    def judge(partner: Partner) -> Verdict:
+        asked.append((partner.movement(), partner.loss_before()))
+        return Accept()
+
+    monkeypatch.setattr(round_end, "rule_of", lambda settings: Asking(judge))
     alice, bob = (make_replica(author, codec="int8", partners=2) for author in (ALICE, BOB))
     for steps in (2, 0, 2):
         train(alice, steps)
         train(bob, steps)
         sent(alice)
         alice.round_end.apply(sent(bob))
-    (first, before), second, (third, _) = rule.asked
+    (first, before), second, (third, _) = asked
     assert first > 0.0
     assert before is not None
     assert second == (first, None)

@@ -112,18 +112,6 @@ def test_it_learns_as_fp32_does_where_rounding_to_nearest_stands_still(
     assert nearest - plain > 0.3 * progress
 
 
-def test_an_unfit_gradient_costs_a_step_and_nothing_else(make_replica: MakeReplica) -> None:
-    node = make_replica(settings=LEAN)
-    train(node, 3)
-    before = [vector.clone() for vector in (trained(node), *node.checkpoint.vectors().values())]
-    loss_of = node.loss
-    node.loss = lambda module, batch: loss_of(module, batch) * math.nan
-    node.learn()
-    assert node.num_skipped == 1
-    after = (trained(node), *node.checkpoint.vectors().values())
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
 def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE, settings=LEAN)
     bob = make_replica(BOB)

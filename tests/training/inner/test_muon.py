@@ -98,23 +98,10 @@ def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
     assert node.round_end.tokens_this_round == 0
 
 
-def test_matrices_have_one_vector_of_state_and_checkpoints_keep_it(make_replica: MakeReplica, tmp_path: Path) -> None:
-    node, again = (make_replica(inner_settings=MUON) for _ in range(2))
-    train(node, 4)
-    node.round_end.apply(None)
-    node.checkpoint.save(tmp_path / "saved")
-    node.checkpoint.snapshot().save(tmp_path / "snapshot")
-
-    again.checkpoint.load(tmp_path / "snapshot")
-
-    names = matrices_of(node.replica.module)
+def test_matrices_have_one_vector_of_state(make_replica: MakeReplica) -> None:
+    node = make_replica(inner_settings=MUON)
     squares = {name.partition("/")[2] for name in node.checkpoint.tensors() if name.startswith("square/")}
-    assert squares == set(node.checkpoint.layout.names) - names
-    assert (tmp_path / "saved").read_bytes() == (tmp_path / "snapshot").read_bytes()
-    assert again.replica.learning_rate == node.replica.learning_rate, "the means are there: no ramp"
-    for _ in range(3):
-        assert float(again.learn()) == float(node.learn())
-    assert torch.equal(again.round_end.fast_weights(), node.round_end.fast_weights())
+    assert squares == set(node.checkpoint.layout.names) - matrices_of(node.replica.module)
 
 
 def test_another_optimizers_vectors_are_not_continued(make_replica: MakeReplica, tmp_path: Path) -> None:

@@ -88,14 +88,13 @@ def test_a_model_that_makes_no_logits_is_said_to(model: ModelConfig, made: objec
         tokens_of(Always(made), model, Sampling(1.0, 0, 0))
 
 
-def test_tokens_that_the_tokenizer_lacks_are_not_drawn(model: ModelConfig) -> None:
+def test_tokens_that_the_tokenizer_lacks_are_not_drawn_and_a_prompt_of_another_vocabulary_is_refused(
+    model: ModelConfig,
+) -> None:
     logits = torch.zeros(1, len(PROMPT), 64)
     logits[..., 63] = 9.0
     module = Always(logits)
     generated = generate(module, PROMPT, context=16, vocabulary=63, sampling=Sampling(GREEDY, 0, 0), device=CPU)
     assert next(generated) < 63
-
-
-def test_a_prompt_of_another_vocabulary_is_refused(model: ModelConfig) -> None:
     with pytest.raises(TrainingError, match="the prompt has token 64, and the model has only 64"):
         tokens_of(build_model(model, 7), model, Sampling(1.0, 0, 0), prompt=[64])

@@ -166,15 +166,12 @@ def test_of_a_first_contribution_as_much_counts_as_movement_and_loss_say(case: s
     assert (verdict.clip if isinstance(verdict, Accept) else REFUSED) == pytest.approx(expected, rel=1e-3)
 
 
-def test_later_it_is_what_was_accepted() -> None:
+def test_later_it_is_what_was_accepted_and_a_round_in_which_this_node_hardly_moved_clips_nobody() -> None:
     node = Node()
     for _ in range(MIN_KNOWN):
         assert clip(node.meets(away(1.5))) == 1.0
     assert clip(node.meets(away(5.9))) == 1.0
     assert clip(node.meets(away(12.0))) == pytest.approx(0.5, rel=1e-3)
-
-
-def test_a_round_in_which_this_node_hardly_moved_clips_nobody() -> None:
     node = Node()
     for _ in range(MIN_KNOWN):
         node.meets(away(1.5))
@@ -213,10 +210,14 @@ def test_an_attacker_that_is_met_always_widens_the_limit_to_its_cap_and_no_furth
     assert clip(node.meets(away(90.0))) <= settings.max_radius * MOVEMENT / 90.0 * 1.001
 
 
-def test_a_clipped_contribution_counts_as_far_as_it_was_taken() -> None:
+def test_a_clipped_contribution_counts_as_far_as_it_was_taken_and_what_was_not_averaged_not_at_all() -> None:
     node = Node()
     node.meets(away(50.0))
     assert node.everybody["distance 0"][0] == pytest.approx(2.0, rel=1e-3)
+    node = Node()
+    for _ in range(WINDOW):
+        node.meets(away(1.9), loss=sloping(1.0))
+    assert not node.everybody["distance 0"]
 
 
 def test_every_contribution_is_judged_and_usually_by_two_losses() -> None:
@@ -278,13 +279,6 @@ def test_a_loss_that_is_no_number_counts_for_nothing_and_moves_no_yardstick(loss
     for _ in range(WINDOW):
         assert not counts(node.meets(away(1.0), loss=lambda share: loss if share else LOSS))
     assert all(math.isfinite(number) for series in node.everybody.series.values() for number in series)
-
-
-def test_what_was_not_averaged_moves_no_distance() -> None:
-    node = Node()
-    for _ in range(WINDOW):
-        node.meets(away(1.9), loss=sloping(1.0))
-    assert not node.everybody["distance 0"]
 
 
 def test_a_node_that_has_drifted_apart_from_others_takes_over_better_weights() -> None:
@@ -350,12 +344,9 @@ def test_a_run_that_allows_for_no_noise_judges_after_a_round_that_gained_nothing
     assert verdict.weight == LEAST_WORTH / 2
 
 
-def test_a_newcomer_that_claims_no_tokens_takes_half_and_gives_nothing() -> None:
+def test_who_claims_no_tokens_takes_half_gives_nothing_and_is_remembered_for_nothing() -> None:
     assert Node().meets(away(1.0), tokens=(100, 0)) == Accept(0.0)
     assert Node().meets(away(1.0), tokens=(0, 100)) == Accept(0.5)
-
-
-def test_a_liar_that_claims_no_tokens_moves_nothing_and_is_remembered_for_nothing() -> None:
     node = Node()
     for distance in (1.0, 1e6):
         assert node.meets(away(distance), tokens=(100, 0), loss=sloping(1.0)) == Accept(0.0)

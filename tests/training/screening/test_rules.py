@@ -23,10 +23,9 @@ from farandole.training.screening.rule import (
     Histories,
     Partner,
     Refuse,
-    ScreeningRule,
 )
 
-from ..conftest import ALICE, BOB, MakeReplica, exchange, refusal, sent, train
+from ..conftest import ALICE, BOB, Asking, MakeReplica, exchange, refusal, sent, train
 
 # Of a context of 16 tokens.
 MAX_WINDOWS = 2_048 // 16
@@ -83,15 +82,12 @@ def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(
     before = alice.round_end.fast_weights()
     losses: list[float | None] = []
 
-    class Asking(ScreeningRule):
-        def begin(self) -> None: ...
-        def feed(self, own: torch.Tensor, contribution: torch.Tensor) -> None: ...
-        def judge(self, partner: Partner) -> Refuse:
-            losses.extend(partner.evaluate(share) for share in (0.0, 1.0))
-            losses.append(partner.loss_before())
-            return Refuse("asked only")
+    def judge(partner: Partner) -> Refuse:
+        losses.extend(partner.evaluate(share) for share in (0.0, 1.0))
+        losses.append(partner.loss_before())
+        return Refuse("asked only")
 
-    alice.round_end.partner._rule = Asking()
+    alice.round_end.partner._rule = Asking(judge)
     alice.round_end.screen(of_bob, Encounter(chance=0.25))
 
     assert torch.equal(alice.round_end.fast_weights(), before)
