@@ -123,6 +123,10 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     num_parameters = stage_parameters(manifest.model, stage)
     num_fragment = -(-num_parameters // outer.fragments)
     contribution = encoded_bytes(outer.codec, num_fragment, outer.topk)
+    num_matrices = num_parameters - (parts_of(manifest.model).ends if stage == 0 else 0)
+    num_momenta = 0 if outer.momentum_codec == "none" else min(num_matrices, num_fragment)
+    if num_momenta:
+        contribution += encoded_bytes(outer.momentum_codec, num_momenta)
     is_cut = manifest.model.num_stages > 1
     # Vectors of a checkpoint; of outer steps; of a fragment: before, as sent if the codec changes it, as received, and
     # the codec's memory.
@@ -134,7 +138,7 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     # With Muon the layers have no mean of squares. Their norms and biases do, and are not worth counting.
     spared = 0
     if manifest.inner.optimizer == "muon":
-        spared = FP32_BYTES * (num_parameters - (parts_of(manifest.model).ends if stage == 0 else 0))
+        spared = FP32_BYTES * num_matrices
     own, joining = FP32_BYTES * num_saved * num_parameters - spared, required_bytes(outer, num_parameters)
     num_own = _NUM_OWN + (_NUM_AUDITED if manifest.audits else 0)
     num_inner = _NUM_INNER
@@ -144,7 +148,7 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
         overlaps = manifest.pipeline.overlap + rounds.overlap
         num_inner += (1 + overlaps if overlaps else 0) + manifest.pipeline.overlap
     inner = FP32_BYTES * num_inner * num_parameters - spared
-    averaging = FP32_BYTES * (num_outer * num_parameters + num_exchanged * num_fragment)
+    averaging = FP32_BYTES * (num_outer * num_parameters + num_exchanged * num_fragment + 2 * num_momenta)
     kept = activation_bytes(manifest, stage, recomputes=recomputes)
     snapshots = own * (2 if manifest.audits else 1)
     beside = 2 * contribution + snapshots + TRAINER_BYTES + MESH_BYTES

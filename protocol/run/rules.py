@@ -24,6 +24,7 @@ import msgspec
 from ..wire.safetensors import FP32_BYTES, MAX_HEADER_BYTES
 
 Codec = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
+MomentumCodec = Literal["none", "int8", "int4"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
 # Each partner halves the variance between members: after eight it is a 256th, and inner steps wait for each exchange.
@@ -65,6 +66,8 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 64
     """Of each 256 elements, how many the codec ``topk`` sends, in 4 + 2 topk bytes. 70 take what int4 takes and learn
     more; 32 take half of that and learn clearly less (BENCHMARKS.md)."""
+    momentum_codec: MomentumCodec = "none"
+    """How Muon's momentum travels with a contribution, to be averaged like the weights; ``none``: it stays at home."""
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Parts of the parameters, of which a round exchanges one (Streaming DiLoCo, arXiv 2501.18512)."""
 

@@ -51,9 +51,9 @@ class Method:
     share: float = 0.95
     """Share of Muon's momentum that an inner step keeps."""
     momentum_codec: Codec | None = None
-    """How Muon's momentum travels; None: it stays. Not where ``late``."""
+    """How Muon's momentum travels; None: it stays. Where ``late``, it is as late."""
     momentum_partners: int = 1
-    """Partners a round that momentum is averaged with, one after another."""
+    """Partners a round that momentum is averaged with, one after another; where ``late``, the one of the weights."""
 
     @property
     def is_synchronous(self) -> bool:
@@ -145,7 +145,7 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
 
 def _muon_methods(share: float, interval: int) -> list[Method]:
     """Return the methods with Muon, whose momentum keeps ``share``."""
-    half, two_thirds = -(-interval // 2), -(-2 * interval // 3)
+    half, two_thirds, late = -(-interval // 2), -(-2 * interval // 3), -(-interval // 4)
     released = DiLoCoConfig(learning_rate=0.8, alpha=0.9, error_feedback=True, two_bits=True)
     int8 = PlainConfig(codec="int8")
     of_share = (
@@ -161,6 +161,15 @@ def _muon_methods(share: float, interval: int) -> list[Method]:
         Method("NoLoCo, int8, one partner", "pairs", interval, _PLAIN),
         Method("NoLoCo, int8, two partners", "pairs", interval, _PLAIN, exchanges=2),
         Method("NoLoCo, int8, two partners, twice as often", "pairs", half, _PLAIN, exchanges=2),
+        Method("NoLoCo, int8, one partner, twice as often, half a round late", "pairs", half, _PLAIN, late),
+        Method(
+            "NoLoCo, int8, one partner, twice as often, half a round late, momentum",
+            "pairs",
+            half,
+            _PLAIN,
+            late,
+            momentum_codec="int4",
+        ),
         _with_momentum("NoLoCo, int8, one partner, twice as often, momentum", half, fragments=1),
         _with_momentum("NoLoCo, int8, 8 fragments, twice as often, momentum", half),
     )

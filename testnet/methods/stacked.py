@@ -82,6 +82,7 @@ class Stack:
         self.outer = _Outer(outer, self.theta, self._model.layout)
         self.momenta = self._gradients.momentum
         """Muon's, (N, W) fp32."""
+        self._sent_momenta = self.momenta
 
     def inner_step(self, tokens: Tokens) -> None:
         """Take one inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
@@ -105,12 +106,19 @@ class Stack:
             self.outer.step(of_size, is_late=is_late)
 
     @torch.no_grad()
-    def average_momenta(self, groups: Sequence[Sequence[int]], codec: Codec) -> None:
-        """Average Muon's momenta in each group; what the codec loses of a row's own stays with the row."""
-        sent = _decoded(self.momenta, form_of(codec))
+    def send_momenta(self, codec: Codec) -> None:
+        """Send Muon's momenta, for the next `average_momenta`."""
+        self._sent_momenta = _decoded(self.momenta, form_of(codec))
+
+    @torch.no_grad()
+    def average_momenta(self, groups: Sequence[Sequence[int]], fade: float = 1.0) -> None:
+        """Average what was sent in each group; what the codec loses of a row's own stays with the row.
+
+        ``fade``: what is left of it, where inner steps were taken since.
+        """
         for of_size in self._by_size(groups):
-            received = sent[of_size]  # (G, R, W)
-            self.momenta[of_size] += received.mean(1, keepdim=True) - received
+            received = self._sent_momenta[of_size]  # (G, R, W)
+            self.momenta[of_size] += fade * (received.mean(1, keepdim=True) - received)
 
     def _by_size(self, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return groups as tensors (G, R), one for each of their sizes R."""
@@ -417,6 +425,8 @@ def train(
         is_last = step + 1 == steps
         if awaited is not None and (step == takes_at or is_last):
             trainee.outer_step(awaited, is_late=True)
+            if method.momentum_codec is not None:
+                trainee.average_momenta(awaited, method.share ** (step - takes_at + method.late))
             awaited = None
         if method.group in ("all", "pairs") and ((step + 1) % method.interval == 0 or is_last):
             number = step // method.interval
@@ -428,7 +438,9 @@ def train(
                     trainee.outer_step(groups(step, exchange))
             if method.momentum_codec is not None:
                 for partner in range(method.momentum_partners):
-                    trainee.average_momenta(groups(step, method.exchanges + partner), method.momentum_codec)
+                    trainee.send_momenta(method.momentum_codec)
+                    if awaited is None:
+                        trainee.average_momenta(groups(step, method.exchanges + partner))
         progress(step + 1)
 
 

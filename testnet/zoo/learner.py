@@ -20,7 +20,7 @@ from farandole.training.outer.codec import Buffer
 from farandole.training.outer.round_end import RoundEnd
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
-from .member_attacks import ATTACKS, POISONS, AttackView, forge
+from .member_attacks import ATTACKS, POISONS, AttackView, forge, forge_momentum
 from .plan import plan_of
 
 # Contributions received: all that a real attacker knows of the honest members.
@@ -53,6 +53,7 @@ class HostileRoundEnd(RoundEnd):
             seen[0], self.slow_weights()[made.part], self._initial[made.part], seen[-1], seen, self._generator
         )
         forged = forge(ATTACKS[self._plan.attack](view), self.outer.contributor.form)
+        forged += forge_momentum(self._plan.attack, self, made.momentum)
         np.frombuffer(out, np.uint8)[: len(forged)] = np.frombuffer(forged, np.uint8)
         progress(len(forged))
         return blake3(forged).digest()
@@ -63,7 +64,8 @@ class HostileRoundEnd(RoundEnd):
         assert self.ended is not None
         values = torch.empty_like(self.ended.contribution.theta)
         try:
-            self.outer.contributor.form.decode(torch.from_numpy(np.frombuffer(partner, np.uint8).copy()), values)
+            encoded = np.frombuffer(partner, np.uint8)[: self.outer.contributor.form.size(len(values))]
+            self.outer.contributor.form.decode(torch.from_numpy(encoded.copy()), values)
         except CodecError:  # from another hostile member
             return Accept(is_suspect=True)
         self._received.append(values)

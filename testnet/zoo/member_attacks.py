@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from farandole.training.base.errors import CodecError
 from farandole.training.model.model import cross_entropy, language_loss
 from farandole.training.outer.codec import Form
+from farandole.training.outer.momentum import MAX_DISTANCE
+from farandole.training.outer.round_end import RoundEnd
 
 from ..play.scenario import ScenarioError
 from .gradient_attacks import RADIUS, Insight, climb, distance, most_harmful
@@ -124,6 +126,36 @@ def _colluding(view: AttackView) -> Tensor:
     return most_harmful(view.insight, view.own, way)
 
 
+MomentumAttack = Callable[[Tensor, Sequence[tuple[int, int]]], Tensor]
+"""Returns momenta (m,) as they are sent, from the victim's and from the shapes of the matrices that they are of."""
+
+
+def _momentum_noise(victim: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the same direction each time, as long as the victim's."""
+    noise = torch.randn(victim.shape, generator=torch.Generator().manual_seed(0))
+    return noise * float(victim.norm() / noise.norm())
+
+
+def _momentum_spectral(victim: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
+    """Turn as many of each matrix's directions as the clip lets turn: the small ones, which count as much in a step."""
+    forged = []
+    for momentum, (rows, columns) in zip(victim.split([r * c for r, c in shapes]), shapes, strict=True):
+        left, values, right = torch.linalg.svd(momentum.view(rows, columns), full_matrices=False)
+        energy = values.square().flip(0).cumsum(0).flip(0)  # of each one and those below it
+        turned = 4 * energy.sqrt() <= MAX_DISTANCE * values.norm()
+        forged.append((left * torch.where(turned, -3 * values, values) @ right).flatten())
+    return torch.cat(forged)
+
+
+MOMENTA: dict[str, MomentumAttack] = {
+    "momentum-reversed": lambda victim, shapes: -victim,
+    "momentum-scaled": lambda victim, shapes: -1_000 * victim,
+    "momentum-zeros": lambda victim, shapes: torch.zeros_like(victim),
+    "momentum-noise": _momentum_noise,
+    "momentum-spectral": _momentum_spectral,
+}
+"""What members send as their momentum, behind honest weights."""
+
 ATTACKS: dict[str, Attack] = {
     "nan": lambda view: torch.full_like(view.own, torch.nan),
     "zeros": lambda view: torch.zeros_like(view.own),
@@ -153,9 +185,10 @@ ATTACKS: dict[str, Attack] = {
     "exam-1": partial(_exam, 1.0),
     "adaptive": _adaptive,
     "colluding": _colluding,
+    **dict.fromkeys(MOMENTA, lambda view: view.own),
 }
 """By name. ``labels`` and ``backdoor`` are in what the attacker trains on (`POISONS`). ``echo`` and ``slow`` are free
-riders: they send back what they got, or never train."""
+riders: they send back what they got, or never train. Those of `MOMENTA` lie about their momentum alone."""
 
 
 def check_attack(name: str) -> None:
@@ -172,6 +205,16 @@ def forge(values: Tensor, form: Form) -> bytes:
     except CodecError:
         encoded.fill_(255)
     return np.asarray(encoded).tobytes()
+
+
+def forge_momentum(attack: str, round_end: RoundEnd, momentum: Tensor) -> bytes:
+    """Return the wire bytes that an attack makes of ``momentum`` (m,): the victim's, or of most attacks one's own."""
+    sent = round_end.outer.contributor.momentum
+    if attack in MOMENTA:
+        layout = round_end.layout
+        by_name = zip(layout.places().values(), layout.shapes, strict=True)
+        momentum = MOMENTA[attack](momentum, [(shape[0], shape[1]) for place, shape in by_name if place in sent.places])
+    return forge(momentum, sent.form)
 
 
 # Poisoned training of a hostile member: the loss of an inner step on poisoned tokens.

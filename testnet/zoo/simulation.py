@@ -41,7 +41,7 @@ from farandole.training.screening.rule import Encounter, Refuse
 
 from ..methods.compare import HELD_OUT_SHARE, write_kinds
 from .gradient_attacks import Common, Insight
-from .member_attacks import ATTACKS, POISONS, AttackView, forge, trigger_success
+from .member_attacks import ATTACKS, MOMENTA, POISONS, AttackView, forge, forge_momentum, trigger_success
 from .optimised import Policy
 
 # Held-out batches for the figure at the end, on which no member judges.
@@ -276,7 +276,7 @@ class _Play:
                 insight = Insight(member.learner, taken, self._generator, self._common)
                 view = AttackView(member.sent, slow, member.initial, other.sent, honest, self._generator, insight)
                 attack = run.attack.contribution if isinstance(run.attack, Policy) else ATTACKS[run.attack]
-                sent[index] = forge(attack(view), form)
+                sent[index] = forge(attack(view), form) + _momentum_of(run.attack, member, other)
         are_accepting, does_count = True, [True, True]
         for index, member in enumerate(pair):
             other = pair[1 - index]
@@ -339,6 +339,15 @@ def _taken(victim: _Member, encounter: Encounter, form: Form, values: Tensor) ->
     """Return what a victim would have after it has judged these values (n,), and leave it as it is."""
     round_end = victim.learner.round_end
     before = copy.deepcopy(round_end.partner.histories)
-    verdict = round_end.screen(forge(values, form), replace(encounter, chance=abs(float(values[0])) % 1.0))
+    forged = forge(values, form) + _momentum_of("", victim, victim)
+    verdict = round_end.screen(forged, replace(encounter, chance=abs(float(values[0])) % 1.0))
     round_end.partner.histories = before
     return victim.sent if isinstance(verdict, Refuse) else victim.sent + verdict.shares[1] * (values - victim.sent)
+
+
+def _momentum_of(attack: str | Policy, member: _Member, victim: _Member) -> bytes:
+    """Return the wire bytes of what a member sends as its momentum: with most attacks, what an honest one does."""
+    name, round_end = str(attack), member.learner.round_end
+    ended = (victim if name in MOMENTA else member).learner.round_end.ended
+    assert ended is not None
+    return forge_momentum(name, round_end, ended.contribution.momentum)

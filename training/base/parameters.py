@@ -44,6 +44,10 @@ class Layout:
         """Return the range of fragment ``index`` of ``count`` in the flat vector; lengths differ by at most 1."""
         return slice(self.num_elements * index // count, self.num_elements * (index + 1) // count)
 
+    def fragments(self, count: int) -> list[slice]:
+        """Return the ranges of all fragments."""
+        return [self.fragment(index, count) for index in range(count)]
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
         shapes = dict(zip(self.names, self.shapes, strict=True))

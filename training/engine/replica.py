@@ -21,6 +21,7 @@ from ..base.parameters import flatten_, layout_of
 from ..inner.lean import DeviceWeights, LeanOptimizer, Rounding, flatten_lean_
 from ..inner.optimizer import InnerOptimizer
 from ..outer.contribution import Exam, Measure
+from ..outer.momentum import Momentum
 from ..outer.outer_state import FastWeights
 from ..outer.round_end import RoundEnd
 from .snapshot import Checkpoint
@@ -70,11 +71,17 @@ class Replica:
         self.gradient = gradient
         """The sum of gradients of the inner step under way, (n,), of the dtype of the weights. Backward passes add to
         it, so it is zero before them."""
-        fast = FastWeights(theta, trained)
-        self.round_end = RoundEnd(
-            fast, layout, manifest.outer, manifest.screening, measure, manifest.rounds.partners, exam
-        )
+        fast, outer = FastWeights(theta, trained), manifest.outer
         self.optimizer = make_optimizer(manifest.inner, module, layout, weights, gradient)
+        momentum = None
+        if outer.momentum_codec != "none":
+            places, keep = self.optimizer.muon_places, manifest.inner.momentum
+            parts = layout.fragments(outer.fragments)
+            mean, look_ahead = self.optimizer.mean, self.optimizer.look_ahead
+            momentum = Momentum(mean, places, outer.momentum_codec, keep, parts, theta, look_ahead)
+        self.round_end = RoundEnd(
+            fast, layout, outer, manifest.screening, measure, manifest.rounds.partners, exam, momentum
+        )
         if lean_author is not None:
             fast.write()
         self.checkpoint = Checkpoint(self.round_end, run_id, device, self.optimizer)

@@ -145,7 +145,8 @@ class LeanOptimizer(InnerOptimizer):
 
     def step(self, steps: int, divisor: int) -> None:
         """Implement `InnerOptimizer.step`; the gradient stays as it is."""
-        rate, number = self.rate(steps), steps - self.begun_at
+        self._rate = rate = self.rate(steps)
+        number = steps - self.begun_at
         self._rounding.begin(steps)
         norms = [torch.linalg.vector_norm(self._gradient[piece].float()) for piece in self._pieces(self._gradient)]
         norm = torch.linalg.vector_norm(torch.stack(norms)) / divisor

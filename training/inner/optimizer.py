@@ -98,6 +98,8 @@ RAMP_MEMORIES = 2
 # Elements that `adamw_` takes at a time: its temporaries stay in a processor's cache, and are much smaller than the
 # model.
 PIECE: Final = 1 << 18
+# Steps that `InnerOptimizer.look_ahead` goes: enough that the loss differs by more than rounding.
+LOOK_AHEAD: Final = 4
 # Added to a norm before division, as `torch.nn.utils.clip_grad_norm_` does.
 CLIP_EPSILON: Final = 1e-6
 
@@ -218,14 +220,17 @@ class InnerOptimizer:
         # On the device "meta" there is nothing to read: memory is counted there, where there is no GPU.
         self._is_queued = weights.is_cuda or weights.is_meta if is_queued is None else is_queued
         self._parameters = list(module.parameters())
-        self._mean = torch.zeros_like(weights)
+        self.mean = torch.zeros_like(weights)
+        """The running mean of the gradient (n,): Muon's momentum where `muon_places` says so, AdamW's elsewhere."""
         by_muon = matrices_of(module) if settings.optimizer == "muon" else frozenset()
+        self.muon_places = [place for name, place in layout.places().items() if name in by_muon]
+        """Where the matrices that Muon steps are in the flat vectors."""
         squares = layout.part([name for name in layout.names if name not in by_muon])
         self._square = weights.new_zeros(squares.num_elements)
         self.parts = {OPTIMIZER_VECTORS[1]: squares}
         """Layouts of the vectors that have not all parameters."""
         self._spans = list[Span]()
-        views = [layout.views(flat) for flat in (weights, gradient, self._mean)]
+        views = [layout.views(flat) for flat in (weights, gradient, self.mean)]
         places, square_places = layout.places(), squares.places()
         runs = list[tuple[slice, slice, bool]]()  # of AdamW: adjacent parameters together
         for name, shape in zip(layout.names, layout.shapes, strict=True):
@@ -240,8 +245,9 @@ class InnerOptimizer:
                 place, square_place = slice(before.start, place.stop), slice(squares_before.start, square_place.stop)
             runs.append((place, square_place, is_decayed))
         for place, square_place, is_decayed in runs:
-            vectors = weights[place], gradient[place], self._mean[place], self._square[square_place]
+            vectors = weights[place], gradient[place], self.mean[place], self._square[square_place]
             self._spans.append(Span(*vectors, is_decayed))
+        self._rate = 0.0  # of the last step
         self._num_skipped: int | Tensor = 0
         self.begun_at = 0
         """Inner step at which the means began."""
@@ -265,7 +271,7 @@ class InnerOptimizer:
         The gradient is changed. A gradient that is not finite changes nothing: one overflow would otherwise spoil
         weights and means for good.
         """
-        rate = self.rate(steps)
+        self._rate = rate = self.rate(steps)
         if divisor != 1:
             self._gradient.div_(divisor)
         if self._settings.clip:
@@ -298,12 +304,19 @@ class InnerOptimizer:
                     vectors = span.weights[piece], span.gradient[piece], span.mean[piece], span.square[piece]
                     adamw_(*vectors, number, rate, self._settings)
 
+    def look_ahead(self, weights: Tensor) -> None:
+        """Move weights (n,), on any device, by `LOOK_AHEAD` of Muon's steps along its momentum as it is."""
+        momenta = [span.mean for span in self._spans if span.square is None]
+        for place, momentum in zip(self.muon_places, momenta, strict=True):
+            step = orthogonalised(momentum.float()).to(weights).mul_(rms_factor(*momentum.shape))
+            weights[place].view_as(step).sub_(step, alpha=LOOK_AHEAD * self._rate)
+
     def restart(self, steps: int, begun_at: int) -> None:
         """Continue after ``steps`` inner steps with means that were loaded, and that began at ``begun_at``.
 
         If any of them is missing, all begin now, and the rate is ramped up.
         """
-        means = [mean for mean in (self._mean, self._square) if len(mean)]
+        means = [mean for mean in (self.mean, self._square) if len(mean)]
         if all(bool(mean.any()) for mean in means):
             self.begun_at = min(begun_at, steps)
             return
@@ -314,10 +327,10 @@ class InnerOptimizer:
     def digest(self) -> bytes:
         """BLAKE3 of the running means, 32 bytes."""
         digest = blake3()
-        for mean in (self._mean, self._square):
+        for mean in (self.mean, self._square):
             digest.update(mean.cpu().view(torch.uint8).numpy().data)
         return digest.digest()
 
     def state(self) -> dict[str, Tensor]:
         """The running means, by name: flat vectors, the mean (n,), that of squares by `parts`."""
-        return dict(zip(OPTIMIZER_VECTORS, (self._mean, self._square), strict=True))
+        return dict(zip(OPTIMIZER_VECTORS, (self.mean, self._square), strict=True))

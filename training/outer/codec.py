@@ -44,6 +44,7 @@ MIN_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals 
 _TOPK_LEVELS = 127
 
 Result = TypeVar("Result")
+Piece = TypeVar("Piece")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,20 +272,20 @@ def slices(num_elements: int, start: int = 0) -> Iterator[slice]:
         yield slice(begin, min(begin + _SLICE, num_elements))
 
 
-def bytes_of(form: Form, part: slice) -> slice:
-    """Return the byte range of a part yielded by `slices`."""
-    return slice(form.size(part.start), form.size(part.stop))
+def bytes_of(form: Form, part: slice, first: int = 0) -> slice:
+    """Return the byte range of a part yielded by `slices`, of a vector whose bytes begin at ``first``."""
+    return slice(first + form.size(part.start), first + form.size(part.stop))
 
 
-def bytes_to_fill(form: Form, num_elements: int, out: Buffer) -> Tensor:
-    """Return the start of the writable ``out`` that ``num_elements`` take: (bytes,) uint8, the same memory.
+def bytes_to_fill(num_bytes: int, out: Buffer) -> Tensor:
+    """Return the start of the writable ``out``: (num_bytes,) uint8, the same memory.
 
     Raises `CodecError` if ``out`` is too small.
     """
-    size, target = form.size(num_elements), np.frombuffer(out, dtype=np.uint8)
-    if len(target) < size:
-        raise CodecError(f"{num_elements} elements take {size} bytes, the buffer has {len(target)}")
-    return torch.from_numpy(target[:size])
+    target = np.frombuffer(out, dtype=np.uint8)
+    if len(target) < num_bytes:
+        raise CodecError(f"the contribution takes {num_bytes} bytes, the buffer has {len(target)}")
+    return torch.from_numpy(target[:num_bytes])
 
 
 def bytes_to_read(data: npt.NDArray[np.uint8]) -> Tensor:
@@ -292,10 +293,10 @@ def bytes_to_read(data: npt.NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(data if data.flags.writeable and not data.ctypes.data % 4 else data.copy())
 
 
-def check_length(form: Form, num_elements: int, num_bytes: int) -> None:
-    """Raise `CodecError` if ``num_elements`` do not take exactly ``num_bytes``."""
-    if num_bytes != form.size(num_elements):
-        raise CodecError(f"{num_elements} elements take {form.size(num_elements)} bytes, not {num_bytes}")
+def check_length(num_elements: int, expected: int, num_bytes: int) -> None:
+    """Raise `CodecError` unless ``num_elements`` take ``num_bytes``, which are ``expected``."""
+    if num_bytes != expected:
+        raise CodecError(f"{num_elements} elements take {expected} bytes, not {num_bytes}")
 
 
 def encode(codec: str, values: Tensor, out: Buffer) -> int:
@@ -304,7 +305,7 @@ def encode(codec: str, values: Tensor, out: Buffer) -> int:
     Raises `CodecError` if a value is not finite (or beyond `MAX_MAGNITUDE`, `MAX_FP16`), or ``out`` is too small.
     """
     form = form_of(codec)
-    target = bytes_to_fill(form, values.numel(), out)
+    target = bytes_to_fill(form.size(values.numel()), out)
     for part in slices(values.numel()):
         form.encode(values[part].cpu(), target[bytes_of(form, part)])
     return len(target)
@@ -317,7 +318,7 @@ def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | s
     """
     form = form_of(codec)
     source = np.frombuffer(data, dtype=np.uint8)
-    check_length(form, num_elements, len(source))
+    check_length(num_elements, form.size(num_elements), len(source))
     values = torch.zeros(num_elements, dtype=torch.float32)
     for part in slices(num_elements):
         form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])
@@ -356,7 +357,7 @@ def each_piece(work: Callable[[slice], object], pieces: Iterable[slice], vector:
             work(piece)
 
 
-def in_order(work: Callable[[slice], Result], pieces: Iterable[slice]) -> Iterator[Result]:
+def in_order(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
     """Yield ``work(piece)`` for each piece, in order; as many pieces at a time as PyTorch has threads.
 
     Gradients are not recorded. Raises what ``work`` raises for the first piece for which it does.

@@ -38,7 +38,6 @@ from ..base.errors import CodecError, DataError
 from ..screening.rule import Encounter, Histories, Partner, Refuse, ScreeningRule, Verdict
 from .codec import (
     Buffer,
-    Form,
     TopK,
     bytes_of,
     bytes_to_fill,
@@ -49,6 +48,7 @@ from .codec import (
     one_thread,
     slices,
 )
+from .momentum import Momentum
 from .rule import OuterRule, OwnVectors
 
 _log = logging.getLogger(__name__)
@@ -206,23 +206,26 @@ class Contribution:
     """The contribution as the partner decodes it (n,). Where topk left something out, the partner takes its own."""
     memory: Tensor | None
     """What topk has sent last of every element once a partner has used this contribution (n,)."""
+    momentum: Tensor
+    """The momenta as they were, and once they are encoded as the partner decodes them (m,)."""
 
 
 class Contributor:
-    """Makes contributions of a replica's own weights and vectors, (n,) fp32 each, as they are then.
+    """Makes contributions of a replica's own weights and vectors, (n,) fp32 each, as they are then, and its momenta.
 
     Each is good until the next one is made: the memory for it is kept, as getting it from the system every time takes
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier) -> None:
+    def __init__(
+        self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier, momentum: Momentum
+    ) -> None:
+        self.momentum = momentum
         self._own = own
         self._copier = copier
         self.form = form_of(outer.codec, outer.topk)
         self._rule = rule
         largest = -(-len(own.fast) // outer.fragments)
-        self.largest_bytes = self.form.size(largest)
-        """Of the largest fragment's contribution."""
         self._frozen = own.fast.new_empty(largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
         self._sent = self._frozen if is_exact else own.fast.new_empty(largest)
@@ -242,7 +245,11 @@ class Contributor:
             frozen.copy_(self._own.fast[part])
         self._copier.fork()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        return Contribution(part, frozen, sent, memory)
+        return Contribution(part, frozen, sent, memory, self.momentum.freeze(part))
+
+    def num_bytes(self, part: slice) -> int:
+        """Return the encoded size of a fragment's contribution."""
+        return self.form.size(part.stop - part.start) + self.momentum.num_bytes(part)
 
     def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> bytes:
         """Encode what `freeze` gave into ``out``; returns the BLAKE3 of that.
@@ -250,21 +257,29 @@ class Contributor:
         ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
         if ``out`` is too small or a weight is not finite.
         """
-        part, target, digest = frozen.part, bytes_to_fill(self.form, len(frozen.theta), out), blake3()
+        part, digest = frozen.part, blake3()
+        target, first = bytes_to_fill(self.num_bytes(part), out), self.form.size(len(frozen.theta))
+        momentum = self.momentum.form
 
-        def encode(piece: slice) -> tuple[Wait, slice]:
-            place = bytes_of(self.form, piece)
+        def encode(work: tuple[slice, bool]) -> tuple[Wait, slice]:
+            piece, is_momentum = work
+            place = bytes_of(momentum, piece, first) if is_momentum else bytes_of(self.form, piece)
             filled = self._copier.to_fill(target[place])
-            self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
+            if is_momentum:
+                momentum.encode(frozen.momentum[piece], filled)
+                momentum.decode(filled, frozen.momentum[piece])
+            else:
+                self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
             return self._copier.send(filled, target[place]), place
 
         def add(place: slice) -> None:
             digest.update(target[place].numpy().data)
             progress(place.stop)
 
-        pieces = slices(len(frozen.theta))
+        work = [(piece, False) for piece in slices(len(frozen.theta))]
+        work += [(piece, True) for piece in slices(len(frozen.momentum))]
         if self._copier.is_host:
-            for _, place in in_order(encode, pieces):
+            for _, place in in_order(encode, work):
                 add(place)
             return digest.digest()
         on_their_way: deque[tuple[Wait, slice]] = deque()
@@ -275,8 +290,8 @@ class Contributor:
             add(place)
 
         with self._copier.aside():
-            for piece in pieces:
-                on_their_way.append(encode(piece))
+            for each in work:
+                on_their_way.append(encode(each))
                 while len(on_their_way) > self._copier.depth:
                     finish()
             while on_their_way:
@@ -414,14 +429,25 @@ _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
 class PartnerContribution:
-    """The partners' contributions, one per round, decoded into ``memory`` (n,) and compared with this replica's own."""
+    """The partners' contributions, one per round, decoded into ``memory`` (n,) and compared with this replica's own.
 
-    def __init__(self, rule: ScreeningRule, form: Form, memory: Tensor, copier: Copier, exam: Exam) -> None:
+    Their momenta are decoded when everything is there: distances and losses are of the weights alone.
+    """
+
+    def __init__(
+        self,
+        rule: ScreeningRule,
+        contributor: Contributor,
+        memory: Tensor,
+        copier: Copier,
+        exam: Exam,
+    ) -> None:
         self.histories = Histories()
         """What the rule remembers of peers."""
         self.exam = exam
         self._rule = rule
-        self._form = form
+        self._contributor = contributor
+        self._form = contributor.form
         self._memory = memory
         self._copier = copier
         self._own: Contribution | None = None
@@ -472,14 +498,23 @@ class PartnerContribution:
             return _NO_OWN
         size = np.frombuffer(data, dtype=np.uint8).size
         try:
-            check_length(self._form, len(self._own.sent), size)
+            check_length(len(self._own.sent), self._contributor.num_bytes(self._own.part), size)
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem
+            self._take_in_momenta(self._own, data)
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
         return self._ask(self._own.sent, encounter, describe)
+
+    def _take_in_momenta(self, own: Contribution, data: Buffer) -> None:
+        source, first = np.frombuffer(data, dtype=np.uint8), self._form.size(len(own.sent))
+        momentum, received = self._contributor.momentum, self._contributor.momentum.received(own.momentum)
+        with self._copier.aside():
+            for piece in slices(len(received)):
+                place = bytes_of(momentum.form, piece, first)
+                momentum.form.decode(self._copier.fetch(bytes_to_read(source[place])), received[piece])
 
     def verdict(self, data: Buffer, encounter: Encounter, describe: Describe) -> Verdict:
         """Return the verdict on the contribution that was just judged, without reading it again; otherwise `judge`."""

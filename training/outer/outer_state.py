@@ -27,6 +27,7 @@ from farandole.protocol.wire.safetensors import FP32_BYTES
 
 from .codec import each_piece, one_thread, slices
 from .contribution import Contribution, Contributor, Copier, copier_for
+from .momentum import Momentum, no_momentum
 from .rule import Meeting, OuterRule, OwnVectors, rule_of
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
@@ -129,10 +130,18 @@ class FastWeights:
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
-    The slow weights begin as a copy of them. ``rule``: one that no run file knows.
+    The slow weights begin as a copy of them. ``rule``: one that no run file knows. ``momentum``: what travels with the
+    weights; None: nothing.
     """
 
-    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier, rule: OuterRule | None = None) -> None:
+    def __init__(
+        self,
+        settings: OuterConfig,
+        fast: Tensor,
+        copier: Copier,
+        rule: OuterRule | None = None,
+        momentum: Momentum | None = None,
+    ) -> None:
         self.settings = settings
         self.copier = copier
         self.slow = fast.clone()
@@ -140,7 +149,7 @@ class OuterState:
         self._fast = fast
         self._rule = rule_of(settings) if rule is None else rule
         self._own = OwnVectors(fast, self.slow, self.vectors)
-        self.contributor = Contributor(settings, self._rule, self._own, copier)
+        self.contributor = Contributor(settings, self._rule, self._own, copier, momentum or no_momentum(fast))
         """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(

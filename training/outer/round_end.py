@@ -39,6 +39,7 @@ from ..base.parameters import Layout
 from ..screening.rule import UNKNOWN, Encounter, Partner, Refuse, Verdict, rule_of
 from .codec import Buffer, Result
 from .contribution import Contribution, Exam, Measure, PartnerContribution, copier_for
+from .momentum import Momentum
 from .outer_state import FastWeights, OuterState
 
 # Number of recent rounds whose median movement is the usual one, and the minimum number of them.
@@ -188,6 +189,7 @@ class RoundEnd:
         measure: Measure | None = None,
         partners: int = 1,
         exam: Exam | None = None,
+        momentum: Momentum | None = None,
     ) -> None:
         theta, copier = weights.flat, copier_for(weights.flat.device)
         self.totals = Totals()
@@ -195,14 +197,12 @@ class RoundEnd:
         self.layout = layout
         """Names, shapes and codec of the parameters; partners must have the same layout."""
         self.weights = weights
-        self.outer = OuterState(outer, theta, copier)
-        self.contribution_bytes = self.outer.contributor.largest_bytes
+        self.outer = OuterState(outer, theta, copier, momentum=momentum)
+        self._parts = layout.fragments(outer.fragments)
+        self.contribution_bytes = max(map(self.outer.contributor.num_bytes, self._parts))
         """Of the largest contribution in this run, and of every one if there are no fragments."""
-        self._parts = [layout.fragment(index, outer.fragments) for index in range(outer.fragments)]
         received = theta.new_empty(max(part.stop - part.start for part in self._parts))
-        self.partner = PartnerContribution(
-            rule_of(screening), self.outer.contributor.form, received, copier, exam or Exam()
-        )
+        self.partner = PartnerContribution(rule_of(screening), self.outer.contributor, received, copier, exam or Exam())
         self.ended: EndedRound | None = None
         """The round that awaits its outer step."""
         self.side_thread = SideThread()
@@ -305,7 +305,7 @@ class RoundEnd:
         )
         self._ramps.clear()
         self.partner.expect(None)
-        return self.outer.contributor.form.size(len(frozen.theta))
+        return self.outer.contributor.num_bytes(frozen.part)
 
     @torch.no_grad()
     def encode(self, out: Buffer, progress: Callable[[int], None] = lambda num_bytes: None) -> bytes:
@@ -398,6 +398,19 @@ class RoundEnd:
 
         return self.side_thread.call(loss)
 
+    def _loss(self) -> float | None:
+        """Return the loss of the weights as they are, if known."""
+        return None if self._measure is None else self.partner.exam.loss(self._measure)
+
+    def _loss_ahead(self, momentum: Momentum) -> float | None:
+        """Return the loss that the momentum leads to, if known."""
+        self.weights.read()
+        tried = self.weights.room(len(self.weights.flat))
+        tried.copy_(self.weights.flat)
+        momentum.look_ahead(tried)
+        with self.weights.replaced(slice(0, len(tried)), tried):
+            return self._loss()
+
     # The outer step
 
     @torch.no_grad()
@@ -438,13 +451,15 @@ class RoundEnd:
         if is_late and corrects:
             self.weights.flat[made.part].zero_()  # the step makes it the correction of the trained weights
         self.outer.step(made, pair, shares, is_late=is_late)
-        return self.side_thread.call(partial(self._begin_round, ended, is_late=is_late, is_behind=is_behind))
+        share = sum(shares) - shares[0 if own_first else 1] if shares else 0.0
+        return self.side_thread.call(partial(self._begin_round, ended, share, is_late=is_late, is_behind=is_behind))
 
     @torch.no_grad()
-    def _begin_round(self, ended: EndedRound, *, is_late: bool, is_behind: bool) -> int:
+    def _begin_round(self, ended: EndedRound, share: float, *, is_late: bool, is_behind: bool) -> int:
         """Begin the next round with the outer step that was just taken; returns how late it is.
 
-        ``is_late``: whether it was computed as a late one. Inner steps may have been taken during it.
+        ``share``: the partner's. ``is_late``: whether it was computed as a late one. Inner steps may have been taken
+        during it.
         """
         part, late = ended.contribution.part, self.totals.steps - ended.steps
         if self.aside is not Aside.ALL or not late:
@@ -453,6 +468,10 @@ class RoundEnd:
             if not is_late:
                 self.weights.flat[part] -= ended.contribution.theta
             self.weights.add(part)
+        momentum = self.outer.contributor.momentum
+        if share and len(ended.contribution.momentum):
+            losses = self._loss, partial(self._loss_ahead, momentum)
+            momentum.average(part, ended.contribution.momentum, share, late, losses)
         if not is_behind:
             self._behind.discard(ended.fragment)
         self.totals.round += 1

@@ -52,8 +52,8 @@ class AdderRoundEnd(RoundEnd):
 
     def __init__(self) -> None:
         super().__init__(FastWeights(torch.zeros(4)), Layout(("w",), ((2, 2),), "fp32"), PlainConfig(), GuardConfig())
-        form, copier = self.outer.contributor.form, self.outer.copier
-        self.partner = PartnerContribution(TokensRule(), form, torch.empty(4), copier, Exam())
+        contributor, copier = self.outer.contributor, self.outer.copier
+        self.partner = PartnerContribution(TokensRule(), contributor, torch.empty(4), copier, Exam())
         self.taken_in: list[int] = []
 
     def take_in(self, data: Buffer, available: int) -> None:

@@ -34,6 +34,7 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "data.mask_documents": {"data": {"mask_documents": True}},
     "outer.codec = topk": {"outer": {"codec": "topk"}},
     "outer.fragments": {"outer": {"fragments": 2}},
+    "outer.momentum_codec": {"outer": {"momentum_codec": "int4"}, "inner": {"optimizer": "muon"}},
     "inner.deterministic": {"inner": {"deterministic": True}},
     "tokenizer": {"tokenizer": {"kind": "tokenizers", "sha256": "0" * 64}},
     "data": {"data": {"source": "text"}},

@@ -185,7 +185,8 @@ def test_averaged_momenta_come_together_and_keep_their_sum(
     stack = trained(Method("apart", "none", optimizer="muon"), model, [Trial(1, 1.0, samplers)], 3)
     before = stack.momenta.clone()
     for exchange in range(8):
-        stack.average_momenta(groups_of(group, 4, 1, 2, exchange), "int4")
+        stack.send_momenta("int4")
+        stack.average_momenta(groups_of(group, 4, 1, 2, exchange))
     torch.testing.assert_close(stack.momenta.mean(0), before.mean(0), rtol=0, atol=1e-6)
     assert float(stack.momenta.std(0).mean()) < 0.2 * float(before.std(0).mean())
 
