@@ -157,7 +157,7 @@ class Recorder:
         """Record the start of a round, before its inner steps."""
         self.wait()
         try:
-            snapshot = self._learner.checkpoint.start()
+            snapshot = self._learner.checkpoint.snapshot("start")
         except MemoryError:
             self._start = None
             return

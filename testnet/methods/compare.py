@@ -36,7 +36,7 @@ from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
 from farandole.training.data.batches import Batch, Found, Tokens, cut_out, draw
 from farandole.training.data.dataset import Sampler, Text
-from farandole.training.data.sources import Reader, sources_of, stdlib_sources
+from farandole.training.data.sources import documents_in, sources_of, stdlib_sources
 from farandole.training.inner.optimizer import matrices_of
 from farandole.training.model.model import build_model
 
@@ -277,7 +277,7 @@ def documents_by_kind(num_kinds: int, folder: Path | None = None) -> dict[str, l
     Raises `DataError` if there are too few.
     """
     packages: dict[str, list[bytes]] = defaultdict(list)
-    for document in Reader(stdlib_sources() if folder is None else sources_of([folder]), ""):
+    for document in documents_in(stdlib_sources() if folder is None else sources_of([folder]), ""):
         package, separator, _ = document.name.partition("/")
         if separator:
             packages[package].append(document.text)

@@ -20,7 +20,7 @@ import copy
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,15 +32,13 @@ from farandole.protocol.run.manifest import DataConfig, Manifest
 from ..base.errors import DataError
 from ..base.permutation import permute
 from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out
-from .sources import Document, Progress, Reader, TextSource, no_progress, sources_of, stdlib_sources
+from .sources import Document, Progress, TextSource, documents_in, no_progress, sources_of, stdlib_sources
 from .token_cache import cache_name, distribute, keep_within, open_cache, write_cache
 from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
 from .tokenizer import ByteTokenizer, Tokenizer, beyond_vocabulary, load_tokenizer
 
 # Limit of the text that is held in memory if there is no cache folder; the text beyond it is not read.
 MAX_TEXT_BYTES: Final = 2 * 1024**3
-# Bytes between two progress reports: one second's work of a fast tokenizer.
-_PROGRESS_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
     Raises `DataError` if there is none, or it cannot be read.
     """
     if config.source != "text":
-        return text_of(Reader(stdlib_sources(), bring.field), tokenizer, config.held_out)
+        return text_of(documents_in(stdlib_sources(), bring.field), tokenizer, config.held_out)
     if not bring.paths:
         raise DataError(
             "this run trains on text that each node brings: name some with --data, or a data set with --stream"
@@ -108,27 +106,17 @@ class _Loader:
         return self._ready_tokens(ready) if ready else self._text(sources)
 
     def _text(self, sources: Sequence[TextSource]) -> Text:
-        reader, path = Reader(sources, self._bring.field), self._cache_of(sources, self._bring.field)
+        documents = documents_in(sources, self._bring.field, self._bring.progress)
+        path = self._cache_of(sources, self._bring.field)
         if path is None:
-            return text_of(reader, self._tokenizer, self._held_out)
-
-        def tell() -> None:
-            self._bring.progress(reader.position, reader.size)
-
-        return self._kept(path, _dtype_of(self._tokenizer), tokenise(reader, self._tokenizer, self._held_out, tell))
+            return text_of(documents, self._tokenizer, self._held_out)
+        return self._kept(path, _dtype_of(self._tokenizer), tokenise(documents, self._tokenizer, self._held_out))
 
     def _ready_tokens(self, sources: Sequence[TextSource]) -> Text:
         """Return the tokens in files, which are mapped."""
         arrays = [(source.path, open_tokens(source.path)) for source in sources]
         path = self._cache_of(sources, self._tokenizer.separator, "ready")
-        size, position = sum(source.size for source in sources), 0
-
-        def tell(num_bytes: int) -> None:
-            nonlocal position
-            position += num_bytes
-            self._bring.progress(min(position, size), size)
-
-        parts = index_tokens(arrays, self._tokenizer, self._held_out, tell)
+        parts = index_tokens(arrays, self._tokenizer, self._held_out, self._bring.progress)
         index = _in_memory(INDEX_DTYPE, parts) if path is None else self._kept(path, INDEX_DTYPE, parts)
         for each, tokens in arrays if self._masks_documents else ():
             require_separator(each, tokens, self._tokenizer)
@@ -178,20 +166,12 @@ def _dtype_of(tokenizer: Tokenizer) -> np.dtype[np.integer]:
     return np.dtype(np.min_scalar_type(tokenizer.vocabulary - 1))
 
 
-def tokenise(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    held_out: float,
-    tell_progress: Callable[[], None] = lambda: None,
-) -> Parts:
-    """Yield documents' tokens, with a separator after each, of which the share ``held_out`` is held out.
-
-    ``tell_progress`` is called periodically.
-    """
+def tokenise(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Parts:
+    """Yield documents' tokens, with a separator after each, of which the share ``held_out`` is held out."""
     dtype = _dtype_of(tokenizer)
     separator = np.array([tokenizer.separator], dtype).tobytes()
     corpus = hashlib.sha256(b"farandole/corpus/3")
-    num_documents, largest, untold = 0, -1, 0
+    num_documents, largest = 0, -1
     for document in documents:
         tokens = tokenizer.encode(document.text).astype(dtype)
         content = hashlib.sha256(document.text).digest()
@@ -200,10 +180,6 @@ def tokenise(
         corpus.update(len(name).to_bytes(4, "little") + name + content)
         num_documents += 1
         largest = max(largest, tokenizer.separator, int(tokens.max(initial=0)))
-        untold += len(document.text)
-        if untold >= _PROGRESS_BYTES:
-            untold = 0
-            tell_progress()
     return Found(num_documents, largest, corpus.digest()[:CORPUS_BYTES])
 
 

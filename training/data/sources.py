@@ -168,33 +168,22 @@ def _ordered(found: Iterable[TextSource]) -> list[TextSource]:
     ]
 
 
-class Reader:
-    """The documents of sources, one after the other. ``field``: of a record, what has its text."""
+def documents_in(sources: Sequence[TextSource], field: str, progress: Progress = no_progress) -> Iterator[Document]:
+    """Yield the documents of sources, one after the other. ``field``: of a record, what has its text.
 
-    def __init__(self, sources: Sequence[TextSource], field: str) -> None:
-        self.size = sum(source.size for source in sources)
-        """Bytes of all sources."""
-        self.position = 0
-        """About how many of them are read."""
-        self._sources = sources
-        self._field = field
-
-    def __iter__(self) -> Iterator[Document]:
-        """Raises `DataError` where a source is not what it should be, and says what to do."""
-        begun = 0
-        for source in self._sources:
-            if source.kind == "text":
-                documents = _pieces(source)
-            else:
-                records: Records = _READERS[source.kind](source.path, self._field)
-                documents = (
-                    (Document(hashlib.sha256(text).hexdigest(), text), share) for text, share in records if text
-                )
-            for document, share in documents:
-                self.position = begun + min(int(share * source.size), source.size)
-                yield document
-            begun += source.size
-        self.position = self.size
+    Raises `DataError` where a source is not what it should be, and says what to do.
+    """
+    begun, size = 0, sum(source.size for source in sources)
+    for source in sources:
+        if source.kind == "text":
+            documents = _pieces(source)
+        else:
+            records: Records = _READERS[source.kind](source.path, field)
+            documents = ((Document(hashlib.sha256(text).hexdigest(), text), share) for text, share in records if text)
+        for document, share in documents:
+            yield document
+            progress(begun + min(int(share * source.size), source.size), size)
+        begun += source.size
 
 
 def _pieces(source: TextSource) -> Iterator[tuple[Document, float]]:

@@ -127,11 +127,11 @@ def index_tokens(
     arrays: Sequence[tuple[Path, Array]],
     tokenizer: Tokenizer,
     held_out: float,
-    tell_progress: Callable[[int], None] = lambda num_bytes: None,
+    progress: Callable[[int, int], None],
 ) -> Parts:
     """Yield the index of the tokens, of which the share ``held_out`` is held out.
 
-    ``tell_progress`` is called with the number of bytes that were read since the last call. Raises `DataError` if a
+    ``progress`` is called with the number of bytes that were read, and that of all. Raises `DataError` if a
     token is not in the tokenizer's vocabulary.
     """
 
@@ -139,7 +139,7 @@ def index_tokens(
         return np.array([number, first, end - first], INDEX_DTYPE).tobytes() if end > first else b""
 
     corpus = hashlib.sha256(b"farandole/corpus/tokens/1")
-    num_documents, largest = 0, -1
+    num_documents, largest, read, size = 0, -1, 0, sum(tokens.nbytes for _, tokens in arrays)
     for number, (path, tokens) in enumerate(arrays):
         largest = max(largest, require_vocabulary(path, tokens, tokenizer))
         is_open_out, open_first, told = False, 0, 0
@@ -153,10 +153,11 @@ def index_tokens(
                     yield is_open_out, entry(number, open_first, first)
                     is_open_out, open_first = is_out, first
             if end - told >= _BLOCK_TOKENS:
-                tell_progress((end - told) * tokens.itemsize)
+                progress(read + end * tokens.itemsize, size)
                 told = end
         yield is_open_out, entry(number, open_first, len(tokens))
-        tell_progress((len(tokens) - told) * tokens.itemsize)
+        read += tokens.nbytes
+        progress(read, size)
     return Found(num_documents, largest, corpus.digest()[:CORPUS_BYTES])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -176,20 +176,12 @@ class Checkpoint:
         self._read()
         return save_checkpoint(path, self.tensors(), self.layout, self.run_id, self.counters)
 
-    def snapshot(self) -> Snapshot:
-        """Return what `save` would write now, to write it while training continues; valid until the next snapshot.
-
-        Raises `MemoryError` if there is no memory for one more copy.
-        """
-        return self._snapshot_as("newest")
-
-    def start(self) -> Snapshot:
-        """Return a snapshot of the start of a round, in separate memory; valid until the next call of `start`."""
-        return self._snapshot_as("start")
-
     @torch.no_grad()
-    def _snapshot_as(self, kind: str) -> Snapshot:
-        """Return a snapshot in the memory for its kind, which is kept."""
+    def snapshot(self, kind: Literal["newest", "start"] = "newest") -> Snapshot:
+        """Return what `save` would write now, to write it while training continues; valid until the next of its kind.
+
+        ``start``: of a round. Raises `MemoryError` if there is no memory for one more copy; the memory is kept.
+        """
         if kind not in self._snapshots:
             self._snapshots[kind] = SnapshotMemory(self.vectors(), self._copier)
         self._read()
