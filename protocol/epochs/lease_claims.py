@@ -202,12 +202,8 @@ class Claims:
     @property
     def doubted(self) -> int:
         """The sections that any author claims to be done, believed or not."""
-        return self.claimed(self._claimants)
-
-    def claimed(self, authors: Iterable[bytes]) -> int:
-        """Return the sections that any of ``authors`` claims to be done."""
         mask = 0
-        for claimant in (self._claimants[author] for author in authors if author in self._claimants):
+        for claimant in self._claimants.values():
             mask |= claimant.told
             for first, end in claimant.owed.items():
                 mask |= self._sections.mask(first, end)

@@ -35,7 +35,7 @@ from ..state.entries import Kind, Lease, LeasedSlices
 from ..state.state import RunState
 from ..trainer.trainer_messages import DrawSlices, SlicesTrained
 from ..wire.identity import framed
-from .lease_claims import MAX_SHARE, MAX_UNFINISHED, SETTLE_SECONDS, Claimant, Claims, EpochVote, Standing, max_sections
+from .lease_claims import MAX_UNFINISHED, SETTLE_SECONDS, Claimant, Claims, EpochVote, Standing, max_sections
 
 Output = tuple[int, Lease] | DrawSlices
 """An entry to publish, after the index of its slot, or what the trainer draws from now on."""
@@ -79,7 +79,6 @@ class _Epoch:
     waited_for: frozenset[bytes] = frozenset()
     overdue: frozenset[bytes] = frozenset()
     told_parts: dict[int, bytes] = field(default_factory=dict)
-    is_patient: bool = True
     gave_way_at: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -311,7 +310,8 @@ class Leases:
             taken |= self.sections.mask(self.done.next(lease.first), lease.end)
         for _, peer in self._respected():
             taken |= peer.mask
-        free = self._worthwhile(self.sections.all & ~taken)
+        free = self.sections.all & ~taken  # what some author claims to be done comes last
+        free = free & ~self._current.claims.doubted or free
         if not free:
             self._wait(now)
             return
@@ -323,21 +323,6 @@ class Leases:
         begin = self.done.next(self.sections.begin(first))
         self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
         self._is_outdated = True
-
-    def _worthwhile(self, free: int) -> int:
-        """Return the free sections that no author claims to be done, and in two cases the claimed ones too.
-
-        They are included where the unclaimed ones are many but in pieces, so that a liar that claims every second
-        section cuts no leases short. They are also included at the end of an epoch, voters' claims only after a wait:
-        most of these will be believed when most voters have met their authors.
-        """
-        undoubted = free & ~self._current.claims.doubted
-        if not undoubted:
-            is_patient = self._current.is_patient
-            return free & ~self._current.claims.claimed(self._standing.voters) if is_patient else free
-        is_little = undoubted.bit_count() <= MAX_SHARE * (len(self._standing.live) + 1)
-        num_runs = (undoubted & ~(undoubted << 1)).bit_count()
-        return undoubted if is_little or undoubted.bit_count() >= num_runs * self._wanted(undoubted) // 2 else free
 
     def _place(self, free: int) -> int:
         """Return the section to lease from: after the last lease, or else in this node's share of what is free.
@@ -380,7 +365,7 @@ class Leases:
             self._current.waited_for = frozenset(author for author, _ in self._respected())
         elif now - self._current.idle_since > self.patience:
             self._current.overdue |= self._current.waited_for
-            self._current.idle_since, self._current.is_patient = None, False
+            self._current.idle_since = None
 
     def assignment(self) -> DrawSlices:
         """Return what is left of the last assignment. A new trainer begins with it."""
