@@ -125,18 +125,6 @@ class StepPace:
         self._newest = deque[float](maxlen=STEPS_REMEMBERED)
         self._step_began_at: float | None = None
         self._pause_began_at = self._pause_until = 0.0
-        self._began_at: float | None = None
-
-    @property
-    def share(self) -> float:
-        """The share of the time since `begin` that is `busy_seconds`."""
-        if self._began_at is None:
-            return 0.0
-        return self.busy_seconds / max(time.monotonic() - self._began_at, 1e-9)
-
-    def begin(self) -> None:
-        """Note that inner steps follow; `share` counts from the first call on."""
-        self._began_at = time.monotonic() if self._began_at is None else self._began_at
 
     @property
     def is_stepping(self) -> bool:
@@ -249,7 +237,6 @@ class TrainerProcess:
             case messages.Replay():
                 self._exchange.side_thread.settle()
                 if isinstance(self._engine, Learner):
-                    self._pace.begin()
                     replayed = replay_round(self._engine, self._manifest, command, self._may_not_go_on)
                     if self._pace.is_stepping:
                         self._pace.end_step()
@@ -275,7 +262,6 @@ class TrainerProcess:
             engine.totals.round = command.round
         self._has_trained = True
         now = time.monotonic()
-        pace.begin()
         self._round = begun = _Round(command, engine.totals.steps, engine.totals.tokens, pace.busy_seconds, now, now)
         if self._recorder is not None:
             self._recorder.begin()
@@ -306,7 +292,6 @@ class TrainerProcess:
                 fragment=self._fragment,
                 busy_seconds=pace.busy_seconds - begun.busy_seconds,
                 skipped_steps=self._num_skipped - skipped_before,
-                utilisation=pace.share,
             )
         )
         self._exchange.encode(command.round)

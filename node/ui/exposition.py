@@ -45,7 +45,7 @@ _OF_MEMBERS: Final = (
     (Gauge, "tokens_per_second", "In the newest round.", "tokens_per_second"),
     (Gauge, "loss", "Training loss of the newest round, nats a token.", "loss"),
     (Gauge, "validation_bits_per_byte", "Newest loss on held-out text, bits per byte.", "bits_per_byte"),
-    (Gauge, "utilisation_ratio", "Share of the last few rounds that went into inner steps.", "recent_utilisation"),
+    (Gauge, "utilisation_ratio", "Share of the last few rounds that went into inner steps.", "utilisation"),
     (Count, "trainer_restarts", "Trainers that were replaced.", "trainer_restarts"),
     (Count, "contribution_sent_bytes", "Of contributions, sent.", "bytes_sent"),
     (Count, "contribution_received_bytes", "Of contributions, received.", "bytes_received"),

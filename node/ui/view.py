@@ -93,7 +93,7 @@ def _joined(separator: str, *parts: str) -> str:
 
 
 def _of_training(status: NodeStatus, now: float) -> Iterator[Row]:
-    share = status.utilisation if status.recent_utilisation is None else status.recent_utilisation
+    share = status.utilisation
     busy = "" if share is None else f"{share:.0%} of the time in inner steps"
     speed = count(status.tokens_per_second)
     value = _joined(

@@ -37,7 +37,7 @@ from .training_events import (
 )
 
 VALIDATION_BATCHES: Final = 8
-# Rounds over which the recent utilisation is a mean.
+# Rounds over which the utilisation is a mean.
 RECENT_ROUNDS: Final = 5
 # After a sleep, news of the others' rounds arrives in parts for this time: first the old news that waited in buffers.
 NEWS_SECONDS: Final = 3.0
@@ -127,7 +127,6 @@ class TrainerRounds:
         self._round_after_replay = 0
         # A replica without a checkpoint is saved as soon as possible, so that a trainer that dies can be resumed.
         self._saved_at = now if prepared.resumed else -math.inf
-        self._is_save_due = False  # another save follows the one under way
         self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
 
     def begin(self, others_round: int, is_near: bool, now: float) -> None:
@@ -177,8 +176,6 @@ class TrainerRounds:
                     decisions.outputs.append(Say(report.problem, "warn", UNSAVED))
                 elif report.note:
                     decisions.outputs.append(Say(report.note, "warn"))
-                if decisions.state is not LoopState.ENDING and self._is_save_due:
-                    self._save(now)
             case messages.Pong() | messages.Prepared():
                 pass
 
@@ -238,8 +235,7 @@ class TrainerRounds:
         decisions.change(
             inner_steps=report.inner_steps,
             inner_steps_this_round=report.inner_steps_this_round,
-            utilisation=report.utilisation,
-            recent_utilisation=self._note_busy(report.busy_seconds, now) or decisions.training.recent_utilisation,
+            utilisation=self._note_busy(report.busy_seconds, now) or decisions.training.utilisation,
         )
         self._count_tokens(report.tokens)
         if takes_steps:
@@ -273,7 +269,6 @@ class TrainerRounds:
         if every and (following % every == 0 or following == maximum):
             self._validate()
         if following != maximum and now - self._saved_at >= self._config.checkpoint_seconds:
-            self._is_save_due = True
             self.save_soon(now)
         if decisions.training.round == report.round:
             self._start_round(following, now)
@@ -334,7 +329,7 @@ class TrainerRounds:
             self._save(now)
 
     def _save(self, now: float, *, is_last: bool = False) -> None:
-        self._saved_at, self._is_save_due = now, False
+        self._saved_at = now
         self.num_saving += 1
         self.tell(messages.Save(is_last))
 

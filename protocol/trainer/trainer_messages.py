@@ -348,8 +348,6 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     """Time spent in inner steps and with commands between them."""
     fragment: int
-    utilisation: float
-    """Share of the trainer's time, since its first round began, that was spent in inner steps."""
     busy_seconds: float = 0.0
     """Time of the round spent in inner steps."""
     skipped_steps: int = 0

@@ -39,7 +39,7 @@ def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[Stage
                 providers=len(live),
                 inner_steps=round(_mean(float(node.inner_steps) for node in live) or 0),
                 **{name: sum(getattr(pipeline, name) for _, pipeline in parts) for name in _MICROBATCHES},
-                utilisation=_mean(node.recent_utilisation for node in live),
+                utilisation=_mean(node.utilisation for node in live),
             )
         )
     return reports

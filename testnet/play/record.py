@@ -123,7 +123,7 @@ REFUSED: Final = (f"failed: {REFUSED_HERE}", f"failed: {REFUSED_THERE}")
 """The beginnings of the verdict on an exchange that the screening refused, here or at the partner."""
 # Fields that a status and a report have in common: those that begin at 0 in each life, and the others.
 _COUNTERS: Final = ("exchanges_ok", "exchanges_alone", "exchanges_failed", "bytes_sent", "bytes_received")
-_AS_TOLD: Final = ("inner_steps", "tokens", "utilisation", "recent_utilisation", "resources")
+_AS_TOLD: Final = ("inner_steps", "tokens", "utilisation", "resources")
 
 
 @dataclass

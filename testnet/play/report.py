@@ -61,15 +61,13 @@ class NodeReport(msgspec.Struct):
     """Whether the node was alive at the end of the training."""
     state_root: str = ""
     utilisation: float | None = None
-    """Share of its trainer's time spent in inner steps, by the trainer's own clock, in its present life."""
+    """Share of the time of its last few rounds that went into inner steps."""
     paths: dict[str, int] = {}
     """Path of contributions ("bulk" or "stream") -> committed exchanges."""
     num_parameters: int = 0
     """Largest number of parameters that its trainer held at any time."""
     pipeline: PipelineStatus | None = None
     """Set where the model is cut into stages."""
-    recent_utilisation: float | None = None
-    """`utilisation` over the last few rounds."""
     is_doomed: bool = False
     """Whether a fault ended the node for good."""
     home: str = ""

@@ -396,7 +396,7 @@ class _Trainer:
         steps = max(1, round(seconds / self._step_seconds)) if takes_steps else 0
         self.ready_at = now
         self._node.handle(
-            messages.Contributed(self._round, 0, steps, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
+            messages.Contributed(self._round, 0, steps, steps, steps, steps, steps, None, seconds, self.fragment)
         )
 
 

@@ -85,7 +85,7 @@ STATUS = NodeStatus(
 
 def round_end(round_index: int, *exchanges: ExchangeEnded, alone: str = "", loss: float = 4.0) -> RoundEnd:
     """Return the end of a round of five inner steps."""
-    return RoundEnd(Contributed(round_index, 8, 640, 640, 5, 5, 640, loss, 2.5, 0, 1.0), exchanges, alone)
+    return RoundEnd(Contributed(round_index, 8, 640, 640, 5, 5, 640, loss, 2.5, 0), exchanges, alone)
 
 
 def ended(

@@ -60,7 +60,7 @@ def with_weights_of(round_index: int) -> messages.Prepared:
 
 
 def contributed(round_index: int) -> messages.Contributed:
-    return messages.Contributed(round_index, SIZE, 8, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
+    return messages.Contributed(round_index, SIZE, 8, 8, 1, 1, 8, 2.0, 1.0, 0)
 
 
 def saved(problem: str = "") -> messages.Saved:
@@ -291,7 +291,7 @@ async def test_an_owner_is_told_once_that_its_steps_are_too_long_for_the_runs_ex
 
 
 @pytest.mark.parametrize("is_due", [False, True])
-async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is_written_comes_after_it(
+async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is_written_comes_a_round_later(
     story: Story, clock: MockClock, is_due: bool
 ) -> None:
     for _ in range(2):
@@ -300,6 +300,7 @@ async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is
     assert len(story.told(messages.Save)) == 1
     for _ in range(2):
         await story.report(saved())
+        await story.play_round()
         assert len(story.told(messages.Save)) == 1 + is_due
 
 

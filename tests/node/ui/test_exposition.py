@@ -15,7 +15,7 @@ from ..statuses import STATUS
 GRAFANA = Path(__file__).parents[3] / "grafana" / "farandole.json"
 PIPELINE = PipelineStatus(1, 3, 100, 90, 10, 5, 1, 2, {"deadline": 10}, 1_000, 2_000)
 RUN = msgspec.structs.replace(STATUS.run, providers=[2, 1])
-FULL = msgspec.structs.replace(STATUS, run=RUN, pipeline=PIPELINE, validation=[(5, 2.5)], recent_utilisation=0.9)
+FULL = msgspec.structs.replace(STATUS, run=RUN, pipeline=PIPELINE, validation=[(5, 2.5)], utilisation=0.9)
 
 
 def samples(status: NodeStatus) -> dict[tuple[str, str], float]:
@@ -43,7 +43,7 @@ def test_prometheus_reads_what_the_status_says() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    empty = msgspec.structs.replace(STATUS, loss=None, validation=[], recent_utilisation=None, recent_exchanges=[])
+    empty = msgspec.structs.replace(STATUS, loss=None, validation=[], utilisation=None, recent_exchanges=[])
     empty = msgspec.structs.replace(empty, bits_per_byte=None)
     names = {name for name, _ in samples(msgspec.structs.replace(empty, last_exchange=None))}
     assert not names & {"farandole_loss", "farandole_validation_loss", "farandole_utilisation_ratio"}

@@ -42,7 +42,7 @@ ROUNDING = 1e-6
 
 
 def contribution(round_index: int, fragment: int = 0) -> messages.Contributed:
-    return messages.Contributed(round_index, 64, 8, 8, 1, 1, 8, 2.0, 1.0, fragment, 0.5, 1.0)
+    return messages.Contributed(round_index, 64, 8, 8, 1, 1, 8, 2.0, 1.0, fragment, 1.0)
 
 
 def make_loop(rounds: RoundConfig, max_rounds: int | None = None, num_fragments: int = 1) -> TrainingLoop:
@@ -495,7 +495,7 @@ def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
     asked = {}
     for has_loss in (True, False):
         loop.handle(messages.Prepared("cpu", 1, 64, b"l" * 32, 0, 0, 0, has_loss=has_loss), 1.0)
-        loop.handle(messages.Contributed(0, 64, 1, 1, 1, 1, 1, None, 1.0, 0, 1.0), 2.0)
+        loop.handle(messages.Contributed(0, 64, 1, 1, 1, 1, 1, None, 1.0, 0), 2.0)
         outputs = loop.handle(messages.OuterStepTaken(0), 3.0)
         asked[has_loss] = any(messages.Validate(8) == output for output in outputs)
         loop.handle(machine.TrainerEnded("the loop is gone", "detached"), 4.0)
