@@ -86,9 +86,9 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
             await member.credentials.restore(keys)
             return []
         rows = []
-        for told in await member.credentials.revoke(keys):
-            invitation, inviter = told.admission.invitation, told.admission.place(member.gossip.state.creator)[0]
-            row = {"peer_id": peer_id_of(told.member), "invited_by": peer_id_of(inviter), "others": told.num_others}
+        for key, admission, num_others in await member.credentials.revoke(keys):
+            invitation, inviter = admission.invitation, admission.place(member.gossip.state.creator)[0]
+            row = {"peer_id": peer_id_of(key), "invited_by": peer_id_of(inviter), "others": num_others}
             rows.append(row | {"uses": invitation.num_seats, "expires_at": invitation.expires_at})
         return rows
 

@@ -8,11 +8,10 @@ from typing import Any, Final
 
 from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Needs, needs_of
 from farandole.protocol.planning.planning import STAGES, Machine, changes, plan, reason_for, remedy
-from farandole.protocol.rounds.pairing_waits import MEETING_SHARE
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
 
-from .figures import duration, mbit, size
+from .figures import mbit, size
 
 # A run that has more parameters to a stage than machines have memory for can be cut so that it fits these.
 _USUAL: Final = Machine(USUAL_RATE, USUAL_RATE, memory=USUAL_MEMORY)
@@ -22,13 +21,8 @@ MIN_WARMUP_OF_STAGES: Final = 20
 
 
 def settings_line(settings: Mapping[str, Any]) -> str:
-    """Format ``{"outer.codec": "int8"}`` as ``[outer] codec = "int8"``, as in a run file."""
-    sections: dict[str, list[str]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        number = f"{value:g}" if isinstance(value, float) else json.dumps(value)
-        sections.setdefault(section, []).append(f"{field} = {number}")
-    return "; ".join(f"[{section}] {', '.join(lines)}" for section, lines in sections.items())
+    """Format settings as a run file may have them in one line: ``outer.codec = "int8", rounds.overlap = true``."""
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
 
 
 def settings_with_reasons(settings: Mapping[str, Any]) -> list[str]:
@@ -71,19 +65,6 @@ def unusual_needs(manifest: Manifest) -> list[str]:
             + (", or train a smaller model" if cut.lacks_memory or not settings else smaller)
         )
     return found
-
-
-def slow_steps(manifest: Manifest, step_seconds: float) -> str:
-    """Return a warning if partners give up while they wait for this node's last inner step of a round, else nothing."""
-    patience = MEETING_SHARE * min(manifest.rounds.exchange_seconds, 2 * manifest.rounds.round_seconds)
-    if not manifest.rounds.round_seconds or step_seconds <= patience:
-        return ""
-    return (
-        f"an inner step takes {duration(step_seconds)} on this machine, and a partner waits {duration(patience)} for "
-        f"it at the end of a round (a quarter of exchange_seconds, or of two rounds if that is less), so some "
-        "exchanges fail. Give the node a faster device, or more of this one (--threads, no other programs); the run's "
-        "creator can make a run with a smaller inner.batch_size or a longer rounds.exchange_seconds"
-    )
 
 
 def doubtful_settings(manifest: Manifest) -> Iterator[str]:

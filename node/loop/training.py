@@ -27,7 +27,6 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from ..base.bandwidth import Shaping
 from ..base.driver import Driver
-from ..base.requirements import slow_steps
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import Outgoing
 from ..state.membership import Membership
@@ -417,11 +416,6 @@ class Training:
                     session.contribute(report)
                     journal.over("trainer")
                     journal.history.add_loss(report.round, report.loss)
-                    seconds = report.busy_seconds / max(1, report.inner_steps_this_round)
-                    if warning := slow_steps(self.loop.config.manifest, seconds):
-                        journal.warn(warning, "slow steps")
-                    else:
-                        journal.over("slow steps")
                 elif isinstance(report, messages.Replayed) and self.audits is not None:
                     self.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:

@@ -57,16 +57,6 @@ class CredentialsError(FarandoleError):
 
 
 @dataclass(frozen=True, slots=True)
-class Revoked:
-    """A member that was revoked."""
-
-    member: bytes
-    admission: Admission
-    num_others: int
-    """Members that came by the same bearer key, and stay."""
-
-
-@dataclass(frozen=True, slots=True)
 class Credentials:
     """Handles this node's admission, invitations and revocations in an invited run; ``gate`` has the roster."""
 
@@ -200,10 +190,12 @@ class Credentials:
         payloads = (told.get(index, Revocation(())) for index in range(max(told, default=-1) + 1))
         return [(set(payload.keys), set(payload.readmitted)) for payload in payloads]
 
-    async def revoke(self, keys: Iterable[bytes]) -> list[Revoked]:
-        """End these memberships, and the ones that follow from these invites; return how each member came.
+    async def revoke(self, keys: Iterable[bytes]) -> list[tuple[bytes, Admission, int]]:
+        """End these memberships, and the ones that follow from these invites.
 
-        The invite that a member came by admits nobody any more; others that came by it stay.
+        The invite that a member came by admits nobody any more; others that came by it stay. Returns each such member,
+        with its admission and the number of these others.
+
         Raises `CredentialsError` if this node is not the creator's, and `StoreError`.
         """
         self._require_creator()
@@ -215,7 +207,7 @@ class Credentials:
                 if admission is None:
                     continue
                 others = frozenset(self.roster.invited_with(key)) - {*ended}
-                told.append(Revoked(key, admission, len(others)))
+                told.append((key, admission, len(others)))
                 bearer = admission.invitation.bearer
                 together = next((each for each in await self._bearers() if bearer in each), [bearer])
                 ended += [each for each in together if each == bearer or not self.roster.has_admitted(each)]

@@ -10,7 +10,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import trio
@@ -18,7 +18,7 @@ import trio
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.believing import ClockSkew, judge_clock, votes_of
-from farandole.protocol.state.entries import Delta, Entry, Kind, Payload, decode_delta
+from farandole.protocol.state.entries import Delta, Kind, Payload, decode_delta
 from farandole.protocol.state.entries import Member as MemberPayload
 from farandole.protocol.state.gossip import (
     JOIN_LEAD_SECONDS,
@@ -231,18 +231,15 @@ class GossipService:
                 self._host.connections.shut_out(peer, SHUT_OUT_SECONDS)
                 self.on_deed(peer, "flooded")
             raise
-        self._take_note(report.new)
-        self._note_crowd(report)
+        self._take_note(report)
 
-    def _note_crowd(self, report: MergeReport) -> None:
+    def _take_note(self, report: MergeReport) -> None:
+        """React to new entries, from push, sync or the disk."""
         if report.introducer is not None and report.num_too_many >= CROWD:
             self.on_deed(report.introducer.peer, "crowded")
-
-    def _take_note(self, entries: Sequence[Entry]) -> None:
-        """React to new entries, from either push or sync."""
-        if entries:
+        if report.new:
             self._waiting.unpark_all()
-        for entry in entries:
+        for entry in report.new:
             if entry.author == self._writer.author:
                 self._writer.observe(entry)
             elif entry.kind is Kind.MEMBER:
@@ -355,8 +352,7 @@ class GossipService:
             if not is_asked:
                 self._served_inbound.count(peer, trio.current_time(), entries=len(part.entries) + len(part.proofs))
             report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward, is_asked=is_asked)
-            self._take_note(report.new)
-            self._note_crowd(report)
+            self._take_note(report)
             await trio.lowlevel.checkpoint()
 
     # disk
@@ -376,7 +372,7 @@ class GossipService:
                 logger.warning("the stored entries of %s are damaged: %s", short_name(author), error)
                 self.state.dirty.add(author)
                 continue
-            self._take_note(self.state.merge(delta, self._unix()).new)
+            self._take_note(self.state.merge(delta, self._unix()))
             await trio.lowlevel.checkpoint()
 
     async def _save(self) -> None:

@@ -145,8 +145,6 @@ class Resources(msgspec.Struct, frozen=True):
     """Bytes of GPU memory that the trainer uses; None where it computes on the CPU."""
     device_memory_total: int | None = None
     """Bytes of memory that the GPU has."""
-    processor_seconds: float | None = None
-    """Processor time of the daemon, since it began."""
 
 
 class TrafficStatus(msgspec.Struct, frozen=True):

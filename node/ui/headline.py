@@ -47,7 +47,8 @@ _JOIN: Final = (
     "lets it out; `farandole doctor INVITE` finds out why"
 )
 _SLOW_LINE: Final = (
-    "the line may be too slow for this run, or lose too much: `farandole doctor INVITE` says what the run needs"
+    "the line may be too slow for this run, or lose too much, or an inner step take longer here than partners wait: "
+    "`farandole doctor INVITE` says what the run needs"
 )
 _START: Final = (
     "start a node on a machine that has them: `farandole join MANIFEST --start FOLDER`; the others fetch them"

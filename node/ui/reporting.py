@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -221,5 +220,4 @@ def measure_resources(state: NodeState) -> Resources | None:
         tasks=trio.lowlevel.current_statistics().tasks_living,
         device_memory=device_memory,
         device_memory_total=total,
-        processor_seconds=time.process_time(),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,7 +12,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.config.file import CONFIG_NAME, SETTINGS, config_text, read_limits
 from ...base.settings import NodeSettings
-from .options import AsJson, Home, stray_variables, takes_settings
+from .options import AsJson, Home, takes_settings
 from .output import print_json
 
 config_app = typer.Typer(help="Write the settings file, and show settings.", no_args_is_help=True)
@@ -77,5 +76,3 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
             told = setting.unset if value is None else json.dumps(value, default=str)
             table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
         Console(markup=False).print(table)
-    for fault in stray_variables(os.environ):
-        typer.secho(fault, fg=typer.colors.YELLOW, err=True)

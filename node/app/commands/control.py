@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,8 +16,8 @@ from farandole.protocol.wire.errors import FarandoleError
 from ...base.config.setting import settings_of
 from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
-from .options import AsJson, Home, reader_of, stray_variables, takes_settings
-from .output import print_answer, say_warnings, split_source, unquoted
+from .options import AsJson, Home, reader_of, takes_settings
+from .output import print_answer, split_source, unquoted
 from .runs import sign_run_file
 
 # `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
@@ -221,7 +220,6 @@ def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *argumen
     from ...base.logs import logging_to_file
     from ...base.system.tuning import give_memory_back
 
-    say_warnings(stray_variables(os.environ))
     give_memory_back()
     keep_private(settings.home)
     with logging_to_file(settings):

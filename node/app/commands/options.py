@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -15,7 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperOption
 
 from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config, read_limits
-from ...base.config.setting import PANELS, VARIABLE_PREFIX, Setting, settings_of
+from ...base.config.setting import PANELS, Setting, settings_of
 from ...base.settings import HOME_VARIABLE, NodeSettings, default_home
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -170,15 +169,3 @@ def _option(setting: Setting, must_exist: bool) -> Any:
     if setting.is_argument:
         return Annotated[setting.annotation, typer.Argument(**told)]
     return Annotated[setting.annotation, typer.Option(setting.flag, rich_help_panel=setting.panel, **told)]
-
-
-def stray_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a line for each variable with the settings' prefix that is not a setting, and so has no effect."""
-    known = {HOME_VARIABLE, CONFIG_VARIABLE, *(setting.variable for setting in settings_of(NodeSettings))}
-    stray = sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
-    lines = []
-    for name in stray:
-        positive = name.replace(f"{VARIABLE_PREFIX}NO_", VARIABLE_PREFIX)
-        near = [f"{positive}=false"] if positive in known else difflib.get_close_matches(name, known, n=1)
-        lines.append(f"{name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
-    return lines

@@ -279,17 +279,6 @@ async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None
     assert len(story.told(messages.Save)) == 2
 
 
-@with_rounds(RoundConfig(round_seconds=60.0, exchange_seconds=20.0))
-async def test_an_owner_is_told_once_that_its_steps_are_too_long_for_the_runs_exchanges(story: Story) -> None:
-    fast = msgspec.structs.replace(contributed(0), inner_steps_this_round=3, busy_seconds=15.0)
-    slow = msgspec.structs.replace(contributed(1), inner_steps_this_round=3, busy_seconds=15.5)
-    await story.report(fast, messages.OuterStepTaken(0))
-    assert not any("inner step" in warning for warning in story.journal.warnings)
-    await story.report(slow, messages.OuterStepTaken(1), msgspec.structs.replace(slow, round=2))
-    [warning] = (warning for warning in story.journal.warnings if "inner step" in warning)
-    assert "partner waits 5.0 s" in warning
-
-
 @pytest.mark.parametrize("is_due", [False, True])
 async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is_written_comes_a_round_later(
     story: Story, clock: MockClock, is_due: bool

@@ -90,7 +90,7 @@ def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Ru
     assert (code, out.splitlines()[0][:4]) == (0, "run ")
     assert "each member needs 96.7 Mbit/s up and down" in err
     assert "at 20 Mbit/s an exchange takes 50.8 s of the 10.5 s that it has" in err
-    assert "Set [outer] fragments = 2; [rounds] round_seconds = 120, exchange_seconds = 120" in err
+    assert "Set outer.fragments = 2, rounds.round_seconds = 120.0, rounds.exchange_seconds = 120.0" in err
     assert manifest_in(tmp_path / "run.manifest").outer.fragments == 1
 
     warnings = json.loads(run("run", "create", "run.toml", "--force", "--json")[1])["warnings"]
@@ -105,7 +105,7 @@ def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange_and_a_w
     _, _, err = run("run", "create", "run.toml")
     assert needs_of(manifest_in(tmp_path / "run.manifest")).rate <= USUAL_RATE
     assert "each member needs 37.5 GB of memory" in err
-    assert "[model] num_stages" in err
+    assert "set model.num_stages" in err
 
 
 def test_a_small_run_gets_the_best_known_settings_each_with_its_reason(run: Run, tmp_path: Path) -> None:
