@@ -124,7 +124,7 @@ class MemoryHost:
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
         await trio.lowlevel.checkpoint()
         remote = self.network.get(peer)
-        if remote is None:
+        if remote is None or protocol not in remote.handlers:
             raise PeerUnreachableError("nobody there")
         is_exchange = protocol == EXCHANGE_PROTOCOL
         near, far = trio.testing.memory_stream_pair()

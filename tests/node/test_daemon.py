@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import stat
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
+import trio
 
+from farandole.node.base.control import call
 from farandole.node.base.exits import Exit
+from farandole.node.base.settings import NodeSettings
+from farandole.node.daemon import be_node, run_daemon
+from farandole.node.status.status import NodeStatus
+from farandole.node.ui.headline import Headline, headline
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.wire.identity import peer_id_of
 
-from .daemons import farandole, joined, started, two_that_average
-from .hosts import host_at_loopback
+from ..patience import PATIENCE
+from .daemons import Daemon, farandole, joined, started, two_that_average
+from .hosts import LOOPBACK, host_at_loopback
 from .small_runs import TINY, small_manifest, write_run
+from .statuses import ALICE
 
 
 async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
@@ -213,3 +223,102 @@ async def test_a_newcomer_whose_cap_the_run_does_not_fit_into_is_told_what_to_ra
             told = await bob.says("warning: this run needs", "--upload-mbit 0.5")
             assert "raise --upload-mbit to" in told
             await bob.says("trainer ready")
+
+
+async def signal_trainer(daemon: Daemon, number: signal.Signals) -> None:
+    status = await daemon.ask("status")
+    os.kill(status["trainer_pid"], number)
+
+
+async def test_trainers_crash_and_hang_and_a_node_is_told_twice_to_leave(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    options = ("--data", str(texts), "--hung-seconds", "2")
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options) as alice:
+        await alice.says("trainer ready")
+        invite = alice.invite(run.run_id)
+        async with joined(tmp_path / "bob", invite, *options) as bob:
+            await bob.says("averaged with", alice.name)
+
+            await signal_trainer(bob, signal.SIGSEGV)
+            await bob.says("killed by signal 11 (SIGSEGV)", "starting it again in 1 s")
+            await alice.says("alone")
+            await bob.says("averaged with", alice.name)
+            assert "Segmentation fault" in (bob.home / "log").read_text()
+
+            await alice.says("averaged with", bob.name)
+            await signal_trainer(alice, signal.SIGSTOP)
+            await alice.says("no sign of life")
+            await alice.says("trainer ready", "resumed at round")
+            await alice.says("averaged with", bob.name)
+
+            for daemon in (alice, bob):
+                status = await daemon.until(lambda status: status.run.members_live == 2)
+                assert status.trainer_restarts == 1
+
+            await signal_trainer(bob, signal.SIGSTOP)
+            trainer = (await bob.ask("status"))["trainer_pid"]
+            bob.process.send_signal(signal.SIGTERM)
+            await bob.says("leaving")
+            assert await bob.end(signal.SIGTERM) == Exit.INTERRUPTED
+            with pytest.raises(ProcessLookupError):
+                os.kill(trainer, 0)
+            await alice.says(bob.name, "is gone")
+            assert await alice.end(signal.SIGTERM) == Exit.OK
+
+
+async def first_line(daemon: Daemon) -> Headline:
+    """Return the line that `farandole status` prints first."""
+    status = await daemon.status()
+    return headline(status, status.at)
+
+
+async def test_a_node_is_alone_then_well_and_then_alone_again(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("alone: no peer is live")
+        alone = await first_line(alice)
+        assert alone == Headline("trouble", "training alone: there is no other live member in this run", alone.remedy)
+        assert "farandole run invite" in alone.remedy
+
+        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
+            await bob.says("averaged with", alice.name)
+            status = await bob.until(lambda status: headline(status, status.at).level == "well")
+            well = headline(status, status.at)
+            assert well.text.startswith("training with 1 other, round ")
+            assert f"ago with {alice.name}" in well.text
+
+            member = next(member for member in status.members if member.peer_id[-8:] == alice.name)
+            assert member.path == "direct"
+            assert member.peer_id in status.round_trips
+            assert await bob.end(signal.SIGTERM) == Exit.OK
+        status = await alice.until(lambda status: status.run.members_left == 1)
+        left = headline(status, status.at)
+        assert left == Headline("busy", "training alone: 1 other left, and may come back")
+
+
+async def test_a_node_without_a_bootstrap_peer_says_so(
+    tmp_path: Path,
+    run: SignedManifest,
+    nursery: trio.Nursery,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, seconds in (("USUAL_SECONDS", 1.0), ("REMIND_AFTER", 1.0), ("STATUS_INTERVAL", 0.1)):
+        monkeypatch.setattr(f"farandole.node.ui.headline.{name}", seconds)
+    nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
+    home = tmp_path / "bob"
+    settings = NodeSettings(home=home, invite=nobody, listen=LOOPBACK, mdns=False, upnp=False)
+    nursery.start_soon(run_daemon, settings, be_node)
+    said = ""
+    with trio.fail_after(PATIENCE):
+        while "warning: not in the run yet" not in said:
+            await trio.sleep(0.05)
+            said += capsys.readouterr().out
+    status = msgspec.convert(await trio.to_thread.run_sync(call, home, "status"), NodeStatus)
+    nursery.cancel_scope.cancel()
+    soon, later = headline(status, status.started_at + 0.5), headline(status, status.started_at + 30)
+    assert (soon.level, later.level) == ("busy", "trouble")
+    assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address of 1 peer")
+    assert "`farandole doctor INVITE` finds out why" in later.remedy
+    assert f". {later.remedy[0].upper()}{later.remedy[1:]}\n" in said

@@ -1,10 +1,11 @@
-"""The log file, also on a disk that refuses writes."""
+"""The log file, also on a disk that refuses writes, and standard output where it is not a terminal."""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from farandole.node.base.identity import IdentityError
 from farandole.node.base.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, logging_to_file
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import show_all_characters, without_controls
+from farandole.node.daemon import run_daemon
+from farandole.node.member.parts import Daemon
 from farandole.node.ui import console
+from farandole.protocol.wire.errors import FarandoleError
 
 FULL_DISK = Path("/dev/full")
 
@@ -98,3 +102,27 @@ def test_the_kinds_of_line_that_are_told_apart_are_bounded() -> None:
     for number in range(2 * MAX_KINDS):
         throttle.filter(record(f"kind {number}"))
     assert throttle.num_kinds == MAX_KINDS
+
+
+async def greet(daemon: Daemon) -> None:
+    daemon.journal.say("hello")
+
+
+async def fail(daemon: Daemon) -> None:
+    raise FarandoleError("no member was found")
+
+
+async def test_piped_lines_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await run_daemon(NodeSettings(home=tmp_path), greet)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  hello\n", capsys.readouterr().out)
+    await run_daemon(NodeSettings(home=tmp_path), fail)
+    assert capsys.readouterr().err == "error: no member was found\n"
+
+
+def test_what_a_peer_says_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("Zoë says: \x1b[2J\x9b2J\u202e")
+    console.complain("error: \x1b]0;title\x07\x9b2J")
+    told = capsys.readouterr()
+    assert "Zoë says: " in told.out
+    assert told.out == without_controls(told.out)
+    assert told.err == without_controls(told.err)

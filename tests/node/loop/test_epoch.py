@@ -19,9 +19,9 @@ from farandole.protocol.run.manifest import SignedManifest
 from ..daemons import Daemon, joined
 from ..small_runs import TINY, small_manifest, write_run
 
-# An inner step takes some milliseconds; slowed down, three nodes need 25 seconds for the epoch. The node that joins
+# An inner step takes some milliseconds; slowed down, three nodes need 15 seconds for the epoch. The node that joins
 # later is faster: the epoch waits for it even if it starts slowly, and ends soon after it has joined.
-NUM_FILES, WORDS_A_FILE, SLOW, SLOW_LATER = 8, 2_000, "80", "15"
+NUM_FILES, WORDS_A_FILE, SLOW, SLOW_LATER = 8, 2_000, "45", "10"
 NUM_NODES = 3
 MAX_MEAN = 1.1
 
@@ -39,7 +39,7 @@ def signed_run(folder: Path, model: dict[str, int], **sections: object) -> Signe
     usual: dict[str, object] = {
         "model": {**TINY, "context": 32} | model,
         "inner": {"batch_size": 8},
-        "rounds": {"round_seconds": 3.0, "exchange_seconds": 3.0},
+        "rounds": {"round_seconds": 2.0, "exchange_seconds": 2.0},
         "data": {"source": "text", "epochs": 1},
     }
     return write_run(folder, small_manifest(**(usual | sections)))

@@ -30,8 +30,7 @@ from farandole.training.model.model import build_model
 from ...patience import PATIENCE
 from ..hosts import until
 from ..small_runs import small_manifest
-from ..store.test_full_disk import report_of
-from ..trainer_commands import prepare_for
+from ..trainer_commands import prepare_for, report_of
 
 T = TypeVar("T")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.streams import Stream
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.store import StoreError
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
@@ -25,43 +26,31 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice
-from ..parties import Faults, MemoryStream
+from ..parties import Handler, MemoryHost
 
 HOUR = 3_600.0
 
 
+@dataclass
 class Wires:
-    """Hosts and messengers of all nodes in one process; `cut` nodes receive nothing."""
+    """Hosts and messengers of all nodes in one process."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self.nursery = nursery
-        self.hosts: dict[bytes, MemoryHost] = {}
-        self.cut: set[bytes] = set()
+    nursery: trio.Nursery
+    hosts: dict[bytes, MemoryHost] = field(default_factory=dict)
 
 
-class MemoryHost:
+class GossipHost(MemoryHost):
     """The parts of a host and of a messenger that a gossip service uses."""
 
     def __init__(self, wires: Wires, author: bytes) -> None:
-        self._wires = wires
-        self.author = author
-        self.handlers: dict[str, Callable[..., Awaitable[None]]] = {}
+        super().__init__(author, wires.nursery, wires.hosts)
+        self.dialler = self
         self.receivers: dict[str, Callable[[bytes, bytes], None]] = {}
         self.on_failed: Callable[[bytes], None] | None = None
-        self.addresses: dict[bytes, list[str]] = {}
+        self.heard_of: dict[bytes, list[str]] = {}
         self.networks: dict[bytes, str] = {}
-        self.faults: list[bytes] = []
+        self.at_fault: list[bytes] = []
         self.connected: frozenset[bytes] = frozenset()
-        wires.hosts[author] = self
-
-    def set_handler(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
-        self.handlers[protocol] = handler
-
-    @property
-    def connections(self) -> MemoryHost:
-        return self
-
-    dialler = connections
 
     def network_of(self, peer: bytes) -> str:
         return self.networks.get(peer, "")
@@ -70,26 +59,16 @@ class MemoryHost:
         pass
 
     def add_addresses(self, peer: bytes, addresses: Sequence[str], *, is_hearsay: bool) -> None:
-        self.addresses[peer] = list(addresses)
+        self.heard_of[peer] = list(addresses)
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
-        await trio.sleep(0.05)
-        other = self._wires.hosts.get(peer)
-        if other is None or protocol not in other.handlers or {peer, self.author} & self._wires.cut:
-            raise PeerUnreachableError("nobody there")
-        near, far = trio.testing.memory_stream_pair()
-        self._wires.nursery.start_soon(other._serve, protocol, MemoryStream(far, self.author, Faults()))
-        return MemoryStream(near, peer, Faults())
+    def set_handler(self, protocol: str, handler: Handler) -> None:
+        async def handle(stream: Stream) -> None:
+            try:
+                await handler(stream)
+            except RemoteProtocolError:
+                self.at_fault.append(stream.peer)
 
-    async def _serve(self, protocol: str, stream: MemoryStream) -> None:
-        try:
-            await self.handlers[protocol](stream)
-        except RemoteProtocolError:
-            self.faults.append(stream.peer)
-        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
-            pass
-        finally:
-            await stream.aclose()
+        super().set_handler(protocol, handle)
 
     def set_receiver(
         self,
@@ -102,15 +81,15 @@ class MemoryHost:
         self.on_failed = on_failed
 
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
-        other = self._wires.hosts.get(peer)
-        if other is None or protocol not in other.receivers or {peer, self.author} & self._wires.cut:
+        other = self.network.get(peer)
+        if not isinstance(other, GossipHost) or protocol not in other.receivers:
             if self.on_failed is not None:
                 self.on_failed(peer)
             return
         try:
             other.receivers[protocol](self.author, payload)
         except RemoteProtocolError:
-            other.faults.append(self.author)
+            other.at_fault.append(self.author)
 
 
 class MemoryStore:
@@ -156,7 +135,7 @@ class GossipNode:
 
     def __init__(self, wires: Wires, number: int, store: MemoryStore | None = None) -> None:
         self.author = public_bytes(key_of(number))
-        self.host = MemoryHost(wires, self.author)
+        self.host = GossipHost(wires, self.author)
         self.store = store or MemoryStore()
         self.state = RunState(RUN_ID, CREATOR)
         self.service = gossip_over(number, self.state, self.host, self.store, lambda: NOW + trio.current_time())
@@ -197,9 +176,9 @@ async def test_eight_nodes_find_each_other_by_one(wires: Wires, clock: MockClock
     everybody = {node.author for node in nodes}
     assert all(node.sees() == everybody for node in nodes)
     assert len({node.state.root for node in nodes}) == 1
-    assert all(node.host.faults == [] for node in nodes)
+    assert all(node.host.at_fault == [] for node in nodes)
     expected = [f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id_of(nodes[1].author)}"]
-    assert nodes[7].host.addresses[nodes[1].author] == expected
+    assert nodes[7].host.heard_of[nodes[1].author] == expected
 
 
 async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(wires: Wires, clock: MockClock) -> None:
@@ -275,19 +254,19 @@ async def test_what_comes_too_fast_is_said_later_the_newest_first(wires: Wires, 
 
 
 async def test_garbage_costs_its_sender_and_nobody_else(wires: Wires, clock: MockClock) -> None:
-    node, attacker = await running(wires, 1), MemoryHost(wires, author_of(2))
+    node, attacker = await running(wires, 1), GossipHost(wires, author_of(2))
     for payload in (b"", b"\xff" * 100, bytes(1 << 20)):
         attacker.send_nowait(node.author, PUSH_PROTOCOL, payload)
-    assert node.host.faults == [attacker.author] * 3
+    assert node.host.at_fault == [attacker.author] * 3
     for data in (b"\xff" * 50, encode_frame(SyncHello(1, b"o" * 32, 0, bytes(32)))):
         stream = await attacker.open_stream(node.author, SYNC_PROTOCOL)
         await stream.send_all(data)
         assert await stream.receive_some(1000) == b""
-    assert node.host.faults == [attacker.author] * 5
+    assert node.host.at_fault == [attacker.author] * 5
 
 
 async def test_sessions_that_peers_begin_are_bounded(wires: Wires, clock: MockClock) -> None:
-    node, eager = await running(wires, 1), MemoryHost(wires, author_of(2))
+    node, eager = await running(wires, 1), GossipHost(wires, author_of(2))
     first = await eager.open_stream(node.author, SYNC_PROTOCOL)
     await trio.sleep(0.1)
     second = await eager.open_stream(node.author, SYNC_PROTOCOL)
@@ -310,7 +289,7 @@ def clock_ahead_by(seconds: float) -> Callable[[], float]:
 
 
 async def test_a_stranger_that_calls_has_no_vote(wires: Wires, clock: MockClock) -> None:
-    node, stranger = await running(wires, 1), MemoryHost(wires, author_of(2))
+    node, stranger = await running(wires, 1), GossipHost(wires, author_of(2))
     node.host.connected = frozenset({stranger.author})
     stream = await stranger.open_stream(node.author, SYNC_PROTOCOL)
     await stream.send_all(encode_frame(SyncHello(1, RUN_ID, int(NOW + HOUR), node.state.root)))
@@ -344,9 +323,9 @@ async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(wires: Wires,
     donor = GossipNode(wires, 2)
     donor.state.merge(Delta((member(20),)), NOW)
     await wires.nursery.start(donor.service.run)
-    tarpits = [MemoryHost(wires, author_of(number)) for number in (3, 4)]
+    tarpits = [GossipHost(wires, author_of(number)) for number in (3, 4)]
 
-    async def never_answer(stream: MemoryStream) -> None:
+    async def never_answer(stream: Stream) -> None:
         await trio.sleep_forever()
 
     for tarpit in tarpits:

@@ -14,14 +14,36 @@ from farandole.node.base.exits import Exit
 from farandole.node.cli import main
 from farandole.node.state.store import LAYOUT, MANIFEST_FACT, StoreError, open_store, read_fact
 from farandole.protocol.run.manifest import decode_manifest
-from farandole.protocol.state.entries import Kind, Notice
+from farandole.protocol.state.entries import (
+    Beat,
+    CheckpointNotice,
+    Kind,
+    Lease,
+    LeasedSlices,
+    Member,
+    Notice,
+    Payload,
+    Progress,
+    StageLease,
+    Suspects,
+)
 from farandole.protocol.state.state import RunState
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of
-from .stores.make import OWN, PAYLOADS
-from .test_gossip import MemoryHost, Wires, gossip_over
+from .test_gossip import GossipHost, Wires, gossip_over
 
 STORES = Path(__file__).parent / "stores"
+# What author 1 wrote with the release of the store, and heard of author 2; the creator said hello.
+OWN = 1
+PAYLOADS: dict[Kind, Payload] = {
+    Kind.MEMBER: Member(0, "cpu", 8_000, 100, ("/ip4/127.0.0.1/tcp/4001",), False, 7, True, False),
+    Kind.BEAT: Beat(5, 1, 2_500_000, 100),
+    Kind.PROGRESS: Progress(5, 1, 640, 1_000, 2_000),
+    Kind.LEASE: Lease(0, b"c" * 8, (LeasedSlices(0, 8, 3),)),
+    Kind.CHECKPOINT: CheckpointNotice(1, 0, b"i" * 32, 1_000, 640, 5),
+    Kind.SUSPECTS: Suspects((b"suspect.",)),
+    Kind.STAGE_LEASE: StageLease(0, 1, True),
+}
 
 
 def set_layout(path: Path, number: int) -> None:
@@ -37,7 +59,7 @@ async def test_an_older_store_opens_with_all_that_it_holds(name: str, tmp_path: 
     for _ in range(2):  # and again, once this release has written to it
         state = RunState(RUN_ID, CREATOR)
         async with open_store(path) as store:
-            host = MemoryHost(Wires(nursery), author_of(OWN))
+            host = GossipHost(Wires(nursery), author_of(OWN))
             gossip = gossip_over(OWN, state, host, store)
             await gossip._load()
             for author in (OWN, 2):

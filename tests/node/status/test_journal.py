@@ -19,17 +19,6 @@ from ...protocol.run.test_invitations import BEN, MALLORY, admit, invitation, sp
 from ..statuses import STATUS, ended, round_end
 
 
-def test_committed_exchanges_are_counted_by_their_path() -> None:
-    journal = Journal(say=lambda text: None)
-    for path in ("bulk", "stream", "bulk"):
-        journal.record_exchange(ended(0, b"b" * 32, path=path))
-    journal.record_exchange(ended(1, b"b" * 32, "too slow", path="bulk"))
-    journal.finish_round(round_end(2, alone="nobody is there"))
-    history = journal.history
-    assert history.paths == {"bulk": 2, "stream": 1}
-    assert (history.exchanges_ok, history.exchanges_failed, history.exchanges_alone) == (3, 1, 1)
-
-
 def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farandole.node.status.journal.MAX_PARTNERS", 2)
     journal = Journal(say=lambda text: None)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
-from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.node.trainer.trainer import open_trainer
 from farandole.node.ui.headline import headline
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
 from farandole.protocol.run.manifest import Manifest, sign_manifest
@@ -27,10 +26,9 @@ from farandole.protocol.trainer import trainer_messages as messages
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
 from ..small_runs import TINY, small_manifest
-from ..trainer_commands import prepare_for
+from ..trainer_commands import prepare_for, save_after_round
 
 VECTORS = 4
-ReportType = TypeVar("ReportType")
 
 
 @pytest.fixture
@@ -45,24 +43,6 @@ def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
     return prepare_for(manifest, tmp_path / "checkpoints")
 
 
-async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
-    """Return the next report of a kind."""
-    with trio.fail_after(PATIENCE):
-        while not isinstance(report := await trainer.receive(), kind):
-            pass
-    return report
-
-
-async def train_and_save(trainer: Trainer, round_index: int) -> messages.Saved:
-    """Train one round alone, save, and return the report of the save."""
-    await trainer.send(messages.Train(round_index, 1))
-    assert (await report_of(trainer, messages.Contributed)).round == round_index
-    await trainer.send(messages.TakeOuterStep(round_index))
-    assert (await report_of(trainer, messages.OuterStepTaken)).round == round_index
-    await trainer.send(messages.Save())
-    return await report_of(trainer, messages.Saved)
-
-
 def write_starts(path: Path) -> list[int]:
     """Return the offsets of the writes that made the file: the starts of vectors and of blocks."""
     size = path.stat().st_size
@@ -75,20 +55,20 @@ def write_starts(path: Path) -> list[int]:
 async def test_no_room_at_any_write_of_a_save(prepare: messages.Prepare) -> None:
     folder = CheckpointFolder(Path(prepare.settings.checkpoints), 0)
     async with open_trainer(prepare) as trainer:
-        old = await train_and_save(trainer, 0)
+        old = await save_after_round(trainer, 0)
         assert old.problem == ""
         content = folder.file(1).read_bytes()
         starts = write_starts(folder.file(1))
         assert len(starts) > 12
         for round_index, room in enumerate(starts, 1):
             resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-            saved = await train_and_save(trainer, round_index)
+            saved = await save_after_round(trainer, round_index)
             assert f"round {round_index + 1} is not written: File too large" in saved.problem
             assert "the last good one is kept, and the next save tries again" in saved.problem
             assert [path.name for path in folder.path.iterdir()] == [folder.file(1).name]
             assert folder.file(1).read_bytes() == content
         resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        last = await train_and_save(trainer, len(starts) + 1)
+        last = await save_after_round(trainer, len(starts) + 1)
         assert last.problem == ""
         assert folder.files() == [Path(last.path), folder.file(1)]
     async with open_trainer(prepare) as again:

@@ -109,24 +109,6 @@ def test_rotary_embeddings_as_any_version_writes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3': the known families are llama, gpt2"),
-        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
-        ({"hidden_size": 2**40}, "hidden_size"),
-        ({"num_attention_heads": 0}, "num_attention_heads"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}}, "auto_map"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"is_encoder_decoder": True}, r"model\.hf\.is_encoder_decoder can be trained as False alone"),
-    ],
-)
-def test_what_would_be_another_model_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ManifestError, match=message):
-        hf_of({**LLAMA, **wrong})
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{", "is not JSON"),

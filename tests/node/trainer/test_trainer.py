@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import psutil
@@ -34,9 +34,7 @@ from farandole.training.screening.rule import Encounter
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest
-from ..trainer_commands import prepare_for, with_settings
-
-ReportType = TypeVar("ReportType")
+from ..trainer_commands import prepare_for, report_of, save_after_round, train_alone, with_settings
 
 
 @pytest.fixture
@@ -62,30 +60,9 @@ async def refusal(command: messages.Prepare, words: str) -> TrainerError:
     return caught.value
 
 
-async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
-    """Return the next report of a kind; skip ones about progress and encoding."""
-    with trio.fail_after(PATIENCE):
-        while not isinstance(report := await trainer.receive(), kind):
-            assert isinstance(report, messages.Progress | messages.Encoded)
-    return report
-
-
 async def digest_of(trainer: Trainer) -> bytes:
     """Return the digest of the contribution, once all of it is encoded."""
     return (await report_of(trainer, messages.Encoded)).digest
-
-
-async def train_alone(trainer: Trainer, round_index: int) -> None:
-    await trainer.send(messages.Train(round_index, 1))
-    await report_of(trainer, messages.Contributed)
-    await trainer.send(messages.TakeOuterStep(round_index))
-    await report_of(trainer, messages.OuterStepTaken)
-
-
-async def save_after_round(trainer: Trainer, round_index: int) -> messages.Saved:
-    await train_alone(trainer, round_index)
-    await trainer.send(messages.Save())
-    return await report_of(trainer, messages.Saved)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's time in /proc")

@@ -224,14 +224,6 @@ async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monk
             await fetch(newcomer, donors, tmp_path / "ours")
 
 
-async def test_a_fetch_that_gets_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "PATIENCE", 0.3)
-    nobody: Any = None
-    signed, index = signed_index_of(CONTENT)
-    with trio.fail_after(PATIENCE), pytest.raises(PeerUnreachableError, match="does not get on: nobody is known"):
-        await fetch_checkpoint(Conditions(nobody, RUN), signed, index, list, is_required, tmp_path / "ours")
-
-
 async def test_a_download_that_cannot_be_stored_is_said(tmp_path: Path) -> None:
     async with open_members(2) as (newcomer, donor):
         donor.holding = hold(tmp_path / "theirs", CONTENT)

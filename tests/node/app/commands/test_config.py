@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farandole.node.base.config.file import keep_limits
+from farandole.node.base.config.file import SETTINGS, keep_limits, read_limits
+from farandole.node.base.config.setting import PANELS
+from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
+from farandole.node.control_methods import change_quiet_hours, kept
+from farandole.node.loop.rest_service import Rest, RestService
+from farandole.node.state.store import open_store
+from farandole.node.status.journal import Journal
 
 from .conftest import Run
 
@@ -110,3 +119,65 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("FARANDOLE_THREADS", value)
         code, _, err = run("join")
         assert (code, "FARANDOLE_THREADS" in err, expected in err) == (Exit.USAGE, True, True)
+
+
+def panels_of(run: Run, *command: str) -> dict[str, str]:
+    """Return the text of each panel of a command's help, by title."""
+    code, out, _ = run(*command, "--help")
+    assert code == Exit.OK
+    _, *parts = re.split(r"^╭─ (.+?) ─+╮$", out, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
+    panels = panels_of(run, "join")
+    assert list(panels) == ["Arguments", "Options", *PANELS]
+    for setting in SETTINGS:
+        if setting.flag and not setting.is_hidden:
+            flag = setting.flag.split("/")[0]
+            assert [title for title, text in panels.items() if f"│ {flag} " in text] == [setting.panel], flag
+    assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
+
+
+@pytest.mark.parametrize("command", ["join", "relay", "doctor"])
+def test_one_sentence_says_how_variables_are_called(run: Run, command: str) -> None:
+    out = run(command, "--help")[1]
+    assert re.findall(r"FARANDOLE_\w+", out) == ["FARANDOLE_UPLOAD_MBIT"]
+    assert "env var" not in out
+
+
+def test_it_takes_a_cap_and_a_running_node(run: Run, home: Path) -> None:
+    code, _, told = run("limit")
+    assert code == Exit.USAGE
+    assert "--upload-mbit" in told
+    code, _, told = run("limit", "--upload-mbit", "2")
+    assert code == Exit.NO_NODE
+    assert str(home) in told
+
+
+async def test_a_disk_that_takes_no_more_costs_no_limit_that_was_kept(tmp_path: Path) -> None:
+    keep_limits(tmp_path, {"upload_mbit": 2, "quiet_hours": ("22:00-07:30",)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # writes beyond this size fail, as on a full disk
+    try:
+        told = await kept(tmp_path, Journal(say=lambda text: None), "upload at most 5 Mbit/s", {"upload_mbit": 5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told.startswith("upload at most 5 Mbit/s; until this node ends, since this cannot be kept: ")
+    assert read_limits(tmp_path) == {"upload_mbit": 2, "quiet_hours": ["22:00-07:30"]}
+    assert [path.name for path in tmp_path.iterdir()] == ["limits.toml"]
+
+
+async def test_quiet_hours_are_set_all_or_none(tmp_path: Path) -> None:
+    rest = Rest()
+    async with open_store(tmp_path / "store.sqlite") as store:
+        keeper = RestService(rest, store, ["22:00-07:30"], lambda: datetime(2026, 11, 23, 12), lambda text: None)
+        for wrong in ({}, {"hours": 22}, {"hours": "09:00-10:00, at night"}):
+            with pytest.raises(ControlError):
+                change_quiet_hours(keeper, wrong)
+        assert rest.quiet_hours == ("22:00-07:30",)
+        said = change_quiet_hours(keeper, {"hours": "Sat-Sun 09:00-18:00,  11:00-13:00"})
+        assert said == "quiet hours Sat-Sun 09:00-18:00, 11:00-13:00"
+        assert rest.is_on
+        change_quiet_hours(keeper, {"hours": " "})
+        assert not rest.is_on

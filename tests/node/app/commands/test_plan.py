@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from farandole.node.base.exits import Exit
-from farandole.node.base.requirements import unusual_needs
 from farandole.protocol.planning.needs import USUAL_RATE, needs_of
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 
@@ -108,32 +107,6 @@ def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange_and_a_w
     assert "set model.num_stages" in err
 
 
-def test_a_small_run_gets_the_best_known_settings_each_with_its_reason(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3M"\n')
-
-    code, _, err = run("run", "create", "run.toml")
-    signed = manifest_in(tmp_path / "run.manifest")
-    assert code == 0
-    assert '  optimizer = "muon"  # learned more than AdamW' in err
-    assert "  [inner]\n  learning_rate = 0.006  # tuned with" in err
-    assert (signed.outer.kind, signed.outer.codec, signed.inner.optimizer) == ("plain", "int8", "muon")
-    assert (signed.rounds.overlap, signed.rounds.round_seconds, signed.rounds.exchange_seconds) == (True, 10.0, 10.0)
-    assert unusual_needs(signed) == []
-
-
-def test_a_run_that_says_everything_is_signed_as_it_is_and_without_a_word(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        'name = "a"\nmodel = "3M"\n[inner]\nlearning_rate = 1e-3\nwarmup_steps = 10\n[outer]\nalpha = 0.5\n'
-        'codec = "bf16"\nfragments = 1\n[rounds]\nround_seconds = 60\nexchange_seconds = 30\noverlap = false\n'
-    )
-
-    code, _, err = run("run", "create", "run.toml")
-    signed = manifest_in(tmp_path / "run.manifest")
-    assert (code, err) == (0, "")
-    assert (signed.outer.kind, signed.inner.optimizer, signed.rounds.partners) == ("noloco", "adamw", 1)
-    assert (signed.outer.codec, signed.rounds.round_seconds, signed.rounds.exchange_seconds) == ("bf16", 60, 30)
-
-
 def test_a_module_of_ones_own_is_planned_once_it_is_allowed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,14 +119,3 @@ def test_a_module_of_ones_own_is_planned_once_it_is_allowed(
     code, out, _ = run("run", "plan", "run.toml", "--allow-model", function)
     assert code == Exit.OK
     assert ": fits\n" in out
-
-
-def test_a_fault_of_a_run_file_is_printed_and_nothing_is_signed(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "a"\nmodel = "3m"\n')
-
-    for command in ("create", "plan"):
-        code, _, err = run("run", command, "run.toml")
-        assert code != 0
-        assert "run.toml:2: model: no preset is called '3m'" in err
-        assert "did you mean 3M?" in err
-    assert not (tmp_path / "run.manifest").exists()

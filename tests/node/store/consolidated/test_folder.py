@@ -90,18 +90,6 @@ def test_replicas_are_their_mean_momentum_and_moments_included(
     assert read_folder(to).index.inner_steps == 12
 
 
-def test_a_checkpoint_of_muon_with_its_means_is_merged(tmp_path: Path) -> None:
-    """It has no mean of squares for matrices."""
-    run = manifest_for({**MODELS["own"], "num_stages": 3}, inner={"optimizer": "muon"})
-    learner = trained(run, NAMES[0])
-    paths = save_stages(learner, run, tmp_path / "stages", "anna")
-    consolidate(tmp_path / "pulled", KEY, run.encode(), [[path] for path in paths], (*VECTORS, *OPTIMIZER_VECTORS))
-    tensors = load_file(tmp_path / "pulled" / CHECKPOINT_NAME)
-    expected = learner.checkpoint.tensors()
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
-
-
 def damage(path: Path, position: int = -5) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1

@@ -45,20 +45,6 @@ def test_what_a_run_file_leaves_out_is_as_it_was(folder: Consolidated) -> None:
     assert resumed(folder, {}).model.num_stages == 1
 
 
-def test_stages_codec_rounds_and_length_may_be_others(folder: Consolidated) -> None:
-    before = folder.manifest
-    settings = {
-        "model": {"num_stages": 2, "stage_layers": [1, before.model.num_layers - 1]},
-        "outer": {"codec": "int4"},
-        "rounds": {"round_seconds": 9.0},
-        "inner": {"total_tokens": 100 * before.inner.batch_size * before.model.context},
-    }
-    after = resumed(folder, settings)
-    assert (after.outer.codec, after.rounds.round_seconds) == ("int4", 9.0)
-    assert (after.inner.total_steps, after.inner.warmup_steps) == (100, before.inner.warmup_steps)
-    assert resumed(folder, {**settings, "start": {"id": "0" * 64}}).start == after.start
-
-
 EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 
 
