@@ -34,10 +34,3 @@ def test_an_environment_without_pip_is_uvs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_pip_takes_the_command_for_what_is_installed() -> None:
     command = how_to_add("tokenizers").replace("pip install", "pip install --dry-run --no-index --quiet")
     subprocess.run(command, shell=True, check=True)
-
-
-def test_settings_and_presets_need_no_torch() -> None:
-    code = "import sys, farandole.protocol.run.models, farandole.training.base.errors; print('torch' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert answer.stdout.strip() == "False"

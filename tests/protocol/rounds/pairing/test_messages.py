@@ -1,3 +1,5 @@
+"""What messages are on the wire, and which of them no honest peer sends."""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from farandole.protocol.rounds.pairing_events import MessageReceived
 from farandole.protocol.rounds.pairing_messages import (
     MAX_MESSAGE_BYTES,
+    MAX_MESSAGES,
     Agree,
     Begin,
     Busy,
@@ -24,7 +27,7 @@ from farandole.protocol.rounds.pairing_messages import (
 )
 from farandole.protocol.wire.errors import RemoteProtocolError
 
-from .nodes import BOB, HIGH, LOW, MIDDLE, started
+from .nodes import BOB, CAROL, HIGH, LOW, MALLORY, MIDDLE, matched, started
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e9])
@@ -88,3 +91,28 @@ def test_what_a_later_release_appends_is_skipped_within_the_same_bound(message: 
         decode_message(msgspec.msgpack.encode([*fields, *more, bytes(MAX_MESSAGE_BYTES)]))
     with pytest.raises(RemoteProtocolError):
         decode_message(msgspec.msgpack.encode([8, *fields[1:]]))
+
+
+def test_a_flood_is_cut_off() -> None:
+    alice = started()
+    for _ in range(MAX_MESSAGES):
+        alice.hear(BOB, Withdraw(LOW), 1.0)
+    with pytest.raises(RemoteProtocolError, match="more than"):
+        alice.hear(BOB, Withdraw(LOW), 1.0)
+    assert alice.hear(CAROL, Withdraw(LOW), 1.0) == []
+    assert alice.hear(BOB, Withdraw(LOW), 2.1) == []
+
+
+def test_a_session_of_two_others_is_none_of_ones_business() -> None:
+    alice, session = matched()
+    for message in (Withdraw(session), Ready(session), Agree(session, 1.0), Begin(session)):
+        with pytest.raises(RemoteProtocolError):
+            alice.hear(MALLORY, message, 31.0)
+    assert alice.machine.partner == BOB
+
+
+def test_nobody_begins_an_exchange_before_we_are_ready() -> None:
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    with pytest.raises(RemoteProtocolError):
+        alice.hear(BOB, Begin(MIDDLE), 2.0)
