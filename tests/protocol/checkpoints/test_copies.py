@@ -62,7 +62,7 @@ def test_a_newcomer_takes_what_two_hold_where_the_run_is() -> None:
     assert choose({ANN: [notice(20, b"a")], BOB: [notice(20, b"b")]}, 0) == []
 
 
-def test_two_liars_ahead_come_after_the_honest_and_a_round_from_nowhere_disables_nothing() -> None:
+def test_two_liars_ahead_come_after_the_honest_and_what_lies_far_behind_the_run_is_not_chosen() -> None:
     honest = {member: [notice(60, b"h")] for member in MEMBERS[:6]}
     liars = {member: [notice(63, b"l")] for member in MEMBERS[6:8]}
     mad = {member: [notice(2**31 - 1, b"m")] for member in MEMBERS[8:10]}
@@ -70,9 +70,6 @@ def test_two_liars_ahead_come_after_the_honest_and_a_round_from_nowhere_disables
     assert [choice.round for choice in choices] == [60, 63]
     crowd = {member: [notice(100_000, b"g")] for member in MEMBERS[8:]}
     assert choose({ANN: [notice(60, b"h")], BOB: [notice(60, b"h")]} | crowd, 50, {ANN: "", BOB: ""})[0].round == 60
-
-
-def test_what_lies_far_behind_the_run_is_not_chosen() -> None:
     notices = {ANN: [notice(20, b"a")], BOB: [notice(20, b"a")], CYD: [notice(20 + MAX_ROUNDS_OLDER + 1, b"b")]}
     assert [choice.round for choice in choose(notices, 0)] == [20]
     assert choose(notices | {DAN: notices[CYD], MEMBERS[4]: notices[CYD]}, 0) == [

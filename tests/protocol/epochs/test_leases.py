@@ -81,13 +81,20 @@ class Node:
         return set(trained)
 
 
-def test_a_lease_is_announced_and_worked_on_when_it_has_settled() -> None:
+def test_a_lease_is_worked_on_when_it_has_settled_and_who_leaves_gives_back_what_it_has_not_done() -> None:
     alice = Node()
     alice.tick()
     assert alice.leased
     assert not alice.slices
     alice.tick(SETTLE_SECONDS)
     assert alice.slices == alice.leased
+    done = alice.train(4)
+    alice.take(alice.leases.leave())
+    assert alice.leased == set()
+    said = {index for lease in alice.entries[0].leases for index in range(lease.first, lease.first + lease.done)}
+    assert said == done
+    assert alice.leases.num_leased == 0
+    assert alice.leases.tick(Standing(), alice.now) == []
 
 
 def test_alone_a_node_trains_on_every_slice_of_every_epoch_once() -> None:
@@ -135,19 +142,7 @@ def test_leases_of_the_live_are_kept_and_those_of_the_dead_taken_over_where_they
     assert everything == set(range(5, NUM_SLICES))
 
 
-def test_who_leaves_gives_back_what_it_has_not_done() -> None:
-    alice = Node()
-    alice.tick(SETTLE_SECONDS)
-    done = alice.train(4)
-    alice.take(alice.leases.leave())
-    assert alice.leased == set()
-    said = {index for lease in alice.entries[0].leases for index in range(lease.first, lease.first + lease.done)}
-    assert said == done
-    assert alice.leases.num_leased == 0
-    assert alice.leases.tick(Standing(), alice.now) == []
-
-
-def test_who_comes_back_goes_on_where_it_was() -> None:
+def test_who_comes_back_goes_on_where_it_was_and_who_was_asleep_lets_go() -> None:
     alice = Node()
     alice.tick(SETTLE_SECONDS)
     leased, done = alice.leased, alice.train(4)
@@ -155,11 +150,6 @@ def test_who_comes_back_goes_on_where_it_was() -> None:
     again.hear(ALICE, *alice.leases.saved())
     again.tick()
     assert again.slices == leased - done
-
-
-def test_who_was_asleep_lets_go() -> None:
-    alice = Node()
-    alice.tick(SETTLE_SECONDS)
     leased = alice.leased
     alice.now += ASLEEP_SECONDS + 1
     alice.tick()

@@ -72,14 +72,11 @@ def test_all_ports_of_one_machine_and_all_addresses_of_one_ipv6_network_count_to
     assert budget.take("2001:db8::ffff", 4001, 0.0)
 
 
-def test_a_peer_that_proves_itself_clears_its_address() -> None:
+def test_a_peer_that_proves_itself_clears_its_address_and_what_is_remembered_is_bounded() -> None:
     budget = DialBudget()
     for _ in range(100):
         assert budget.take("203.0.113.5", 4001, 0.0)
         budget.succeed("203.0.113.5", 4001)
-
-
-def test_what_is_remembered_is_bounded() -> None:
     budget = DialBudget()
     for number in range(2 * MAX_TARGETS):
         budget.take(f"2001:db8:0:{number:x}::1", 4001, 0.0)

@@ -78,18 +78,14 @@ def test_a_model_that_its_run_file_cuts_keeps_fewer_activations_if_that_is_neede
     assert not kept.manifest.pipeline.recompute
 
 
-def test_members_bound_the_stages() -> None:
+def test_members_bound_the_stages_and_a_line_that_carries_nothing_is_said_to_lack() -> None:
     machine = Machine(USUAL_RATE, USUAL_RATE, memory=8 * GB)
     alone, many = (plan(manifest("1B"), machine, num_members=number) for number in (2, 40))
 
     assert alone.lacks_memory
     assert alone.manifest.model.num_stages == 1
     assert many.fits
-
-
-def test_a_line_that_carries_nothing_is_said_to_lack() -> None:
     planned = plan(manifest("1B"), Machine(1_000, 1_000))
-
     assert planned.lacks_line
     assert not planned.fits
     assert plan(manifest("125M"), Machine(USUAL_RATE, USUAL_RATE / 4)).needs.rate <= USUAL_RATE / 4, "the slower way"
@@ -110,7 +106,7 @@ def test_an_exchange_is_no_longer_than_a_round_that_a_run_file_sets() -> None:
     assert complete(own_loop, ["rounds.round_seconds"]).rounds.exchange_seconds == 30.0, "its steps may be long"
 
 
-def test_what_is_given_stays() -> None:
+def test_what_is_given_stays_and_what_audits_exclude_is_not_planned() -> None:
     run = manifest("125M", outer=NoLoCoConfig(codec="fp32"), rounds=RoundConfig(exchange_seconds=60))
     planned = plan(run, HOME, given={"outer.codec", "rounds.exchange_seconds", "model.num_stages"})
 
@@ -118,12 +114,8 @@ def test_what_is_given_stays() -> None:
     assert planned.manifest.rounds.exchange_seconds == 60
     assert planned.manifest.outer.fragments > 1
     assert planned.fits
-
-
-def test_a_run_with_audits_is_planned_without_what_audits_exclude() -> None:
     run = manifest("125M", inner=InnerConfig(deterministic=True), audits=0.03)
     planned = plan(run, Machine(USUAL_RATE / 8, USUAL_RATE / 8))
-
     assert planned.fits
     assert not planned.manifest.rounds.overlap
     assert plan(msgspec.structs.replace(run, model=preset("3M")), HOME).manifest.rounds.round_seconds == 45.0

@@ -478,7 +478,7 @@ class Walk(RuleBasedStateMachine):
 TestWalk = Walk.TestCase
 
 
-def test_a_loop_that_has_gone_is_waited_for_at_once_and_however_often() -> None:
+def test_a_loop_that_has_gone_is_waited_for_however_often_and_no_loss_asked_of_one_that_knows_none() -> None:
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
     loop.handle(machine.LoopBegan(TrainingState()), 0.0)
     for _ in range(100):
@@ -486,9 +486,6 @@ def test_a_loop_that_has_gone_is_waited_for_at_once_and_however_often() -> None:
         outputs = loop.handle(machine.TrainerEnded("the loop is gone", "detached"), 2.0)
         assert machine.StartTrainer() in outputs
         assert not loop.training.is_trainer_dead
-
-
-def test_no_loss_is_asked_of_a_trainer_that_knows_none() -> None:
     loop = make_loop(RoundConfig(5, 0.0, 20.0))
     loop.config = dataclasses.replace(loop.config, validate_every=1)
     loop.handle(machine.LoopBegan(TrainingState()), 0.0)

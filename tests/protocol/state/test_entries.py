@@ -138,7 +138,7 @@ def test_an_unknown_kind_and_an_untyped_body_are_refused() -> None:
         CHECKER.check(sign_body(1, member(1).body + b"\x00"))  # with trailing bytes
 
 
-def test_a_signature_is_good_for_its_author_run_and_body_alone() -> None:
+def test_a_signature_is_good_for_its_author_run_and_body_alone_and_keys_of_small_order_sign_nothing() -> None:
     item, other = member(1), member(2)
     CHECKER.check(item)
     for forged in (
@@ -149,10 +149,6 @@ def test_a_signature_is_good_for_its_author_run_and_body_alone() -> None:
     ):
         with pytest.raises(RemoteProtocolError, match="signature"):
             CHECKER.check(forged)
-
-
-def test_keys_of_small_order_sign_nothing() -> None:
-    # under the identity key this one signature verifies for any message, to OpenSSL
     constant = (1).to_bytes(32, "little") + bytes(32)
     for key in SMALL_ORDER_KEYS:
         with pytest.raises(RemoteProtocolError):

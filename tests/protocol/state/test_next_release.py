@@ -179,7 +179,7 @@ def test_an_unknown_kind_expires_is_replaced_and_forks_as_any_other() -> None:
     assert len(forked) == 0
 
 
-def test_two_releases_agree_on_the_state_and_bring_it_to_each_other_as_it_was_signed() -> None:
+def test_two_releases_agree_on_the_state_and_bring_it_to_each_other_and_to_disk_as_it_was_signed() -> None:
     items = (plan(1), raw(1, Kind.MEMBER, 0, [*msgspec.structs.astuple(Member()), "fine"]), beat(1), raw(2, 27, 3, 1))
     mine, theirs = state_of(*items), state_of(progress(3, 5))
     Transcript(mine, theirs)
@@ -190,9 +190,6 @@ def test_two_releases_agree_on_the_state_and_bring_it_to_each_other_as_it_was_si
         assert NEXT_CHECKER.check(signed).signed == signed
     assert NEXT_CHECKER.check(items[0]).payload.words == "on"
     assert NEXT_CHECKER.check(items[1]).payload.mood == "fine"
-
-
-def test_what_is_not_known_is_on_disk_as_it_was_signed() -> None:
     later = raw(1, Kind.MEMBER, 0, [*msgspec.structs.astuple(Member()), "fine"])
     row = state_of(plan(1), later).export(author_of(1))
     assert row is not None

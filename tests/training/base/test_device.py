@@ -19,12 +19,9 @@ def test_what_is_taken_of_a_gpu_is_told() -> None:
     assert kept.nbytes <= taken < total
 
 
-def test_memory_is_bounded_where_there_is_a_gpu_alone() -> None:
-    with pytest.raises(TrainingError, match="limits the memory of a GPU"):
-        limit_memory(choose_device("cpu"), 8 * GB)
-
-
-def test_what_cuda_itself_takes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_where_there_is_a_gpu_alone_and_what_cuda_itself_takes_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bounded: list[tuple[float, int]] = []
     properties = SimpleNamespace(total_memory=16 * GB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -37,6 +34,8 @@ def test_what_cuda_itself_takes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainingError, match="driver"):
         limit_memory(gpu, CONTEXT_BYTES)
     assert bounded == [((8 * GB - CONTEXT_BYTES) / (16 * GB), 1), (1.0, 1)]
+    with pytest.raises(TrainingError, match="limits the memory of a GPU"):
+        limit_memory(choose_device("cpu"), 8 * GB)
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "cpu:x", "cuda:99"])

@@ -65,7 +65,7 @@ def test_what_is_wrong_with_a_tokenizer_file_is_said(
             load_tokenizer(wanted, path)
 
 
-def test_tokens_per_byte_are_those_of_the_text_whatever_the_windows_cut(tmp_path: Path) -> None:
+def test_tokens_per_byte_are_those_of_the_text_whatever_the_windows_cut_or_not_known(tmp_path: Path) -> None:
     path, config = write_bpe(tmp_path)
     tokenizer = load_tokenizer(config, path)
     texts = ["the cat sat on the mat, naïve and déjà vu", "the 雨 on the mat"] * 20
@@ -77,13 +77,9 @@ def test_tokens_per_byte_are_those_of_the_text_whatever_the_windows_cut(tmp_path
     assert (len(stream) - 1) / (num_bytes - first_bytes) < 0.8
     windows = [stream[at : at + 101] for at in range(0, len(stream) - 101, 100)]
     assert tokens_per_byte(tokenizer, windows) == pytest.approx(len(stream) / num_bytes, rel=0.02)
-
-
-def test_the_bytes_of_a_tokenizer_that_gives_no_text_back_are_not_known(tmp_path: Path) -> None:
     path, config = write_bpe(tmp_path, has_decoder=False)
     tokenizer = load_tokenizer(config, path)
     tokens = tokenizer.encode(b"the cat sat on the mat and the mat sat on the cat").tolist()
-
     assert tokens_per_byte(tokenizer, [tokens]) is None
 
 

@@ -235,7 +235,9 @@ def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_c
             torch.testing.assert_close(gradient, without, rtol=0, atol=1e-6 * float(without.abs().max()))
 
 
-def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+def test_a_step_waits_until_all_is_settled_and_what_did_not_come_back_counts_nowhere(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text
+) -> None:
     (first, _) = workers_of(deep, no_clip, text, 2)
     first.draw(3, bytearray(first.activation_bytes))
     with pytest.raises(TrainingError, match="in flight"):
@@ -244,9 +246,6 @@ def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConf
         first.draw(3, bytearray(first.activation_bytes))
     first.settle(3, is_kept=False)
     assert not first.step()
-
-
-def test_what_did_not_come_back_counts_nowhere(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
     (first, last) = workers_of(deep, no_clip, text, 2)
     here, there = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
     first.draw(0, here)
@@ -320,7 +319,9 @@ def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_
         assert not worker.step()
 
 
-def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+def test_unfit_activations_are_refused_and_gradients_that_are_not_finite_are_no_step(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text
+) -> None:
     first, last = workers_of(deep, no_clip, text, 2)
     good, bad = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
     bad[:4] = b"\x00\x00\xc0\x7f"  # NaN
@@ -334,9 +335,6 @@ def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_cli
             first.backward(0, unfit, None)
     assert last.num_in_flight == 0
     assert not first.replica.gradient.any()
-
-
-def test_gradients_that_are_not_finite_are_no_step(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
     workers = workers_of(deep, no_clip, text, 2)
     send_through(workers)
     for worker in workers:

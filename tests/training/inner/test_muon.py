@@ -16,7 +16,7 @@ from ..conftest import ALICE, RUN_ID, MakeReplica, train, weights_of
 MUON = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, optimizer="muon")
 
 
-def test_matrices_are_all_but_the_models_ends() -> None:
+def test_matrices_are_all_but_the_models_ends_and_have_one_vector_of_state(make_replica: MakeReplica) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -35,6 +35,9 @@ def test_matrices_are_all_but_the_models_ends() -> None:
         "layers.0.mlp.gate_up.weight",
         "layers.0.mlp.down.weight",
     }
+    node = make_replica(inner_settings=MUON)
+    squares = {name.partition("/")[2] for name in node.checkpoint.tensors() if name.startswith("square/")}
+    assert squares == set(node.checkpoint.layout.names) - matrices_of(node.replica.module)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +99,6 @@ def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
     assert torch.equal(node.round_end.slow_weights(), weights_of(plain))
     assert (node.totals.round, node.totals.steps, node.totals.tokens) == (6, 30, 30 * 4 * 16)
     assert node.round_end.tokens_this_round == 0
-
-
-def test_matrices_have_one_vector_of_state(make_replica: MakeReplica) -> None:
-    node = make_replica(inner_settings=MUON)
-    squares = {name.partition("/")[2] for name in node.checkpoint.tensors() if name.startswith("square/")}
-    assert squares == set(node.checkpoint.layout.names) - matrices_of(node.replica.module)
 
 
 def test_another_optimizers_vectors_are_not_continued(make_replica: MakeReplica, tmp_path: Path) -> None:

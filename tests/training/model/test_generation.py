@@ -29,7 +29,9 @@ def tokens_of(
     return list(itertools.islice(generated, num_tokens))
 
 
-def test_greedy_takes_the_argmax_of_the_window_that_the_model_can_see(model: ModelConfig) -> None:
+def test_greedy_takes_the_argmax_of_the_window_that_the_model_can_see_and_else_a_seed_decides(
+    model: ModelConfig,
+) -> None:
     module = build_model(model, 7)
     tokens = list(PROMPT)
     for _ in range(40):  # the context is 16 tokens
@@ -38,10 +40,6 @@ def test_greedy_takes_the_argmax_of_the_window_that_the_model_can_see(model: Mod
 
     assert tokens_of(module, model, Sampling(GREEDY, 0, seed=1)) == tokens[len(PROMPT) :]
     assert tokens_of(module, model, Sampling(1.0, 1, seed=1)) == tokens[len(PROMPT) :]
-
-
-def test_a_seed_decides_and_what_was_drawn_before_does_not(model: ModelConfig) -> None:
-    module = build_model(model, 7)
     first = tokens_of(module, model, Sampling(1.0, 0, seed=1))
     torch.rand(5)
     assert tokens_of(module, model, Sampling(1.0, 0, seed=1)) == first

@@ -201,14 +201,11 @@ def test_a_proposal_without_answer_and_an_acceptance_that_comes_too_late_are_wit
     assert alice.machine.partner is None
 
 
-def test_peers_not_known_to_be_live_are_put_off() -> None:
+def test_peers_not_known_to_be_live_are_put_off_and_a_node_that_is_away_withdraws_what_it_agreed() -> None:
     alice = started()
     alice.hear(MALLORY, Propose(LOW, 10.0), 1.0)
     ((_, answer),) = alice.sent
     assert isinstance(answer, Busy)
-
-
-def test_a_node_that_is_away_says_so_and_withdraws_what_it_agreed() -> None:
     alice, session = matched()
     alice.handle(Stopped(), 31.0)
     assert alice.sent == [(BOB, Withdraw(session))]
