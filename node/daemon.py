@@ -160,7 +160,7 @@ async def open_mesh(
         open_connectivity(host, run_id, shaping, peers, limits, port_lease=settings.port_lease) as connectivity,
         open_mdns(host, run_id, is_on=settings.mdns),
     ):
-        await keep_ports(daemon.store, ports, host.ports, daemon.journal.warn)
+        await keep_ports(daemon.store, ports, host.acceptor.ports, daemon.journal.warn)
         yield Mesh(host, connectivity, shaping, traffic)
 
 

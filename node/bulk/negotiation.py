@@ -17,6 +17,7 @@ import secrets
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -47,7 +48,7 @@ from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, Stream, counted, receive_frame
 from ..mesh.addresses import direct_ips
 from ..mesh.host import Host
-from ..mesh.links import Socket, connect_from, listen_at
+from ..mesh.links import Ciphers, Socket, connect_from, listen_at
 from ..mesh.reach.connectivity import Connectivity
 from .channel import BulkChannel, ChannelError
 
@@ -73,8 +74,6 @@ MAX_IDLE = 8
 GREETING_TIMEOUT = 3.0
 # Connections that have not greeted yet. A partner opens one or two from each of its addresses.
 MAX_UNPROVEN, MAX_UNPROVEN_PER_ADDRESS = 32, 8
-# After an accept that failed because descriptors ran out.
-ACCEPT_PAUSE = 0.5
 # Before a dial from the listener's port: most plain dials have answered by then.
 PUNCH_AFTER = 0.3
 
@@ -96,8 +95,8 @@ class Race:
         self.is_on = trio.Event()
         """Set once the other end's proposal is here."""
         self.is_over = trio.Event()
-        self.chosen: Socket | None = None
-        """Whoever takes it from here owns it."""
+        self.chosen: tuple[socket.socket, Ciphers] | None = None
+        """The connection, and what hides its bytes; whoever takes it from here owns it."""
         self._choosing = trio.Lock()
 
     async def settle(self, link: Socket) -> None:
@@ -111,7 +110,7 @@ class Race:
             if not self.is_asker and not self.is_over.is_set():
                 await link.write(_CHOSEN)
             if not self.is_over.is_set():
-                self.chosen = link
+                self.chosen = link.detach()
                 self.is_over.set()
 
 
@@ -279,7 +278,7 @@ class BulkService:
             del self._races[session]
             race.is_over.set()  # nobody is chosen from now on
             if race.chosen is not None:
-                race.chosen.abort()
+                race.chosen[0].close()
 
     async def _run_race(self, race: Race, stream: Stream, theirs: Proposal) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer gives up and closes the stream."""
@@ -304,8 +303,7 @@ class BulkService:
         chosen, race.chosen = race.chosen, None
         if chosen is None:
             raise ChannelError("the peer gave up")
-        plain, ciphers = chosen.detach()
-        channel = BulkChannel(race.peer, race.session, plain, channel_secrets, self._shaping, ciphers)
+        channel = BulkChannel(race.peer, race.session, chosen[0], channel_secrets, self._shaping, chosen[1])
         await channel.open(race.is_asker)
         self._backoff.note_success(race.peer)
         return channel
@@ -330,27 +328,27 @@ class BulkService:
         except (OSError, trio.BrokenResourceError) as error:
             logger.debug("no bulk connection to %s: %s", address, error)
         finally:
-            if link is not None and race.chosen is not link:
+            if link is not None:
                 link.abort()
 
-    async def _admit(self, link: Socket, address: str) -> None:
-        """Handle an inbound connection: it greets for a running race, or is closed."""
-        race: Race | None = None
-        try:
-            with contextlib.suppress(trio.BrokenResourceError):
-                with counted(self._unproven, address), trio.move_on_after(GREETING_TIMEOUT):
-                    received = await self._hear(link)
-                    named = self._races.get(received[:SESSION_BYTES])
-                    if named is not None and is_greeting(received, named.session, named.proposal.token):
-                        await named.is_on.wait()
-                        await self._greet(link, named)
-                        race = named
-                if race is not None:
-                    with trio.move_on_after(OPEN_TIMEOUT):
-                        await race.settle(link)
-        finally:
-            if race is None or race.chosen is not link:
-                link.abort()
+    async def admit(self, stream: trio.SocketStream) -> None:
+        """Let an inbound connection greet for a running race; the caller closes it. A bounded number may greet."""
+        link, race = Socket(stream), None
+        address = link.remote[0] if link.remote else ""
+        is_full = self._unproven.total() >= MAX_UNPROVEN or self._unproven[address] >= MAX_UNPROVEN_PER_ADDRESS
+        if is_full or not self._races:
+            return
+        with contextlib.suppress(trio.BrokenResourceError):
+            with counted(self._unproven, address), trio.move_on_after(GREETING_TIMEOUT):
+                received = await self._hear(link)
+                named = self._races.get(received[:SESSION_BYTES])
+                if named is not None and is_greeting(received, named.session, named.proposal.token):
+                    await named.is_on.wait()
+                    await self._greet(link, named)
+                    race = named
+            if race is not None:
+                with trio.move_on_after(OPEN_TIMEOUT):
+                    await race.settle(link)
 
     async def _greet(self, link: Socket, race: Race) -> None:
         """Send the greeting. In a private run a nonce begins each direction, and hides what follows."""
@@ -363,21 +361,6 @@ class BulkService:
         if self._network_key:
             await link.reveal(self._network_key)
         return await link.read(GREETING_BYTES)
-
-    async def listen(self, listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
-        """Accept a bounded number of connections at a time, and none while nothing is negotiated."""
-        while True:
-            try:
-                connection, (address, *_) = await listener.accept()
-            except OSError as error:  # out of descriptors, or the peer is gone again
-                logger.warning("cannot accept a bulk connection: %s", error)
-                await trio.sleep(ACCEPT_PAUSE)
-                continue
-            is_full = self._unproven.total() >= MAX_UNPROVEN or self._unproven[address] >= MAX_UNPROVEN_PER_ADDRESS
-            if is_full or not self._races:
-                connection.close()
-            else:
-                nursery.start_soon(self._admit, Socket(trio.SocketStream(connection)), address)
 
     async def close_idle(self) -> None:
         """Close kept channels when they expire, and at once if the peer has closed them."""
@@ -413,8 +396,8 @@ async def open_bulk(
     host.own.bulk_ports.update(ports)
     try:
         async with open_service_nursery() as nursery:
-            for listener in listeners.values():
-                nursery.start_soon(service.listen, listener, nursery)
+            for listener in map(trio.SocketListener, listeners.values()):
+                nursery.start_soon(partial(trio.serve_listeners, service.admit, [listener], handler_nursery=nursery))
             nursery.start_soon(service.close_idle)
             yield service
     finally:

@@ -120,6 +120,8 @@ class Acceptor:
         """``own``: gets the addresses of the listening sockets."""
         self.handshakes: set[Socket] = set()
         """Those that have not finished."""
+        self.ports: dict[str, int] = {}
+        """The multiaddrs to listen on, without those of a family that this system lacks -> their ports."""
         self._nursery = nursery
         self._pool = pool
         self._upgrader = upgrader
@@ -136,15 +138,30 @@ class Acceptor:
         finally:
             del self._expected[peer]
 
-    async def listen(self, host: str, port: int) -> int:
-        """Accept connections at an address of this machine and return the port; raise `OSError` if it is taken."""
-        listening = listen_at(host, port)
-        own, own_port = listening.getsockname()[:2]
-        self._own.listening.append((str(own), int(own_port)))
-        self._listening.append((listening, trio.CancelScope()))
-        self._nursery.start_soon(self._serve, *self._listening[-1])
-        await trio.lowlevel.checkpoint()
-        return int(own_port)
+    def listen(self, address: str, first_ports: Iterable[int]) -> None:
+        """Accept connections at a multiaddr; where it has port 0, try these ports before any free one.
+
+        Raises `ListenError`, but not for /ip6/:: on a system without IPv6.
+        """
+        match = re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d{1,5})", address)
+        if match is None:
+            raise ListenError(f"cannot listen on {address}: say /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT")
+        ip, port = match[1], int(match[2])
+        failure: Exception | None = None
+        for each in (port,) if port else (*first_ports, 0):
+            try:
+                listening = listen_at(ip, each)
+            except (OSError, OverflowError) as error:
+                failure = error
+                continue
+            own, self.ports[address] = listening.getsockname()[:2]
+            self._own.listening.append((own, self.ports[address]))
+            self._listening.append((listening, trio.CancelScope()))
+            self._nursery.start_soon(self._serve, *self._listening[-1])
+            return
+        if ip != "::" or getattr(failure, "errno", None) not in NO_IPV6:
+            raise ListenError(f"cannot listen on {address}: {failure}") from failure
+        logger.info("not listening on %s: %s", address, failure)
 
     def close(self) -> None:
         """Stop listening."""
@@ -237,8 +254,6 @@ class Host:
         self.upgrader = Upgrader(key, shaping, self.connections.budget, network_key)
         self.own = OwnAddresses(self.peer_id)
         self.acceptor = Acceptor(nursery, self.connections, self.upgrader, self.own)
-        self.ports: dict[str, int] = {}
-        """The multiaddrs to listen on, without those of a family that this system lacks -> their ports."""
         self.gate = Gate(key, self.handlers, self.connections)
         self.dialler = Dialler(self.author, nursery, self.connections, self.upgrader, self.own, self.gate)
         self.dht = Dht(self.dialler, self.handlers)
@@ -305,28 +320,10 @@ async def open_host(
             host.own.announced = announce
             for address in listen:
                 kept = (first_ports or {}).get(address)
-                await _listen(host, address, [kept] if kept else list(host.ports.values()))
-            if listen and not host.ports:
+                host.acceptor.listen(address, [kept] if kept else list(host.acceptor.ports.values()))
+            if listen and not host.acceptor.ports:
                 raise ListenError(f"cannot listen on {' or '.join(listen)}: this system has no IPv6")
             yield host
         finally:
             with trio.CancelScope(deadline=trio.current_time() + 2 * CLOSE_TIMEOUT, shield=True):
                 await host.close()
-
-
-async def _listen(host: Host, address: str, first_ports: Iterable[int]) -> None:
-    match = re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d{1,5})", address)
-    if match is None:
-        raise ListenError(f"cannot listen on {address}: say /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT")
-    ip, port = match[1], int(match[2])
-    if port == 0:
-        for first in first_ports:
-            with contextlib.suppress(OSError):
-                host.ports[address] = await host.acceptor.listen(ip, first)
-                return
-    try:
-        host.ports[address] = await host.acceptor.listen(ip, port)
-    except (OSError, OverflowError) as error:
-        if ip != "::" or getattr(error, "errno", None) not in NO_IPV6:
-            raise ListenError(f"cannot listen on {address}: {error}") from error
-        logger.info("not listening on %s: %s", address, error)

@@ -11,9 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import ListenError, PeerUnreachableError
 from farandole.node.base.settings import DEFAULT_LISTEN
+from farandole.node.mesh import host as host_module
 from farandole.node.mesh.addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS, dial_target
 from farandole.node.mesh.dialler import Dial
-from farandole.node.mesh.host import Acceptor, open_host
+from farandole.node.mesh.host import open_host
+from farandole.node.mesh.links import listen_at
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
@@ -204,28 +206,26 @@ async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_onlin
 async def test_by_default_both_versions_of_ip_have_one_port() -> None:
     async with open_host(new_key(), DEFAULT_LISTEN) as host:
         assert {ip for ip, _ in host.own.listening} == {"0.0.0.0", "::"} == set(host.own.bound_ips)
-        assert len(set(host.ports.values())) == 1
+        assert len(set(host.acceptor.ports.values())) == 1
         assert host.addresses
         assert not any("/0.0.0.0/" in address or "/::/" in address for address in host.addresses)
         with socket.socket() as other:
             other.bind(("0.0.0.0", 0))
             other.listen()
-            kept = {DEFAULT_LISTEN[0]: other.getsockname()[1], DEFAULT_LISTEN[1]: next(iter(host.ports.values()))}
+            kept = dict(zip(DEFAULT_LISTEN, (other.getsockname()[1], *host.acceptor.ports.values()), strict=False))
             async with open_host(new_key(), DEFAULT_LISTEN, first_ports=kept) as neighbour:
-                assert not set(neighbour.ports.values()) & set(kept.values()), "both ports are taken"
+                assert not set(neighbour.acceptor.ports.values()) & set(kept.values()), "both ports are taken"
 
 
 async def test_a_system_without_ipv6_listens_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = Acceptor.listen
-
-    async def listen_without_ipv6(acceptor: Acceptor, host: str, port: int) -> int:
-        if ":" in host:
+    def listen_without_ipv6(ip: str, port: int) -> socket.socket:
+        if ":" in ip:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        return await listen(acceptor, host, port)
+        return listen_at(ip, port)
 
-    monkeypatch.setattr(Acceptor, "listen", listen_without_ipv6)
+    monkeypatch.setattr(host_module, "listen_at", listen_without_ipv6)
     async with open_host(new_key(), DEFAULT_LISTEN) as host:
-        assert list(host.ports) == DEFAULT_LISTEN[:1]
+        assert list(host.acceptor.ports) == DEFAULT_LISTEN[:1]
     with pytest.raises(ListenError, match="no IPv6"):
         async with open_host(new_key(), DEFAULT_LISTEN[1:]):
             raise AssertionError
