@@ -47,16 +47,6 @@ class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
 
 
-def prefer_bbr(connection: socket.socket) -> None:
-    """Set TCP's congestion control to BBR (Cardwell et al., ACM Queue 2016), if allowed.
-
-    BBR goes by the rate that it measures instead of by losses. CUBIC takes each lost packet for congestion: over
-    5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR 3 to 4 s. Linux only, and for root, or where the
-    system allows it (``net.ipv4.tcp_allowed_congestion_control``).
-    """
-    prefer_congestion_control(connection, "bbr")
-
-
 class BulkChannel:
     """An authenticated connection with ``peer``; both ends name it by the session in which it was negotiated."""
 
@@ -80,7 +70,10 @@ class BulkChannel:
         self.seconds_held_up = 0.0
         """Total delay of incoming data by this node's own cap; a pause counts when it begins."""
         self._connection = connection
-        prefer_bbr(connection)
+        # BBR (Cardwell et al., ACM Queue 2016) goes by the rate that it measures instead of by losses. CUBIC takes each
+        # lost packet for congestion: over 5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR 3 to 4 s. Linux
+        # only, and for root, or where the system allows it (``net.ipv4.tcp_allowed_congestion_control``).
+        prefer_congestion_control(connection, "bbr")
         self._shaping = shaping
         self._sealer = Sealer(secrets.sealing, time.monotonic(), hiding=ciphers[0])
         self._opener = Opener(secrets.opening, hiding=ciphers[1])

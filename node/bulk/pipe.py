@@ -132,7 +132,8 @@ class BulkPipe:
         self._piece_bytes = piece_bytes
         self._rest = rest
         self._max_unsent = max_unsent
-        self._patience: Patience | None = None  # once transfers may move
+        self._patience = Patience(0.0)  # another one once transfers may move
+        self._has_begun = trio.Event()
         self._posted: deque[bytes] = deque()
         self._writing = trio.Lock()  # the stream, whole frames
         self._write_began_at = math.inf
@@ -149,6 +150,7 @@ class BulkPipe:
     def begin(self, patience: Patience) -> None:
         """Let transfers move from now on."""
         self._patience = patience
+        self._has_begun.set()
         if self.pipe.step is RouteStep.IDLE:
             self.pipe.begin()
         self._notify()
@@ -327,8 +329,7 @@ class BulkPipe:
 
     async def _watch_writes(self) -> None:
         """Raise `trio.TooSlowError` when a write takes too long: a scope around each would cost a twelfth of it."""
-        await self._until(lambda: self._patience is not None)
-        assert self._patience is not None
+        await self._has_begun.wait()
         timeout = self._patience.write
         while timeout < math.inf:
             await trio.sleep(timeout / SILENT_CHECKS)
@@ -363,7 +364,7 @@ class BulkPipe:
     # The routes
 
     async def _move(self) -> None:
-        await self._until(lambda: self._patience is not None)
+        await self._has_begun.wait()
         if self.pipe.is_large:
             await self._agree()
         while (channel := self.channel) is not None:
@@ -384,7 +385,6 @@ class BulkPipe:
     async def _agree(self) -> None:
         """Agree on the next route; nothing moves during this time."""
         pipe, patience, peer = self.pipe, self._patience, self._stream.peer
-        assert patience is not None, "transfers may move"
         if not pipe.is_opener:
             with trio.fail_after(patience.route + patience.answer):
                 await self._until(lambda: pipe.step in (RouteStep.PROPOSED, RouteStep.REPLACING))
@@ -408,7 +408,6 @@ class BulkPipe:
 
     async def _receive_over(self, channel: BulkChannel) -> None:
         """Receive until the channel breaks or is silent: on a slow line, a record takes seconds."""
-        assert self._patience is not None, "transfers may move"
         patience, flow = self._patience.silent, self.pipe.incoming
 
         async def cancel_when_silent() -> None:
@@ -475,7 +474,6 @@ class BulkPipe:
         return min(room, self._shaping.up.quantum)
 
     async def _send_over(self, channel: BulkChannel) -> None:
-        assert self._patience is not None, "transfers may move"
         before = channel.num_sent
         try:
             while True:

@@ -25,14 +25,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.run.releases import Software, software_of
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.identity import peer_id_bytes, peer_id_of, public_bytes
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.project import VERSION
 from ..base.system.sockets import NO_IPV6
-from .addresses import OwnAddresses, multiaddr_of
+from .addresses import OwnAddresses
 from .admission import Site, site_of
 from .connections import IDENTIFY_PROTOCOL, ConnectionPool, ProtocolHandlers
 from .dht import Dht
@@ -54,7 +54,6 @@ MAX_HANDSHAKES_PER_ADDRESS: Final = 64
 MAX_HANDSHAKES: Final = 256
 # After an accept that failed because descriptors ran out.
 ACCEPT_PAUSE = 0.5
-PROTOCOL_VERSION: Final = "farandole/1.0.0"
 AGENT_VERSION: Final = f"farandole/{VERSION}"
 # As many bytes of identify as go-libp2p takes.
 MAX_IDENTIFY_BYTES: Final = 8 * 1024
@@ -91,17 +90,9 @@ class IdentifyService:
         self._dialler.add_addresses(peer, multiaddr_texts(message.listen_addrs), is_hearsay=True)
 
     async def _serve(self, stream: Libp2pStream) -> None:
-        public_key = peer_id_bytes(self._dialler.author)[2:]  # the id has it in it, behind the multihash's header
         own = (address.rpartition("/p2p/")[0] for address in self._dialler.own.all)
-        remote = stream.remote_address
-        message = Identify(
-            protocol_version=PROTOCOL_VERSION,
-            agent_version=AGENT_VERSION,
-            public_key=public_key,
-            listen_addrs=multiaddr_bytes(own),
-            observed_addr=multiaddr_bytes([multiaddr_of(remote[0].partition("%")[0], remote[1])])[0] if remote else b"",
-            protocols=self._handlers.protocols,
-        )
+        protocols = self._handlers.protocols
+        message = Identify(agent_version=AGENT_VERSION, listen_addrs=multiaddr_bytes(own), protocols=protocols)
         with trio.fail_after(IDENTIFY_TIMEOUT):
             await stream.send_all(encode_delimited(message))
 

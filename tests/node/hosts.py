@@ -105,7 +105,7 @@ async def open_relay(
         open_host(key, LOOPBACK, shaping=shaping, ping_interval=ping, ping_timeout=ping) as host,
         open_service_nursery() as nursery,
     ):
-        server = RelayServer(host, shaping, limits)
+        server = RelayServer(host, shaping or Shaping(), limits)
         nursery.start_soon(server.run)
         await trio.testing.wait_all_tasks_blocked()
         yield Relay(host, server)

@@ -18,7 +18,7 @@ from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.latest import Latest
 
-from ...base.backoff import Backoff, pauses
+from ...base.backoff import Backoff
 from ...base.bandwidth import Shaping
 from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
@@ -40,7 +40,7 @@ RENEW_BEFORE: Final = 300.0
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 600.0
 # Between two checks of the reservations, in addition to checks after a lost connection.
 CHECK_INTERVAL: Final = 15.0
-# The same while fewer than `NUM_RELAYS` are held; grows up to `CHECK_INTERVAL` while no peer relays.
+# The same while fewer than `NUM_RELAYS` are held; a peer that refused is left alone for longer.
 HURRY_INTERVAL: Final = 2.0
 # Peers asked at once for each free place.
 NUM_ASKED: Final = 3
@@ -79,7 +79,6 @@ class RelayKeeper:
 
     async def run(self) -> None:
         """Hold reservations while the node needs relays, until cancelled."""
-        hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
         while True:
             if self._reachability.needs_relays:
                 await self._keep()
@@ -87,11 +86,8 @@ class RelayKeeper:
                 for held in self._host.relays.reservations:
                     self._host.relays.forget(held.relay)
             self._announce()
-            if self._reachability.needs_relays and self._are_missing:
-                await self._wait(next(hurry))
-            else:
-                hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
-                await self._wait(CHECK_INTERVAL)
+            is_hurried = self._reachability.needs_relays and self._are_missing
+            await self._wait(HURRY_INTERVAL if is_hurried else CHECK_INTERVAL)
 
     async def _wait(self, seconds: float) -> None:
         """Wait for ``seconds``, or until a relay is lost or the node's reachability has changed."""

@@ -52,11 +52,10 @@ STALL_TIMEOUT = 30.0
 class RelayServer:
     """The relay of one host."""
 
-    def __init__(self, host: Host, shaping: Shaping | None = None, limits: Limits | None = None) -> None:
+    def __init__(self, host: Host, shaping: Shaping, limits: Limits | None) -> None:
         self._host = host
         self._limits = limits or Limits()
         self.table = RelayTable(self._limits)
-        shaping = shaping or Shaping()
         self._shaping = shaping
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
         host.connections.protect(self.table.has_reservation)
