@@ -9,6 +9,7 @@ little and cannot mislead a peer about the run. torch is never imported.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,8 +74,7 @@ async def be_relay(page: Path | None, daemon: Daemon) -> None:
 
         handlers = dict.fromkeys(OF_MEMBERS, refuse)
         async with open_control(daemon, mesh, invite.run_id, handlers), open_service_nursery() as nursery:
-            seeker = MemberSeeker(daemon, mesh, target)
-            nursery.start_soon(seeker.run)
+            nursery.start_soon(_seek_members, daemon, mesh, target)
             daemon.journal.say("a node that others cannot dial connects to this relay, on its machine, with:")
             daemon.journal.say(f"  farandole dial {address_for_others(mesh.host, daemon.settings.announce)}")
             if not (daemon.settings.announce or any(is_global(known.split("/")[2]) for known in mesh.host.addresses)):
@@ -84,7 +84,8 @@ async def be_relay(page: Path | None, daemon: Daemon) -> None:
                 nursery.start_soon(publish, daemon.settings, invite, mesh.host.addresses, public, daemon.journal)
                 daemon.journal.say(f"writing the run's public page into {page}")
             await daemon.is_leaving.wait()
-            await seeker.remember(is_last=True)
+            with contextlib.suppress(StoreError):
+                await daemon.book.save()
         daemon.journal.say("left")
 
 
@@ -97,52 +98,39 @@ def address_for_others(host: Host, announced: Sequence[str]) -> str:
     return max(host.addresses, key=rank, default="ADDRESS")
 
 
-class MemberSeeker:
-    """Keeps connections with a few members of the run, and remembers them."""
-
-    def __init__(self, daemon: Daemon, mesh: Mesh, target: Target) -> None:
-        self._daemon = daemon
-        self._mesh = mesh
-        self._target = target
-        self._members: list[bytes] = []
-
-    async def run(self) -> None:
-        """Look for members until cancelled."""
-        journal, host, traffic = self._daemon.journal, self._mesh.host, self._mesh.traffic
-        waits = pauses(FIRST_REDIAL_PAUSE, MAX_LOOK_INTERVAL, random.Random())
-        here = address_for_others(host, self._daemon.settings.announce)
-        waits_for = "" if self._daemon.book.peers() else f"a member: on its machine, `farandole dial {here}`"
-        journal.announce("relaying", f"for run {self._target.run_id.hex()[:16]}", waits_for)
-        while True:
-            if traffic.is_spent:
-                journal.update(isolation=self._daemon.rest.words)
-                await traffic.wait_online()
-            named = {**self._daemon.book.peers(), **self._target.peers}
-            if not host.connected:
-                await dial(host, named, is_one_enough=True)
-            if host.connected:
-                there = [peer for peer in self._members if peer in host.connected]
-                if len(there) < NUM_MEMBERS:  # look in the DHT
-                    there = await find_members(host, self._target.run_id)
-                    for peer in set(there) - set(self._members):
-                        journal.say(f"found {short_name(peer)}, a member of the run")
-                self._members, host.relays.members = there, frozenset(there)
-                journal.update(isolation="", waits_for="")
-            elif named and not journal.state.waits_for:
-                journal.update(isolation=f"{NO_ANSWER}: {how_many(named)} tried; still trying")
-            await self.remember()
-            await trio.sleep(next(waits))
-
-    async def remember(self, *, is_last: bool = False) -> None:
-        """Store the addresses of the connected members."""
-        for peer in self._mesh.host.connected.intersection(self._members):
-            self._daemon.book.note_reached(peer, self._mesh.host.dialler.known.to_keep(peer))
+async def _seek_members(daemon: Daemon, mesh: Mesh, target: Target) -> None:
+    """Keep connections with a few members of the run, and remember their addresses, until cancelled."""
+    journal, host, book, known = daemon.journal, mesh.host, daemon.book, list[bytes]()
+    waits = pauses(FIRST_REDIAL_PAUSE, MAX_LOOK_INTERVAL, random.Random())
+    here = address_for_others(host, daemon.settings.announce)
+    waits_for = "" if book.peers() else f"a member: on its machine, `farandole dial {here}`"
+    journal.announce("relaying", f"for run {target.run_id.hex()[:16]}", waits_for)
+    while True:
+        if mesh.traffic.is_spent:
+            journal.update(isolation=daemon.rest.words)
+            await mesh.traffic.wait_online()
+        named, before = {**book.peers(), **target.peers}, known
+        if not host.connected:
+            await dial(host, named, is_one_enough=True)
+        known = [peer for peer in before if peer in host.connected]
+        if host.connected:
+            if len(known) < NUM_MEMBERS:  # look in the DHT
+                known = await find_members(host, target.run_id)
+            journal.update(isolation="", waits_for="")
+        elif named and not journal.state.waits_for:
+            journal.update(isolation=f"{NO_ANSWER}: {how_many(named)} tried; still trying")
+        host.relays.members = frozenset(known)
+        for peer in known:
+            book.note_reached(peer, host.dialler.known.to_keep(peer))
         try:
-            await self._daemon.book.save(is_last=is_last)
+            await book.save()
         except StoreError as error:
-            self._daemon.journal.warn(f"{error}; trying again", f"{DISK}store")
+            journal.warn(f"{error}; trying again", f"{DISK}store")
         else:
-            self._daemon.journal.over(f"{DISK}store")
+            journal.over(f"{DISK}store")
+        for peer in set(known) - set(before):
+            journal.say(f"found {short_name(peer)}, a member of the run")
+        await trio.sleep(next(waits))
 
 
 async def _tell_reachability(mesh: Mesh, journal: Journal) -> None:

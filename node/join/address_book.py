@@ -44,7 +44,7 @@ NUM_LATEST: Final = 24
 NUM_OTHERS: Final = 24
 # Home addresses change within weeks, but a machine with a fixed one may well be switched off for a summer.
 MAX_AGE: Final = 60 * 86_400.0
-# New peers are written at once, updates of times alone at this interval.
+# New peers and addresses are written at once, times alone once in each interval.
 SAVE_INTERVAL: Final = 600.0
 
 _Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]*$")]
@@ -61,7 +61,7 @@ class _Entry:
 
 
 class AddressBook:
-    """The address book of one node. `load` it first; call `save` at times: it writes no more than it must."""
+    """The address book of one node. `load` it first; call `save` at times."""
 
     def __init__(
         self,
@@ -78,8 +78,6 @@ class AddressBook:
         self._rng = rng or random.Random()
         self._entries: dict[bytes, _Entry] = {}
         self._unsaved: set[bytes] = set()
-        self._is_urgent = False
-        self._saved_at = clock()
 
     async def load(self) -> None:
         """Load what is stored. Damaged rows are left out, and a broken disk leaves the book empty, with a warning."""
@@ -111,10 +109,11 @@ class AddressBook:
         usable = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS][:MAX_ADDRESSES]
         if not usable:
             return
-        before = self._entries.get(peer)
-        self._is_urgent |= before is None or set(before.addresses) != set(usable)
-        self._entries[peer] = _Entry(tuple(usable), self._clock())
-        self._unsaved.add(peer)
+        before, now = self._entries.get(peer), self._clock()
+        is_same = before is not None and set(before.addresses) == set(usable)
+        if before is None or not is_same or before.reached_at // SAVE_INTERVAL != now // SAVE_INTERVAL:
+            self._unsaved.add(peer)
+        self._entries[peer] = _Entry(tuple(usable), now)
 
     def peers(self) -> dict[bytes, list[str]]:
         """Return the peers to dial with their addresses: the latest first, then some partners, then some others."""
@@ -125,11 +124,10 @@ class AddressBook:
             chosen += self._rng.sample(others, min(number, len(others)))
         return {peer: list(self._entries[peer].addresses) for peer in chosen}
 
-    async def save(self, *, is_last: bool = False) -> None:
-        """Write the changes, if there is a new peer, if it is time, or if ``is_last``. Raises `StoreError`."""
+    async def save(self) -> None:
+        """Write the changes, if there are any. Raises `StoreError`."""
         self._forget()
-        is_due = self._is_urgent or is_last or self._clock() - self._saved_at >= SAVE_INTERVAL
-        if not self._unsaved or not is_due:
+        if not self._unsaved:
             return
         unsaved, self._unsaved = self._unsaved, set()
         kept = [
@@ -142,8 +140,6 @@ class AddressBook:
         except BaseException:  # also a cancellation: what is not written is written the next time
             self._unsaved |= unsaved
             raise
-        self._is_urgent = False
-        self._saved_at = self._clock()
 
     def _latest_first(self) -> list[bytes]:
         return sorted(self._entries, key=lambda peer: -self._entries[peer].reached_at)

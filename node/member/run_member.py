@@ -150,7 +150,7 @@ class RunMember:
                 await self.gossip.flush()
             self.daemon.journal.say("left the run")
             with contextlib.suppress(StoreError):
-                await self.daemon.book.save(is_last=True)
+                await self.daemon.book.save()
             if failure is not None:
                 raise failure
             nursery.cancel_scope.cancel()

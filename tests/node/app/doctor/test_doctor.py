@@ -250,7 +250,7 @@ async def test_without_an_invite_the_folder_knows_its_run_and_peers_until_these_
             await store.put_fact(MANIFEST_FACT, SIGNED.encode())
             book = AddressBook(store)
             book.note_reached(peer.author, peer.addresses)
-            await book.save(is_last=True)
+            await book.save()
         diagnosis = await look(tmp_path, None)
     assert diagnosis.is_well
     assert {"invite-stored", "bootstrap-fine", "run-fine"} <= set(causes(diagnosis, Level.OK))
