@@ -7,7 +7,6 @@ its content.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,6 @@ from farandole.training.base.errors import CheckpointError, UnfitWeightsError
 from farandole.training.data.batches import CORPUS_BYTES
 from farandole.training.engine.engine import Engine, fitness_of, why_unfit
 from farandole.training.engine.learner import Learner
-from farandole.training.engine.snapshot import Snapshot
 from farandole.training.screening.rule import MAX_BYTES, Histories
 
 from ..base.system.tuning import SAVING_NICENESS, lower_thread_priority
@@ -138,57 +136,39 @@ class Recorder:
     """Records one learner's rounds; ``report`` is called from its thread. Rounds that fail to write are left out."""
 
     def __init__(self, folder: Path, learner: Learner, report: Callable[[Report], None]) -> None:
-        self._folder = folder
         self._learner = learner
         self._report = report
         self._device = device_class(learner.device.torch_device)
         self._build = build()
-        self._kept: deque[Path] = deque()
         self._thread = ThreadPoolExecutor(1, "recorder", lower_thread_priority, (SAVING_NICENESS,))
         self._work: Future[None] | None = None
-        self._start: Saved | None = None
         self._begun_at = 0
         with contextlib.suppress(OSError):  # the files of an earlier process go
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folder.iterdir():
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.iterdir():
                 path.unlink()
+        self._saver = Saver(CheckpointFolder(folder, 0), lambda saved: None, KEPT_STARTS)
 
     def begin(self) -> None:
         """Record the start of a round, before its inner steps."""
         self.wait()
-        try:
+        with contextlib.suppress(MemoryError):
             snapshot = self._learner.checkpoint.snapshot("start")
-        except MemoryError:
-            self._start = None
-            return
-        self._begun_at = self._learner.replica.optimizer.begun_at
-        self._work = self._thread.submit(self._write, snapshot)
+            self._begun_at = self._learner.replica.optimizer.begun_at
+            self._saver.save_behind(snapshot)
 
     def wait(self) -> None:
-        """Wait until the thread is done with the memory that it reads."""
+        """Wait until the threads are done with the memory that they read."""
         if self._work is not None:
             self._work.result()
             self._work = None
-
-    def _write(self, snapshot: Snapshot) -> None:
-        counters, self._start = snapshot.counters, None
-        path = self._folder / f"round-{counters.round}.safetensors"
-        with contextlib.suppress(OSError):
-            content = snapshot.save(path)
-            self._start = Saved(
-                counters.round, counters.steps, counters.tokens, str(path), content.size, content.hashes
-            )
-        if path not in self._kept:
-            self._kept.append(path)
-        while len(self._kept) > KEPT_STARTS:
-            with contextlib.suppress(OSError):
-                self._kept.popleft().unlink(missing_ok=True)
+        self._saver.wait()
 
     def end(self, round_index: int, fragment: int, contribution: bytes) -> None:
         """Record a round's end, given its contribution; no inner step comes before `wait` or the next `begin`."""
 
         def tell() -> None:
-            learner, start = self._learner, self._start
+            learner, start = self._learner, self._saver.newest
             if start is None or start.round != round_index or learner.totals.steps == start.inner_steps:
                 return
             commitment = Commitment(
