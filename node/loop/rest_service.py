@@ -90,10 +90,9 @@ class RestService:
         self.change_hours(hours)
 
     async def begin(self) -> None:
-        """Rest if an earlier life was paused by hand, or in quiet hours; call it before anything else."""
+        """Rest if an earlier life was paused by hand; call it before anything else."""
         if await self.store.get_fact(PAUSED_FACT):
             self.rest.set(BY_HAND, PAUSED)
-        self._look_at_clock()
 
     async def run(self) -> None:
         """Look at the clock and at the machine, until cancelled."""

@@ -156,19 +156,15 @@ def map_shared_memory(place: int | str, size: int) -> mmap.mmap:
 
     Raises `OSError`.
     """
-    if isinstance(place, int):
-        return _map(place, size)
-    if not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
-        raise FileNotFoundError(f"{place} is no shared memory: this process and the node see different processes")
-    descriptor = os.open(place, os.O_RDWR)
-    try:
-        return _map(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    size = max(size, mmap.PAGESIZE)
-    if os.fstat(descriptor).st_size < size:
-        os.ftruncate(descriptor, size)
-    return mmap.mmap(descriptor, size)
+    with contextlib.ExitStack() as held:
+        if isinstance(place, str):
+            if not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
+                raise FileNotFoundError(
+                    f"{place} is no shared memory: this process and the node see different processes"
+                )
+            place = os.open(place, os.O_RDWR)
+            held.callback(os.close, place)
+        size = max(size, mmap.PAGESIZE)
+        if os.fstat(place).st_size < size:
+            os.ftruncate(place, size)
+        return mmap.mmap(place, size)

@@ -79,10 +79,6 @@ class Trainer:
         """Return an error that says how it ended; of a loop the node learns no more."""
         return TrainerError("the loop is gone", "detached")
 
-    def _failure(self, words: str, cause: messages.Cause = "fault") -> TrainerError:
-        """Return the error of a trainer that cannot go on. A loop that has failed is gone, and its owner sees why."""
-        return TrainerError(words, cause if cause == "weights" else "detached")
-
     async def condemn(self, reason: str) -> None:
         """End a trainer that hangs: `receive` raises `TrainerError`. A loop's process is its owner's."""
         logger.warning("%s", reason)
@@ -145,12 +141,12 @@ class Trainer:
                     raise await self._epitaph()
                 self._parser.receive_data(part)
         except RemoteProtocolError as error:
-            raise self._failure("the trainer sent a message that is too long") from error
+            raise TrainerError("the trainer sent a message that is too long") from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
         report = messages.decode_report(payload)
         if isinstance(report, messages.Failed):
-            raise self._failure(report.message, report.cause)
+            raise TrainerError(report.message, report.cause)
         return report
 
     def close(self) -> None:
@@ -170,9 +166,6 @@ class ChildTrainer(Trainer):
         self._tracebacks = tracebacks
         self._condemned_for = ""
         self._oom_kills_before = count_oom_kills()
-
-    def _failure(self, words: str, cause: messages.Cause = "fault") -> TrainerError:
-        return TrainerError(words, cause)
 
     async def _epitaph(self) -> TrainerError:
         """Return an error that says how the process ended."""

@@ -96,19 +96,6 @@ async def test_one_loop_at_a_time(door: ScriptDoor, path: Path) -> None:
                 pass
 
 
-@pytest.mark.parametrize(("cause", "told"), [("detached", "detached"), ("fault", "detached"), ("weights", "weights")])
-async def test_what_a_loop_fails_by_is_its_owners_affair_but_for_a_peers_weights(
-    door: ScriptDoor, path: Path, cause: messages.Cause, told: messages.Cause
-) -> None:
-    with a_loop(path) as loop:
-        await door.wait()
-        loop.send(messages.Failed("another model", cause))
-        with pytest.raises(TrainerError, match="another model") as raised:
-            async with open_trainer(door, path):
-                pass
-        assert raised.value.cause == told
-
-
 async def test_a_loop_that_hangs_is_let_go(door: ScriptDoor, path: Path) -> None:
     """The node does not end a process that it has not started."""
     with a_loop(path) as loop:

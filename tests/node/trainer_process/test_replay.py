@@ -85,16 +85,6 @@ def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: di
     assert torch.equal(auditor.learner.round_end.fast_weights(), before), "an auditor's own replica stays as it is"
 
 
-def test_the_share_of_inner_steps_counts_a_replay_before_the_first_round(make_trainer: MakeTrainer) -> None:
-    author, auditor = make_trainer(), make_trainer(BOB)
-    recorded = take_round(author, 0)
-    for _ in range(3):
-        replay(auditor, recorded)
-    auditor.handle(messages.Train(0, STEPS))
-    contributed = auditor.report(messages.Contributed)
-    assert 0.0 < contributed.busy_seconds <= contributed.seconds
-
-
 @pytest.mark.soak
 def test_ten_thousand_audits_accuse_no_honest_member(make_trainer: MakeTrainer) -> None:
     """Rounds of one author, each replayed by three members."""
