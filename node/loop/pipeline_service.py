@@ -434,7 +434,7 @@ class PipelineService:
             case machine.OpenLink(peer, is_return):
                 assert self._nursery is not None, "links are opened while the service runs"
                 self._nursery.start_soon(self.links.open, peer, is_return)
-            case machine.CloseLink(number) if number in links:
+            case machine.LinkClosed(number) if number in links:
                 links[number].close()
             case machine.ReceiveInto(number, slot) if number in links:
                 worker.incoming(slot)[:] = links[number].link.landed

@@ -313,7 +313,7 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
             )
         from farandole.training.model.own_model import try_own_model  # torch is imported for no other run file
 
-        tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)
+        own, num_layers, width = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)
     except TrainingError as error:
         raise ManifestError(f"model.own: {error}") from error
     rest = {name: value for name, value in model.items() if name not in ("own", "config")}
@@ -321,15 +321,9 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
         **rest,
         "context": table.context,
         "vocabulary": table.vocabulary,
-        "num_layers": tried.num_layers,
-        "width": tried.width,
+        "num_layers": num_layers,
+        "width": width,
         "num_heads": 0,
         "hidden": 0,
-        "own": {
-            "function": table.own,
-            "config": table.config,
-            "ends": tried.ends,
-            "layer": tried.layer,
-            "package": tried.package,
-        },
+        "own": msgspec.to_builtins(own),
     }

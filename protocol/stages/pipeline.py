@@ -202,7 +202,7 @@ class Pipeline:
                 self._drop(microbatch, "its origin cannot be reached")
 
     def _hang_up(self, number: int) -> None:
-        self._outputs.append(machine.CloseLink(number))
+        self._outputs.append(machine.LinkClosed(number))
         self._close_link(number)
 
     def _close_link(self, number: int) -> None:

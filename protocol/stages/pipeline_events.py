@@ -60,7 +60,7 @@ class LinkFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """An open link was closed."""
+    """An open link was closed; as an output: close it, as its peer is gone from the run, or does not answer."""
 
     link: int
 
@@ -109,13 +109,6 @@ class OpenLink:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseLink:
-    """Close a link: its peer is gone from the run, or does not answer."""
-
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReceiveInto:
     """Copy the data that a link has just received into this slot."""
 
@@ -144,7 +137,7 @@ class Avoided:
 
 Output = (
     OpenLink
-    | CloseLink
+    | LinkClosed
     | ReceiveInto
     | Send
     | Tell

@@ -109,7 +109,7 @@ class Node:
                     world.call_at(at, lambda: self.handle(TimerFired()) if number == self.timer else None)
             case machine.OpenLink(peer, is_return):
                 world.open_link(self, peer, is_return)
-            case machine.CloseLink(link):
+            case machine.LinkClosed(link):
                 world.close(world.wires[link])
             case machine.ReceiveInto(link, slot):
                 landed = world.wires[link].ends[self.author].landed

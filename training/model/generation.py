@@ -77,30 +77,24 @@ def generate(
         window = [*window, token][-context:]
 
 
+@torch.no_grad()
 def last_logits(module: nn.Module, tokens: Sequence[int], device: Device) -> Tensor:
-    """Logits (V,), fp32 on the CPU, of the token that follows these. Raises `TrainingError`."""
+    """Logits (V,), fp32 on the CPU, of the token that follows these, computed in the device's precision.
+
+    Raises `TrainingError` if the module makes something else, or the memory is too small.
+    """
     try:
-        last = logits_of(module, torch.tensor([tokens]), device)[0, -1]
+        with device.autocast():
+            logits = module(torch.tensor([tokens]).to(device.torch_device))
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != (1, len(tokens)):
+            made = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise TrainingError(
+                f"the model must return logits (B, T, V) for tokens (B, T); for {(1, len(tokens))} it is {made}"
+            )
+        return logits[0, -1].float().cpu()
     except (RuntimeError, MemoryError) as error:
         _require_room(error, device)
         raise
-    return last.float().cpu()
-
-
-@torch.no_grad()
-def logits_of(module: nn.Module, tokens: Tensor, device: Device) -> Tensor:
-    """Logits (B, T, V), on the device and in its precision, of the tokens that follow each of ``tokens`` (B, T).
-
-    Raises `TrainingError` if the module makes something else, and what torch raises if the memory is too small.
-    """
-    with device.autocast():
-        logits = module(tokens.to(device.torch_device))
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
-        made = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise TrainingError(
-            f"the model must return logits (B, T, V) for tokens (B, T); for {tuple(tokens.shape)} it is {made}"
-        )
-    return logits
 
 
 def draw(logits: Tensor, sampling: Sampling, chance: torch.Generator) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -185,23 +184,12 @@ _MAX_LOGITS = 2**26
 _SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """The description of a function's model for a manifest."""
-
-    ends: Shapes
-    layer: Shapes
-    """Empty of a model without sections."""
-    num_layers: int
-    width: int
-    """0 of a model without sections."""
-    package: str
-
-
 def try_own_model(
     function: str, config: Mapping[str, Any], context: int, vocabulary: int, allowed: Collection[str]
-) -> Tried:
+) -> tuple[OwnModel, int, int]:
     """Create a user's own model, for a run's creator, and check that it can be trained at all.
+
+    Returns its description for a manifest, its number of layers and its width: 1 and 0 if it has no sections.
 
     Next-token training says nothing of a model that sees the next token, and averaging says nothing of weights that
     began apart. Both would train, with a fine loss, for nothing. So both are looked for here, on the CPU: of a model in
@@ -216,14 +204,14 @@ def try_own_model(
         assert isinstance(again, nn.Module)
         _require_same_weights(require_fit(made), again)
         _require_causal(made, length, vocabulary)
-        return Tried(shapes_in(made), {}, 1, 0, package_of(function))
+        return OwnModel(function, shapes_in(made), {}, dict(config), package_of(function)), 1, 0
     stage = OwnStage(made, _SEED, range(1), has_ends=True)
     require_fit(stage)
     _require_same_weights(stage, OwnStage(made, _SEED, range(1), has_ends=True))
     _require_sections(made, stage, length)
     _require_causal(stage, length, vocabulary)
-    layer = shapes_in(stage.layers["0"])
-    return Tried(shapes_in(stage.ends), layer, made.num_layers, made.width, package_of(function))
+    shapes = shapes_in(stage.ends), shapes_in(stage.layers["0"])
+    return OwnModel(function, *shapes, dict(config), package_of(function)), made.num_layers, made.width
 
 
 def _require_sections(sections: SectionedModel, stage: OwnStage, length: int) -> None:

@@ -63,8 +63,18 @@ class Meeting:
         return self.contributions[self.own_place]
 
     def mean(self) -> Tensor:
-        """The mean of the contributions, which has the same bits at all members if the contributions have."""
-        return weighted_mean(self.contributions, self.weights)
+        """The mean of the contributions; of a single one, that one itself.
+
+        It has the same bits at all members if the contributions have: products and sums are separate operations, since
+        fused ones would round as the machine does.
+        """
+        first, *others = self.contributions
+        if not others:
+            return first
+        mean = first * self.weights[0]
+        for contribution, weight in zip(others, self.weights[1:], strict=True):
+            mean.add_(contribution * weight)
+        return mean
 
 
 class OuterRule(abc.ABC):
@@ -85,21 +95,6 @@ class OuterRule(abc.ABC):
     @abc.abstractmethod
     def step(self, own: OwnVectors, meeting: Meeting) -> None:
         """Move ``own.slow`` and ``own.vectors`` by one outer step."""
-
-
-def weighted_mean(contributions: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of contributions (n,); of a single one, that one itself.
-
-    Members of a group that pass them in the same order get the same bits: products and sums are separate operations,
-    since fused ones would round as the machine does.
-    """
-    first, *others = contributions
-    if not others:
-        return first
-    mean = first * weights[0]
-    for contribution, weight in zip(others, weights[1:], strict=True):
-        mean.add_(contribution * weight)
-    return mean
 
 
 def rule_of(settings: OuterConfig) -> OuterRule:

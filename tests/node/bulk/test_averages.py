@@ -14,7 +14,7 @@ from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.run.rules import Codec
 from farandole.training.base.parameters import flatten_, layout_of
 from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
-from farandole.training.outer.rule import weighted_mean
+from farandole.training.outer.rule import Meeting
 from farandole.training.screening.rule import share_by_tokens
 
 from ..hosts import connected_pair, relayed_pair
@@ -55,7 +55,7 @@ async def test_both_nodes_have_the_same_mean_over_every_path(codec: Codec) -> No
                 await swap(nodes, contributions, codec, path)
                 received = [decode(codec, node.incoming, num_elements) for node in nodes]
                 shares = share_by_tokens(*TOKENS[::-1]), share_by_tokens(*TOKENS)
-                means = [weighted_mean(each, shares) for each in ([sent[0], received[0]], [received[1], sent[1]])]
+                means = [Meeting(each, shares).mean() for each in ([sent[0], received[0]], [received[1], sent[1]])]
                 assert torch.equal(*means), "bit for bit"
                 assert torch.allclose(means[0].double(), torch.as_tensor(exact), rtol=0.0, atol=2.0**-20)
 

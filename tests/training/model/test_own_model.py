@@ -14,7 +14,7 @@ from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import names_of_stage, num_parameters, shapes_of, stage_parameters
 from farandole.protocol.run.own_model import OwnModel, Settings
 from farandole.training.base.errors import TrainingError
-from farandole.training.model.own_model import Tried, try_own_model
+from farandole.training.model.own_model import try_own_model
 from farandole.training.model.stages import build_module, build_stage
 
 from ..conftest import MakeReplica
@@ -99,17 +99,16 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLE)
 
 
-def tried(function: str, allowed: tuple[str, ...] | None = None, vocabulary: int = 32) -> Tried:
+def tried(function: str, allowed: tuple[str, ...] | None = None, vocabulary: int = 32) -> tuple[OwnModel, int, int]:
     return try_own_model(function, CONFIG, 12, vocabulary, (function,) if allowed is None else allowed)
 
 
 def model_of(function: str, vocabulary: int = 32, num_stages: int = 1) -> ModelConfig:
     """As a manifest would have it."""
-    made = tried(function, vocabulary=vocabulary)
-    own = OwnModel(function, made.ends, made.layer, CONFIG, made.package)
+    own, num_layers, width = tried(function, vocabulary=vocabulary)
     return ModelConfig(
-        num_layers=made.num_layers,
-        width=made.width,
+        num_layers=num_layers,
+        width=width,
         num_heads=0,
         hidden=0,
         context=12,

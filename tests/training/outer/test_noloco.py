@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farandole.protocol.run.rules import Momentum, NoLoCoConfig, gamma_limit
-from farandole.training.outer.rule import Meeting, OwnVectors, rule_of, weighted_mean
+from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
 from farandole.training.screening.rule import MIN_SHARE, share_by_tokens
 
 MOMENTA: list[Momentum] = ["heavy_ball", "nesterov"]
@@ -77,8 +77,8 @@ def test_one_vector_does_what_two_do(outer: NoLoCoConfig, first: int, second: in
     two = outer_step_of_two_vectors(
         phi_1,
         m_1,
-        weighted_mean([theta_1 - phi_1, theta_2 - phi_2], shares),
-        weighted_mean([phi_1, phi_2], shares),
+        Meeting([theta_1 - phi_1, theta_2 - phi_2], shares).mean(),
+        Meeting([phi_1, phi_2], shares).mean(),
         outer,
     )
 
