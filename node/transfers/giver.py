@@ -39,7 +39,7 @@ from farandole.protocol.checkpoints import block_transfer as messages
 from farandole.protocol.checkpoints import blocks
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
-from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
+from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, is_copier, ranked
 from farandole.protocol.exchange.pipe import BULK_FROM, Pipe, RouteStep
 from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
@@ -346,8 +346,9 @@ class Provider:
         conditions, own, membership = self._downloads.conditions, self._downloads.host.author, self._membership
         now, announced = trio.current_time(), membership.announced(stage)
         self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
-        author = copied_author(conditions.run_id, stage, announced.keys() - self._passed_over.keys())
-        if author is None or author == own or not conditions.shaping.may_spend(self._files.required_bytes(stage)):
+        authors = ranked(conditions.run_id, stage, announced.keys() - self._passed_over.keys())
+        author = authors[0] if authors else own
+        if author == own or not conditions.shaping.may_spend(self._files.required_bytes(stage)):
             return
         members = membership.nodes_of_stages()[stage]
         if self._files.num_stages == 1 and not is_copier(conditions.run_id, stage, members, author, own):

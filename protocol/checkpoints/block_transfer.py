@@ -242,16 +242,6 @@ class _Donor:
             return max(now - self.gave_at, self.seconds_a_block or 0.0)
         return WINDOW_SECONDS if self.seconds_a_block is None else self.seconds_a_block
 
-    def is_silent(self, now: float) -> bool:
-        """Return whether the donor must be dropped."""
-        return bool(self.owed) and (now >= self.heard_at + SILENCE or now >= self.gave_at + BLOCK_TIMEOUT)
-
-    def note_asked(self, blocks: Iterable[int], now: float) -> None:
-        """Record that it owes these blocks as well."""
-        if not self.owed:
-            self.heard_at = self.gave_at = now
-        self.owed.update(dict.fromkeys(blocks))
-
     def note_given(self, now: float) -> None:
         """Record that a block has arrived from it."""
         took = now - self.gave_at
@@ -344,7 +334,8 @@ class Download:
         """Time has passed."""
         outputs: list[Output] = []
         for donor in self._donors.values():
-            if donor.is_silent(now):
+            is_late = now >= donor.heard_at + SILENCE or now >= donor.gave_at + BLOCK_TIMEOUT
+            if donor.owed and is_late:
                 outputs += self._hang_up(donor, "it gives nothing any more", now)
         if self.num_missing:
             outputs += [*self._ask_for_more(now), *self._ask_for_help(now), *self._dial(now)]
@@ -410,8 +401,10 @@ class Download:
     def _ask(self, donor: _Donor, blocks: list[int], now: float) -> Iterator[Output]:
         if not blocks:
             return
-        donor.note_asked(blocks, now)
+        if not donor.owed:
+            donor.heard_at = donor.gave_at = now
         for block in blocks:
+            donor.owed[block] = None
             self._asked.setdefault(block, set()).add(donor.name)
         first = blocks[0]
         for block, following in zip(blocks, [*blocks[1:], -1], strict=True):
@@ -425,14 +418,14 @@ class Download:
         Only a block that this donor is likely to give much earlier is requested twice.
         """
         for helper in self._open_by_pace(now):
-            latest: int | None = 0
-            while helper.room > 0 and latest is not None:
-                worst, latest = HELP_RATIO * (len(helper.owed) + 1) * helper.pace(now), None
-                for donor in self._donors.values():
-                    pace = donor.pace(now)
-                    for position, block in enumerate(donor.owed, 1):
-                        is_single = len(self._asked[block]) == 1 and block < helper.num_held
-                        if donor is not helper and is_single and position * pace > worst:
-                            worst, latest = position * pace, block
-                if latest is not None:
-                    yield from self._ask(helper, [latest], now)
+            while helper.room > 0:
+                late = [
+                    (position * donor.pace(now), block)
+                    for donor in self._donors.values()
+                    for position, block in enumerate(donor.owed, 1)
+                    if donor is not helper and len(self._asked[block]) == 1 and block < helper.num_held
+                ]
+                seconds, latest = max(late, default=(0.0, 0))
+                if seconds <= HELP_RATIO * (len(helper.owed) + 1) * helper.pace(now):
+                    break
+                yield from self._ask(helper, [latest], now)

@@ -31,17 +31,15 @@ MAX_CHOICES = 4
 
 
 def ranked(run_id: bytes, stage: int, members: Iterable[bytes]) -> list[bytes]:
-    """Return the members of a stage in the order of their ranks, which is the same at every node."""
+    """Return the members of a stage in the order of their ranks, which is the same at every node.
+
+    The first one that has announced a checkpoint is the author of the one that is copied.
+    """
 
     def rank(member: bytes) -> bytes:
         return hashlib.sha256(framed(b"farandole/copies/1", run_id, stage.to_bytes(2, "big"), member)).digest()
 
     return sorted(members, key=rank)
-
-
-def copied_author(run_id: bytes, stage: int, announced: Iterable[bytes]) -> bytes | None:
-    """Return the author whose checkpoint must be copied, of ``announced``; None if this is empty."""
-    return next(iter(ranked(run_id, stage, announced)), None)
 
 
 def is_copier(run_id: bytes, stage: int, members: Iterable[bytes], author: bytes, node: bytes) -> bool:

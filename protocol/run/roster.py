@@ -23,7 +23,7 @@ may vote.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 import msgspec
@@ -114,16 +114,10 @@ class Roster:
         admission = self.admission_of(key)
         return None if admission is None else admission.place(self._creator)[0]
 
-    def has_admitted(self, bearer: bytes) -> bool:
-        """Return whether a member has come by a bearer key."""
-        return any(each.invitation.bearer == bearer for each in self._held.values())
-
-    def invited_with(self, key: bytes) -> list[bytes]:
-        """Return the other members that came by a member's bearer key."""
-        admission = self._admissions.get(key)
-        bearer = None if admission is None else admission.invitation.bearer
-        others = (each.member for each in self._admissions.values() if each.invitation.bearer == bearer)
-        return [member for member in others if member != key and self.is_member(member)]
+    def invited_by(self, bearer: bytes, without: Collection[bytes]) -> frozenset[bytes]:
+        """Return the members that came by a bearer key, with those that they invited, and by no key in ``without``."""
+        found = (each for each in self._admissions.values() if bearer in each.keys and each.keys.isdisjoint(without))
+        return frozenset(each.member for each in found if self.is_member(each.member))
 
     # Admitting
 
@@ -147,8 +141,11 @@ class Roster:
         if self._is_revoked(admission):
             raise RevokedError("it was revoked")
         if held is None:
-            if shown_at is not None or self.is_settled:
-                self._require_evidence(admission, shown_at)
+            if (shown_at is not None or self.is_settled) and not self.is_witnessed(admission):
+                if shown_at is None:
+                    raise UnwitnessedError("no member has admitted it")
+                if admission.invitation.expires_at < shown_at:
+                    raise InvitationError("the invite has expired: ask for another one")
             self._make_room()
         elif held.member != admission.member:
             self._note_false_witness(held, admission)
@@ -171,14 +168,6 @@ class Roster:
         if place not in self._held and not self.is_settled:
             self._unsettled.add(place)
         self._held[place] = self._admissions[admission.member] = admission
-
-    def _require_evidence(self, admission: Admission, shown_at: float | None) -> None:
-        if self.is_witnessed(admission):
-            return
-        if shown_at is None:
-            raise UnwitnessedError("no member has admitted it")
-        if admission.invitation.expires_at < shown_at:
-            raise InvitationError("the invite has expired: ask for another one")
 
     def is_witnessed(self, admission: Admission) -> bool:
         """Return whether a member that is trusted has admitted it before the invite expired."""

@@ -9,7 +9,6 @@ from farandole.protocol.checkpoints.copies import (
     NUM_COPIERS,
     Choice,
     choose,
-    copied_author,
     is_copier,
     ranked,
 )
@@ -36,8 +35,7 @@ def test_all_rank_alike_stages_and_runs_differ_and_who_leaves_changes_no_other_r
 
 def test_the_first_that_has_announced_is_copied_by_the_two_next() -> None:
     order = ranked(RUN, 0, MEMBERS)
-    assert copied_author(RUN, 0, []) is None
-    assert copied_author(RUN, 0, order[3:]) == order[3]
+    assert ranked(RUN, 0, order[3:]) == order[3:]
     copiers = [member for member in MEMBERS if is_copier(RUN, 0, MEMBERS, order[0], member)]
     assert sorted(copiers) == sorted(order[1 : 1 + NUM_COPIERS])
     assert is_copier(RUN, 0, MEMBERS, order[3], order[0])
