@@ -26,10 +26,9 @@ from ..base.figures import count, size
 from ..base.settings import NodeSettings
 from ..base.system.terminal import without_controls
 from ..state.store import MANIFEST_FACT, read_fact
-from ..store.consolidated.folder import MANIFEST_NAME, read_folder
+from ..store.consolidated.folder import read_folder
 from ..store.consolidated.tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 from ..store.folder import CheckpointFolder
-from .listing import local_checkpoints
 
 # The weights of a whole model on this disk, open to be read: a node's own, or those of a folder.
 #
@@ -79,15 +78,11 @@ def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelW
     with contextlib.ExitStack() as stack:
         if folder is None:
             yield _of_node(settings, stack)
-        elif (folder / MANIFEST_NAME).exists():
+        else:
             pulled = read_folder(folder)
             file, index = stack.enter_context(open_tensors(pulled.checkpoint)), pulled.index
             reached = index.run_id, index.round, index.inner_steps
             yield ModelWeights(folder, pulled.manifest, _slow(file), *reached, is_own=False)
-        else:
-            raise FarandoleError(
-                f"{folder} holds no model of a run: name a folder that `farandole checkpoint pull` has written"
-            )
 
 
 def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeights:
@@ -99,10 +94,8 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
         )
     manifest, signed = decode_manifest(raw)
     if manifest.model.num_stages > 1:
-        held = sorted({each.stage for each in local_checkpoints(settings.checkpoints) if each.stage is not None})
-        stages = f"stage{'s' if len(held) > 1 else ''} {' and '.join(map(str, held))}" if held else "no stage yet"
         raise FarandoleError(
-            f"this node holds {stages} of {manifest.model.num_stages}, and this takes the whole model: pull it with "
+            f"this node holds a stage of {manifest.model.num_stages}, and this takes the whole model: pull it with "
             f"`{_PULL}` while the node runs, then run the command again with the folder `model`"
         )
     problem = ""

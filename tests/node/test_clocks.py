@@ -32,7 +32,7 @@ READ_IN = {
     "relay_page.py": "when a page was written, shown",
     "state/gossip.py": "of entries, whose author says when they were written; never for who lives",
     "status/journal.py": "since when the phase lasts, shown",
-    "ui/watch/panels.py": "the time of a line",
+    "ui/watch/app.py": "the time of a line",
 }
 
 

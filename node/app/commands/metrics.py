@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +14,6 @@ from farandole.training.base.errors import how_to_add
 
 from ...base.figures import count, duration, size
 from .options import Home
-
-if TYPE_CHECKING:
-    from ...status.round_log import RoundRecord
 
 
 def show_metrics(
@@ -55,21 +51,17 @@ def show_metrics(
         except OSError as error:
             raise FarandoleError(f"cannot write into {tensorboard}: {error.strerror}") from error
         typer.echo(f"{written} is written; look at it with: tensorboard --logdir {tensorboard}")
-    elif as_csv:
+        return
+    if as_csv:
         write_csv(newest, sys.stdout)
-    else:
-        _print_table(newest if last else records[-20:], path)
-
-
-def _print_table(records: Sequence[RoundRecord], path: Path) -> None:
-    """Print a line for each round; the last column is cut if the terminal is too narrow."""
+        return
     from rich.console import Console
     from rich.table import Column, Table
 
     figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
     outer_step = Column("outer step with", no_wrap=True, overflow="ellipsis")
     table = Table(*figures, outer_step, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for record in records:
+    for record in newest if last else records[-20:]:
         partner = f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
         table.add_row(
             f"{datetime.fromtimestamp(record.at):%m-%d %H:%M}",
