@@ -217,8 +217,7 @@ class Journal:
             del self._standing[next(moments, next(iter(self._standing)))]
         is_told = before is not None and without_figures(before.text) == without_figures(text)
         if not is_told or not (cause or key == last):
-            self.note(text, is_warning=True)
-            self._say(f"warning: {text}")
+            self.remind(text)
 
     def over(self, cause: str) -> None:
         """End the warning of a cause, if there is one."""

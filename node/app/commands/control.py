@@ -13,26 +13,16 @@ import typer
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from ...base.config.setting import settings_of
 from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
-from .options import AsJson, Home, reader_of, takes_settings
+from .options import AsJson, Home, takes_settings
 from .output import print_answer, split_source, unquoted
 from .runs import sign_run_file
 
 # `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
 # (`farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`).
 LEAVE_TIMEOUT: Final = 250.0
-_UPLOAD = next(setting for setting in settings_of(NodeSettings) if setting.name == "upload_mbit")
-Cap = Annotated[
-    float | None,
-    typer.Option(
-        help="Mbit/s, 0.5 or more; 0: no cap.",
-        show_default=False,
-        parser=reader_of(_UPLOAD.read_number),
-        metavar="<number>",
-    ),
-]
+Cap = Annotated[float | None, typer.Option(help="Mbit/s, 0.5 or more; 0: no cap.", show_default=False)]
 
 
 def show_id(home: Home, as_json: AsJson = False) -> None:

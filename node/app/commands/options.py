@@ -156,8 +156,6 @@ def _option(setting: Setting, must_exist: bool) -> Any:
         "show_envvar": False,  # the help of ``--config`` says how variables are called
         "callback": check,
     }
-    if setting.kind in (int, float):
-        told["parser"] = reader_of(setting.read_number)
     if placeholder := setting.placeholder or setting.unit.upper():
         told["metavar"] = placeholder
     if setting.unset:

@@ -90,13 +90,6 @@ class Setting:
         words = f"at least {self.least:g}" if self.most is None else f"{self.least:g} to {self.most:g}"
         return f"{words}, or 0" if self.or_zero else words
 
-    def read_number(self, text: str) -> Any:
-        """Return a number from a command line. Raises `ValueError`, with what is expected."""
-        try:
-            return self.kind(text)
-        except ValueError:
-            raise ValueError(f"expected {self.expected}, got {text!r}") from None
-
     def is_allowed(self, value: Any) -> bool:
         """Return whether a value of the right type is within its bounds and has the right form."""
         if isinstance(value, float) and not math.isfinite(value):

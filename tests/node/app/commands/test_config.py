@@ -115,7 +115,7 @@ def test_no_command_begins_with_a_wrong_file(run: Run, file: Path) -> None:
 
 
 def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("0", "at least 1"), ("two", "a whole number of")):
+    for value, expected in (("0", "at least 1"), ("two", "a valid integer")):
         monkeypatch.setenv("FARANDOLE_THREADS", value)
         code, _, err = run("join")
         assert (code, "FARANDOLE_THREADS" in err, expected in err) == (Exit.USAGE, True, True)
