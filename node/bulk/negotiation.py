@@ -396,8 +396,8 @@ async def open_bulk(
     host.own.bulk_ports.update(ports)
     try:
         async with open_service_nursery() as nursery:
-            served = [trio.SocketListener(listener) for listener in listeners.values()]
-            nursery.start_soon(partial(trio.serve_listeners, service.admit, served, handler_nursery=nursery))
+            for served in map(trio.SocketListener, listeners.values()):
+                nursery.start_soon(partial(trio.serve_listeners, service.admit, [served], handler_nursery=nursery))
             nursery.start_soon(service.close_idle)
             yield service
     finally:
