@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
@@ -26,7 +26,6 @@ from ..report.section import Grid
 from ..simulate.plays import play_all
 from ..zoo.optimised import Policy, search
 from ..zoo.simulation import HostileOutcome, HostileRun, play
-from .commands import BENCHES
 from .members import STEPS, manifest_of
 from .process import BenchError
 from .report import OUT, Bench, Claim, Out, Write, open_bench
@@ -85,7 +84,8 @@ def run(
     if write and only:
         raise BenchError("--write keeps the figures of all cases: leave out --only")
     cases = CASES[only - 1 : only] if only else CASES
-    with open_bench("attacker", out, write, generations=generations, rounds=rounds, seeds=seeds) as bench:
+    choices: dict[str, Any] = {"generations": generations, "rounds": rounds, "seeds": seeds}
+    with open_bench("attacker", out, write, title="Hostile members that search", **choices) as bench:
         publish(bench, {case: measure(bench, case, generations, rounds, seeds) for case in cases})
 
 
@@ -149,4 +149,4 @@ def publish(bench: Bench, measured: dict[Case, Measured]) -> None:
         rows.append([case.name, f"{fmean(above):+.1%}", seeds, f"{worst:+.1%}", *full, known, numbers])
     claims = [Claim(f"loss above the honest alone, {row[0]}; beside it {KNOWN}", row[1], row[6]) for row in rows]
     data = {case.name: msgspec.to_builtins(found) for case, found in measured.items()}
-    bench.publish(claims, data, grids=[Grid(BENCHES["attacker"].title, header, rows)])
+    bench.publish(claims, data, grids=[Grid(bench.title, header, rows)])

@@ -8,61 +8,25 @@ source and are left out of the wheel.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import typer
 
-
-class BenchCommand(NamedTuple):
-    """A benchmark: what it measures, and the title of its section in BENCHMARKS.md."""
-
-    help: str
-    title: str
-
-
 BENCHES: Final = {
-    "exchange": BenchCommand(
-        "How fast contributions move, compared with raw sockets, libp2p, hivemind and Lattica.",
-        "Moving a contribution",
-    ),
-    "join": BenchCommand(
-        "How fast a newcomer gets its weights, compared with hivemind, and what it costs the donors.",
-        "Joining a run",
-    ),
-    "stages": BenchCommand("How fast a model in stages learns, compared with torch's pipelining.", "A model in stages"),
-    "save": BenchCommand("What a checkpoint a round costs training, compared with a blocking torch.save.", "Saving"),
-    "trainer": BenchCommand(
-        "What exchanging costs training: two nodes on one device, compared with plain PyTorch.",
-        "Training on a CPU",
-    ),
-    "race": BenchCommand(
-        "Time to a loss in homes with slow lines, compared with DiLoCo's barrier (20 minutes; Linux, root).",
-        "Time to a loss in homes",
-    ),
-    "faults": BenchCommand(
-        "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime).", "Faults"
-    ),
-    "nat": BenchCommand(
-        "How any home reaches any home, in the NAT lab (Linux, root, nftables, miniupnpd).",
-        "Any home reaches any home",
-    ),
-    "hostile": BenchCommand(
-        "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile.",
-        "A hostile internet",
-    ),
-    "members": BenchCommand(
-        "What hostile members cost a run's loss, attack by attack, in simulation.", "Hostile members"
-    ),
-    "attacker": BenchCommand(
-        "What members that have read the code cost at most: a search, in simulation (2 hours).",
-        "Hostile members that search",
-    ),
-    "zoo": BenchCommand(
-        "What hostile members cost a run of real daemons, scenario by scenario (20 minutes).",
-        "Hostile members among real daemons",
-    ),
+    "exchange": "How fast contributions move, compared with raw sockets, libp2p, hivemind and Lattica.",
+    "join": "How fast a newcomer gets its weights, compared with hivemind, and what it costs the donors.",
+    "stages": "How fast a model in stages learns, compared with torch's pipelining.",
+    "save": "What a checkpoint a round costs training, compared with a blocking torch.save.",
+    "trainer": "What exchanging costs training: two nodes on one device, compared with plain PyTorch.",
+    "race": "Time to a loss in homes with slow lines, compared with DiLoCo's barrier (20 minutes; Linux, root).",
+    "faults": "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime).",
+    "nat": "How any home reaches any home, in the NAT lab (Linux, root, nftables, miniupnpd).",
+    "hostile": "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile.",
+    "members": "What hostile members cost a run's loss, attack by attack, in simulation.",
+    "attacker": "What members that have read the code cost at most: a search, in simulation (2 hours).",
+    "zoo": "What hostile members cost a run of real daemons, scenario by scenario (20 minutes).",
 }
-"""By the name of the command, and of its module."""
+"""By the name of the command, and of its module: what it measures."""
 
 bench_app = typer.Typer(
     no_args_is_help=True, help="Measure one thing, compared with others (only in a copy of the repository)."
@@ -81,10 +45,10 @@ def _run(context: typer.Context) -> None:
     command_of(name).main(context.args, prog_name=context.command_path, standalone_mode=False)
 
 
-for _name, _bench in BENCHES.items():
+for _name, _help in BENCHES.items():
     bench_app.command(
         _name,
-        help=_bench.help,
+        help=_help,
         add_help_option=False,  # the module has its own, with its options
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )(_run)

@@ -120,8 +120,8 @@ def run(
     [cyan]farandole testnet bench exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
     """
     others = {name: of[0].partition("==")[2] for name, of in REQUIREMENTS.items()} if peers else {}
-    ciphers = {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
-    with open_bench("exchange", out, write, **ciphers, **others, repeats=repeats) as bench:
+    others |= {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
+    with open_bench("exchange", out, write, title="Moving a contribution", **others, repeats=repeats) as bench:
         figures = measure(bench, sizes or SIZES_MB, repeats, cache if peers else None)
         bench.publish([*claims_of(figures, VECTOR_MB)], figures)
 

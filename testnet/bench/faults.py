@@ -48,7 +48,7 @@ def run(
     played = {name: load_scenario(name) for name in scenarios or SCENARIOS}
     claims: list[Claim] = []
     reasons: list[str] = []
-    with open_bench("faults", out, write) as bench:
+    with open_bench("faults", out, write, title="Faults") as bench:
         for name, scenario in played.items():
             clean = _play(name, out / name / "clean", bench, clean=True) if name in BESIDE_CLEAN else None
             play = _play(name, out / name / "faults", bench, clean=False)

@@ -137,6 +137,6 @@ def run(
     Examples: [cyan]farandole testnet bench hostile[/cyan];
     [cyan]farandole testnet bench hostile --silent 200 --garbage 1000[/cyan]
     """
-    with open_bench("hostile", out, write) as bench:
+    with open_bench("hostile", out, write, title="A hostile internet") as bench:
         rows = measure(floods(silent, garbage, rate), bench.log, bench.say)
         publish(bench, rows)

@@ -157,7 +157,7 @@ def run(
     Examples: [cyan]farandole testnet bench join[/cyan];
     [cyan]farandole testnet bench join --size 20 --repeats 1 --no-peers --no-link[/cyan]
     """
-    with open_bench("join", out, write, repeats=repeats) as bench:
+    with open_bench("join", out, write, title="Joining a run", repeats=repeats) as bench:
         figures = measure(bench, size, repeats, cache if peers else None, with_link=link)
         bench.publish(claims_of(figures), figures)
 

@@ -23,7 +23,6 @@ from ..report.section import Grid
 from ..simulate.plays import play_all
 from ..zoo.member_attacks import ATTACKS, check_attack
 from ..zoo.simulation import HostileOutcome, HostileRun, play
-from .commands import BENCHES
 from .process import BenchError
 from .report import OUT, Bench, Claim, Out, Write, open_bench
 
@@ -59,7 +58,7 @@ def run(
     tried = list(product(names, claims.split(",")))
     choices: dict[str, Any] = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds}
     total = honest + hostile
-    name, title = "members", BENCHES["members"].title
+    name, title = "members", "Hostile members"
     if (honest, hostile) != (6, 2):
         name, title = f"{name}-{hostile}-of-{total}", f"{title}, {hostile} of {total}"
     with open_bench(name, out, write, title=title, **choices) as bench:

@@ -177,7 +177,7 @@ def run(
     [cyan]sudo .venv/bin/farandole testnet bench nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan]
     """
     chosen = [parse_pair(pair) for pair in pairs or ()] or ALL_PAIRS
-    with open_bench("nat", out, write) as bench:
+    with open_bench("nat", out, write, title="Any home reaches any home") as bench:
         rows = []
         for pair in chosen:
             rows.append(row := measure_pair(pair, (out / "nat").absolute()))

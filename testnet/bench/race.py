@@ -112,7 +112,8 @@ def run(
     if not scenario.home or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
         raise BenchError(f"{name} is no race: name a scenario with [[home]], boxed rounds and step_seconds")
     manifest = scenario.manifest(0.0)
-    with open_bench("race", out, write, scenario=name, rounds=scenario.rounds, interval=interval, rate=rate) as bench:
+    choices: dict[str, Any] = {"scenario": name, "rounds": scenario.rounds, "interval": interval, "rate": rate}
+    with open_bench("race", out, write, title="Time to a loss in homes", **choices) as bench:
         python = obtain_python("hivemind", cache, bench.say) if peers else None
         folder = (out / "race").absolute()
         samples = folder.with_name("race-samples")

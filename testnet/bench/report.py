@@ -146,13 +146,9 @@ class Bench:
 
 @contextlib.contextmanager
 def open_bench(name: str, out: Path, write: bool = False, title: str = "", **choices: Any) -> Iterator[Bench]:
-    """Open a benchmark that writes into ``out``; ``choices`` are shown with the figures.
-
-    Its section has the title of the command ``name`` unless another one is given.
-    """
+    """Open a benchmark that writes into ``out``; ``choices`` are shown with the figures."""
     out.mkdir(parents=True, exist_ok=True)
-    title = title or (BENCHES[name].title if name in BENCHES else name)
-    bench = Bench(name, out, title, {**setting(), **choices}, write)
+    bench = Bench(name, out, title or name, {**setting(), **choices}, write)
     bench.log.unlink(missing_ok=True)
     yield bench
 

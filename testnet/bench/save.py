@@ -91,7 +91,7 @@ def run(
     [cyan]farandole testnet bench save --device cuda --batch-size 64[/cyan]
     """
     choices: dict[str, Any] = {"turns": turns, "device": device, "threads of a trainer": threads}
-    with open_bench("save", out, write, **choices) as bench:
+    with open_bench("save", out, write, title="Saving", **choices) as bench:
         rounds = measure(bench, turns, round_seconds, batch_size, {"device": device, "threads": threads})
         bench.publish(claims_of(rounds), {"rounds": rounds})
 

@@ -141,7 +141,7 @@ def run(
     for task in tasks:
         task.check()
     choices: dict[str, Any] = {"repeats": repeats, "steps timed": steps}
-    with open_bench("stages", out, write, **choices) as bench:
+    with open_bench("stages", out, write, title="A model in stages", **choices) as bench:
         measure(bench, tasks, repeats)
 
 

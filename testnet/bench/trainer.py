@@ -51,7 +51,7 @@ def run(
     [cyan]farandole testnet bench trainer --device cpu --model 0.5M --rounds 4 --round-seconds 5[/cyan]
     """
     where = choose_device(device).torch_device.type
-    name, title = ("trainer", "") if where == "cpu" else (f"trainer-{where}", "Training on a GPU")
+    name, title = ("trainer", "Training on a CPU") if where == "cpu" else (f"trainer-{where}", "Training on a GPU")
     with open_bench(name, out, write, title=title) as bench:
         manifest = manifest_of_bench(model, batch_size, codec, round_seconds)
         figures = measure(bench, manifest, device, rounds, round_seconds)

@@ -41,7 +41,7 @@ def run(
         hostile = msgspec.structs.replace(frame.hostile, attack=attack)
         run = {**frame.run, "name": f"hostile-{attack}"}
         scenarios.append(msgspec.structs.replace(frame, hostile=hostile, run=run))
-    with open_bench("zoo", out, write, scenarios=len(scenarios)) as bench:
+    with open_bench("zoo", out, write, title="Hostile members among real daemons", scenarios=len(scenarios)) as bench:
         clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", bench.say)
         made: list[HostileReport] = []
         for scenario in scenarios:
