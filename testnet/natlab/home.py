@@ -84,14 +84,9 @@ class Home:
         self.loss = loss
         self._set_fate()
 
-    def cut(self) -> None:
+    def cut(self, *, undo: bool = False) -> None:
         """Drop all packets between the home and the internet, without any notice to either side."""
-        self.is_cut = True
-        self._set_fate()
-
-    def heal(self) -> None:
-        """Undo `cut`."""
-        self.is_cut = False
+        self.is_cut = not undo
         self._set_fate()
 
     def _set_fate(self) -> None:
@@ -99,21 +94,16 @@ class Home:
 
     # Hosts and routers
 
-    def unplug(self, host: int = 0) -> None:
-        """Pull the cable of a host; the host notices it."""
-        self.routers[-1].namespace.run(f"ip link set dev port{host} down")
+    def unplug(self, *, undo: bool = False) -> None:
+        """Pull the cable of the first host, which notices it."""
+        self.routers[-1].namespace.run(f"ip link set dev port0 {'up' if undo else 'down'}")
 
-    def plug(self, host: int = 0) -> None:
-        """Undo `unplug`."""
-        self.routers[-1].namespace.run(f"ip link set dev port{host} up")
-
-    def switch_off(self) -> None:
+    def switch_off(self, *, undo: bool = False) -> None:
         """Switch off the home's router: it forgets all mappings and connections."""
-        self.routers[-1].switch_off()
-
-    def switch_on(self) -> None:
-        """Undo `switch_off`."""
-        self._switch_on(self.routers[-1])
+        if undo:
+            self._switch_on(self.routers[-1])
+        else:
+            self.routers[-1].switch_off()
 
     def change_address(self) -> None:
         """Get another public address, by a restart of the router that has it (with a carrier, that's the carrier's)."""

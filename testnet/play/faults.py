@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
@@ -137,18 +138,11 @@ async def _befall(fault: Fault, node: NodeProcess, context: FaultContext) -> Non
             await trio.to_thread.run_sync(home.change_address)
             context.say(f"{node.name} has another public address, {home.address}")
         case _:
-            home, (cut, mend) = context.homes[node.report.index], _OF_HOMES[fault.kind]
-            await trio.to_thread.run_sync(cut, home)
+            home = context.homes[node.report.index]
+            do = {"cut": home.cut, "unplug": home.unplug, "reboot_router": home.switch_off}[fault.kind]
+            await trio.to_thread.run_sync(do)
             await trio.sleep(fault.seconds)
-            await trio.to_thread.run_sync(mend, home)
-
-
-_OF_HOMES: Final = {
-    "cut": (Home.cut, Home.heal),
-    "unplug": (Home.unplug, Home.plug),
-    "reboot_router": (Home.switch_off, Home.switch_on),
-}
-"""Kind of fault -> how it is done and undone at a home; both run commands."""
+            await trio.to_thread.run_sync(partial(do, undo=True))
 
 
 async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
