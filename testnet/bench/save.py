@@ -20,10 +20,10 @@ import typer
 from farandole.node.store.run_file import manifest_of
 
 from .process import ANSWER_TIMEOUT, open_workers
-from .report import OUT, Bench, Claim, Out, Write, open_bench
+from .report import OUT, Claim, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
-MODEL: Final[Mapping[str, int]] = {
+MODEL: Final = {
     "num_layers": 8,
     "width": 512,
     "num_heads": 8,
@@ -33,7 +33,6 @@ MODEL: Final[Mapping[str, int]] = {
 }
 # Times the expected duration in which a slow disk must have saved.
 SLOWEST: Final = 5
-DEFAULT_TRAINER: Final[Mapping[str, Any]] = {"device": "cpu", "threads": 1}
 NONE, OURS, TORCH = "none", "behind", "torch"
 WAYS: Final = {NONE: "nothing", OURS: "farandole, behind training", TORCH: "torch.save and fsync"}
 
@@ -91,33 +90,17 @@ def run(
     [cyan]farandole testnet bench save --device cuda --batch-size 64[/cyan]
     """
     choices: dict[str, Any] = {"turns": turns, "device": device, "threads of a trainer": threads}
-    with open_bench("save", out, write, title="Saving", **choices) as bench:
-        rounds = measure(bench, turns, round_seconds, batch_size, {"device": device, "threads": threads})
-        bench.publish(claims_of(rounds), {"rounds": rounds})
-
-
-def measure(
-    bench: Bench,
-    turns: int,
-    round_seconds: float,
-    batch_size: int = 4,
-    where: Mapping[str, Any] = DEFAULT_TRAINER,
-    model: Mapping[str, int] = MODEL,
-) -> Rounds:
-    """Measure turn by turn; ``where`` has each trainer's device and threads.
-
-    Raises `BenchError`, `ManifestError`.
-    """
-    manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
+    manifest = {"name": "bench-save", "model": MODEL, "inner": {"batch_size": batch_size}}
     manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
-    folder = bench.out / bench.name
-    shutil.rmtree(folder, ignore_errors=True)
-    bench.say(f"{turns} turns of {len(WAYS)} rounds of {round_seconds:g} s: {', '.join(WAYS.values())}")
-    try:
-        with open_workers("training", ["a trainer that saves"], bench.log) as (worker,):
-            request = {"manifest": manifest, "folder": str(folder), "turns": turns, "seconds": round_seconds, **where}
-            worker.put("save_in_turns", **request)
-            rounds: Rounds = worker.get(SLOWEST * (ANSWER_TIMEOUT + turns * len(WAYS) * round_seconds))["rounds"]
-            return rounds
-    finally:
+    with open_bench("save", out, write, title="Saving", **choices) as bench:
+        folder = out / bench.name
         shutil.rmtree(folder, ignore_errors=True)
+        bench.say(f"{turns} turns of {len(WAYS)} rounds of {round_seconds:g} s: {', '.join(WAYS.values())}")
+        request = {"manifest": manifest, "folder": str(folder), "device": device, "threads": threads}
+        try:
+            with open_workers("training", ["a trainer that saves"], bench.log) as (worker,):
+                worker.put("save_in_turns", turns=turns, seconds=round_seconds, **request)
+                rounds: Rounds = worker.get(SLOWEST * (ANSWER_TIMEOUT + turns * len(WAYS) * round_seconds))["rounds"]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        bench.publish(claims_of(rounds), {"rounds": rounds})

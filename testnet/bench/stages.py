@@ -23,7 +23,7 @@ from farandole.protocol.run.models import num_parameters
 from farandole.protocol.run.models import preset as preset_model
 
 from .process import ask_all, open_workers
-from .report import OUT, Bench, Claim, Out, Write, open_bench
+from .report import OUT, Claim, Out, Write, open_bench
 from .worker.stages import MODEL, WARMUP_STEPS, Task
 
 # Its microbatches, of 512 tokens, take some hundreds of milliseconds on a core; those of the first model, some tens.
@@ -142,26 +142,18 @@ def run(
         task.check()
     choices: dict[str, Any] = {"repeats": repeats, "steps timed": steps}
     with open_bench("stages", out, write, title="A model in stages", **choices) as bench:
-        measure(bench, tasks, repeats)
-
-
-def measure(bench: Bench, tasks: Sequence[Task], repeats: int) -> None:
-    """Measure turn by turn, and publish the results; a variant with wrong losses is a miss.
-
-    Raises `BenchError`; `ManifestError` if the task's settings do not fit together.
-    """
-    turns: list[Turns] = [{name: [] for name in VARIANTS} for _ in tasks]
-    for task, of_task in zip(tasks, turns, strict=True):
-        for repeat, (name, play) in itertools.product(range(repeats), VARIANTS.items()):
-            bench.say(f"{size_of(task)}, turn {repeat + 1} of {repeats}: {name}")
-            with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
-                of_task[name].append(play(task, Path(folder), bench.log))
-    models = [*zip(tasks, turns, strict=True)]
-    data = {
-        "models": [
-            {"task": asdict(task), "turns": {name: [*map(asdict, own)] for name, own in of_task.items()}}
-            for task, of_task in models
-        ]
-    }
-    claims = [claim for model in models for claim in claims_of(*model)]
-    bench.publish(claims, data, misses=[miss for _, of_task in models for miss in wrong(of_task)])
+        turns: list[Turns] = [{name: [] for name in VARIANTS} for _ in tasks]
+        for task, of_task in zip(tasks, turns, strict=True):
+            for repeat, (name, play) in itertools.product(range(repeats), VARIANTS.items()):
+                bench.say(f"{size_of(task)}, turn {repeat + 1} of {repeats}: {name}")
+                with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
+                    of_task[name].append(play(task, Path(folder), bench.log))
+        measured = [*zip(tasks, turns, strict=True)]
+        data = {
+            "models": [
+                {"task": asdict(task), "turns": {name: [*map(asdict, own)] for name, own in of_task.items()}}
+                for task, of_task in measured
+            ]
+        }
+        claims = [claim for model in measured for claim in claims_of(*model)]
+        bench.publish(claims, data, misses=[miss for _, of_task in measured for miss in wrong(of_task)])
