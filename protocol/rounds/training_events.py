@@ -216,4 +216,3 @@ FOLLOWING: dict[LoopState, frozenset[LoopState]] = {
     LoopState.RESTING: frozenset({LoopState.PREPARING, LoopState.OVER}),
     LoopState.OVER: frozenset(),
 }
-HAS_TRAINER = frozenset({LoopState.TRAINING, LoopState.LEAVING, LoopState.ENDING})

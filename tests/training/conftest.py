@@ -36,6 +36,11 @@ def train(replica: Learner, steps: int = 3) -> list[float]:
     return [float(replica.learn()) for _ in range(steps)]
 
 
+def rate_of(learner: Learner) -> float:
+    """Return the rate of the next inner step."""
+    return learner.replica.optimizer.rate(learner.totals.steps)
+
+
 def sent(engine: Engine, fragment: int = 0) -> bytearray:
     """End a round; return the contribution that a partner gets."""
     out = bytearray(engine.round_end.contribution_bytes)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .errors import TrainingError
 
@@ -72,11 +71,6 @@ def choose_device(name: str = "auto") -> Device:
     has_fast_bf16 = properties.major >= 8  # Ampere and later
     description = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
     return Device(torch.device("cuda", index), torch.bfloat16 if has_fast_bf16 else None, description)
-
-
-def host_memory(flat: Tensor) -> Tensor:
-    """A copy of a device's vector (n,) in the host's memory; page-locked for CUDA, whose copies are then faster."""
-    return torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda).copy_(flat)
 
 
 def limit_memory(device: Device, max_bytes: int) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from farandole.protocol.run.manifest import Manifest
 
-from ..base.device import Device, host_memory
+from ..base.device import Device
 from ..base.parameters import flatten_, layout_of
 from ..inner.lean import DeviceWeights, LeanOptimizer, Rounding, flatten_lean_
 from ..inner.optimizer import InnerOptimizer
@@ -58,7 +58,9 @@ class Replica:
         if lean_author is None:
             module = module.to(device.torch_device)
             weights, gradient = flatten_(module, layout)
-            theta = host_memory(weights) if averages_on_host else weights
+            theta = weights
+            if averages_on_host:  # page-locked for CUDA, whose copies are then faster
+                theta = torch.empty_like(weights, device="cpu", pin_memory=weights.is_cuda).copy_(weights)
             trained = DeviceWeights(weights) if averages_on_host else None
             make_optimizer = InnerOptimizer
         else:
@@ -85,11 +87,6 @@ class Replica:
         if lean_author is not None:
             fast.write()
         self.checkpoint = Checkpoint(self.round_end, run_id, device, self.optimizer)
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next inner step."""
-        return self.optimizer.rate(self.round_end.totals.steps)
 
     @torch.no_grad()
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:

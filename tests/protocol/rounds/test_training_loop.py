@@ -36,6 +36,7 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SAVED = messages.Saved(0, 0, 0)
+HAS_TRAINER = {machine.LoopState.TRAINING, machine.LoopState.LEAVING, machine.LoopState.ENDING}
 PEERS = [bytes([number]) * 32 for number in range(1, 4)]
 # Rounding error of sums of times.
 ROUNDING = 1e-6
@@ -433,14 +434,14 @@ class Walk(RuleBasedStateMachine):
         if not hasattr(self, "loop"):
             return
         state, trainer = self.loop.state, self.trainer
-        if state in machine.HAS_TRAINER:
+        if state in HAS_TRAINER:
             assert trainer is not None
             assert trainer.phase == "ready"
         if state is machine.LoopState.ENDING:
             assert trainer is not None
             assert trainer.is_last_save_asked
         if trainer is not None and state is not machine.LoopState.OVER:
-            assert state in machine.HAS_TRAINER | {machine.LoopState.PREPARING, machine.LoopState.STOPPING}
+            assert state in HAS_TRAINER | {machine.LoopState.PREPARING, machine.LoopState.STOPPING}
         if state is machine.LoopState.RESTING:
             assert self.rest
         assert self.num_over == (state is machine.LoopState.OVER)
@@ -456,7 +457,7 @@ class Walk(RuleBasedStateMachine):
         if self.loop.state is machine.LoopState.LEAVING:
             assert self.left_at is not None
             assert self.now <= self.left_at + EXCHANGE_GRACE + GIVE_UP_GRACE + ROUNDING
-        if self.rest and self.loop.state in machine.HAS_TRAINER:
+        if self.rest and self.loop.state in HAS_TRAINER:
             assert self.now <= self.rest_since + REST_TIMEOUT + ROUNDING
 
     def teardown(self) -> None:

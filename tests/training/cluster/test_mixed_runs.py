@@ -18,7 +18,7 @@ from farandole.training.inner.optimizer import learning_rate, ramp
 from farandole.training.model.model import build_model
 
 from ...tolerance import TOLERANT
-from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, manifest_of, sent, train, weights_of
+from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, manifest_of, rate_of, sent, train, weights_of
 
 OUTER = [
     NoLoCoConfig(),
@@ -148,7 +148,7 @@ def test_the_schedule_of_a_built_in_trainer_continues_by_the_tokens_of_a_loop(
     small_steps.engine.checkpoint.save(tmp_path / "small")
     built_in.checkpoint.load(tmp_path / "small")
     assert (built_in.totals.steps, built_in.totals.tokens) == (5, 21 * 16)
-    assert built_in.replica.learning_rate == pytest.approx(learning_rate(5, inner) * ramp(0, inner))
+    assert rate_of(built_in) == pytest.approx(learning_rate(5, inner) * ramp(0, inner))
     built_in.learn()
     built_in.round_end.apply(None)
     built_in.checkpoint.save(tmp_path / "built-in")

@@ -26,7 +26,7 @@ from farandole.training.engine.learner import Learner
 from farandole.training.engine.snapshot import SnapshotMemory
 from farandole.training.outer.contribution import copier_for
 
-from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, rewrite, train
+from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, rate_of, rewrite, train
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
 
@@ -159,18 +159,18 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
     assert torch.equal(newcomer.round_end.fast_weights(), member.round_end.slow_weights())
     assert torch.equal(newcomer.checkpoint.vectors()["momentum"], member.checkpoint.vectors()["momentum"])
     assert not bool(newcomer.checkpoint.vectors()["square"].any())
-    assert newcomer.replica.learning_rate == pytest.approx(member.replica.learning_rate / 40)
+    assert rate_of(newcomer) == pytest.approx(rate_of(member) / 40)
     run(newcomer, 1)
     newcomer.checkpoint.save(path)
     again = make_replica(BOB, momentum="nesterov", fragments=fragments)
     again.checkpoint.load(path)
-    assert again.replica.learning_rate == newcomer.replica.learning_rate, "the ramp goes on after a restart"
-    assert again.replica.learning_rate < member.replica.learning_rate / 5
+    assert rate_of(again) == rate_of(newcomer), "the ramp goes on after a restart"
+    assert rate_of(again) < rate_of(member) / 5
     for _ in range(5):
         before = newcomer.round_end.fast_weights()
         newcomer.learn()
         moved = float((newcomer.round_end.fast_weights() - before).abs().max())
-        assert moved < member.replica.learning_rate
+        assert moved < rate_of(member)
 
 
 def test_others_can_read_the_file(saved: Path, make_replica: MakeReplica) -> None:

@@ -13,7 +13,7 @@ from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate
 
-from ..conftest import MakeReplica, copy_without, rewrite, train
+from ..conftest import MakeReplica, copy_without, rate_of, rewrite, train
 from .test_stage_worker import workers_of
 
 
@@ -39,10 +39,10 @@ def test_weights_momentum_and_schedule_go_on(
     assert torch.equal(begun.checkpoint.vectors()["momentum"], learnt.checkpoint.vectors()["momentum"])
     assert not begun.checkpoint.vectors()["square"].any()
     assert (begun.totals.round, begun.totals.steps, begun.totals.tokens) == (0, 8, learnt.totals.tokens)
-    assert learning_rate(0, inner) != learnt.replica.learning_rate > begun.replica.learning_rate > 0
+    assert learning_rate(0, inner) != rate_of(learnt) > rate_of(begun) > 0
     for _ in range(50):
         begun.totals.steps += 1
-    assert begun.replica.learning_rate == learning_rate(58, inner)
+    assert rate_of(begun) == learning_rate(58, inner)
     begun.totals.steps = 8
     assert begun.evaluate() == pytest.approx(learnt.evaluate(), rel=1e-6)
     before = begun.evaluate()
