@@ -33,7 +33,7 @@ from ..base.errors import DataError
 from ..base.permutation import permute
 from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out
 from .sources import Document, Progress, TextSource, documents_in, no_progress, sources_of, stdlib_sources
-from .token_cache import cache_name, distribute, keep_within, open_cache, write_cache
+from .token_cache import cache_name, distribute, open_cache, write_cache
 from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
 from .tokenizer import ByteTokenizer, Tokenizer, beyond_vocabulary, load_tokenizer
 
@@ -132,10 +132,9 @@ class _Loader:
     def _kept(self, path: Path, dtype: np.dtype[np.integer], parts: Parts) -> Text:
         """Return the content of a cache file, which is written first if it is not there."""
         max_bytes = self._bring.cache_bytes
-        keep_within(path, max_bytes)
-        if (opened := open_cache(path)) is None:
+        if (opened := open_cache(path, max_bytes)) is None:
             write_cache(path, dtype, parts, max_bytes)
-            if (opened := open_cache(path)) is None:
+            if (opened := open_cache(path, max_bytes)) is None:
                 raise DataError(
                     f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
                     "with --home"

@@ -141,8 +141,13 @@ def write_cache(
         ) from error
 
 
-def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
-    """Tokens to train on and tokens held out, mapped into memory; None if there is no such file, or it is damaged."""
+def open_cache(path: Path, max_bytes: int | None) -> tuple[Tokens, Tokens, Found] | None:
+    """Tokens to train on and tokens held out, mapped into memory; None if there is no such file, or it is damaged.
+
+    Files of other texts go if the folder takes more than ``max_bytes``; raises `DataError` if this file does.
+    """
+    if max_bytes is not None and path.exists():
+        _Allowance(path, max_bytes).take(path.stat().st_size)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -162,12 +167,3 @@ def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
     except (OSError, msgspec.MsgspecError, TypeError, ValueError):
         return None
     return tokens[: about.num_training], tokens[about.num_training :], about.found
-
-
-def keep_within(path: Path, max_bytes: int | None) -> None:
-    """Have the folder of a file take no more; files of other texts go.
-
-    Raises `DataError` if the file takes more with these.
-    """
-    if max_bytes is not None and path.exists():
-        _Allowance(path, max_bytes).take(path.stat().st_size)
