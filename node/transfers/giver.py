@@ -41,7 +41,6 @@ from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, is_copier, ranked
 from farandole.protocol.exchange.pipe import BULK_FROM, Pipe, RouteStep
-from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -135,9 +134,6 @@ COPY_SUFFIX: Final = ".blocks"
 COPY_SHARE: Final = 0.1
 # An author that did not give the checkpoint to copy is skipped for this long: the next copy is another author's.
 PASS_OVER_SECONDS: Final = 300.0
-# The interval for announcing another one to the DHT: twenty peers keep each, for hours, and the run state has the
-# newest.
-PROVIDE_INTERVAL: Final = 600.0
 
 
 class Provider:
@@ -304,21 +300,11 @@ class Provider:
                 await self._take(await trio.to_thread.run_sync(open_copy, path))
                 break
         pause = interval = self._files.settings.backup_seconds
-        provided, provide_after = None, -math.inf
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
             began_at = trio.current_time()
             await self._copy_newest()
             pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
-            # The DHT may have more providers than the run state knows.
-            newest, held, dht = self.newest, self.copy, self._downloads.host.dht
-            if newest is not None and self._membership.holders(newest.index.stage, newest.id):
-                held = newest  # others have copied this node's own
-            if held is not None and held.id != provided and trio.current_time() >= provide_after:
-                if provided is not None:
-                    dht.withdraw(checkpoint_key(run_id, provided))
-                provided, provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
-                await dht.provide(checkpoint_key(run_id, provided))
 
     def _has_room(self) -> bool:
         return self._files.plan(self._membership.stage).has_copy

@@ -31,7 +31,6 @@ from farandole.protocol.checkpoints.blocks import (
     select,
 )
 from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
-from farandole.protocol.mesh.kademlia import checkpoint_key
 from farandole.protocol.run.rules import is_required
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
@@ -44,7 +43,6 @@ from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream, StreamHost, receive_frame
 from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Patience
-from ..join.bootstrap import reachable_providers
 from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
@@ -456,8 +454,6 @@ class _Fetch:
 USUAL_RATE: Final = 1.25e6
 # Cause of warnings about weights that were not given; weights that come end them.
 NO_WEIGHTS: Final = "weights"
-# With fewer donors than this in the run state, the DHT is asked for more.
-ENOUGH_DONORS: Final = 2
 
 
 @dataclass
@@ -490,7 +486,6 @@ class Downloads:
         ``is_copy``: as blocks for other nodes, with low priority; else as a file for this node's trainer.
         """
         began_at, membership = trio.current_time(), self.membership
-        in_dht: list[bytes] = []
 
         def accuse(donor: bytes, reason: str) -> None:
             """Take credit from a donor that gives bytes which its index contradicts: it is not believed for a while."""
@@ -498,26 +493,20 @@ class Downloads:
             membership.credit.lose([donor], trio.current_time())
 
         def known() -> dict[bytes, None]:
-            return dict.fromkeys((*donors, *membership.holders(index.stage, signed.id), *in_dht))
-
-        async def ask_dht() -> None:
-            if len(known()) < ENOUGH_DONORS and not is_copy:
-                in_dht.extend(await reachable_providers(self.host, checkpoint_key(index.run_id, signed.id)))
+            return dict.fromkeys((*donors, *membership.holders(index.stage, signed.id)))
 
         try:
-            async with open_service_nursery() as nursery:
-                nursery.start_soon(ask_dht)
-                fetched = await fetch_checkpoint(
-                    self.conditions,
-                    signed,
-                    index,
-                    known,
-                    partial(is_required, self.files.manifest.outer),
-                    path,
-                    show,
-                    accuse,
-                    is_prefix=is_copy,
-                )
+            fetched = await fetch_checkpoint(
+                self.conditions,
+                signed,
+                index,
+                known,
+                partial(is_required, self.files.manifest.outer),
+                path,
+                show,
+                accuse,
+                is_prefix=is_copy,
+            )
         except PeerUnreachableError as error:
             self.journal.warn(f"no weights of round {index.round}: {error}", NO_WEIGHTS)
             return None

@@ -1,7 +1,7 @@
 """Weights for this node's trainer: whether it needs newer ones than it has, and which members give them.
 
 A newcomer takes a checkpoint that several members hold, from all of them at once. Else it takes one member's newest,
-who saves it again if it is old. If the run state knows too few holders, the DHT may know more.
+who saves it again if it is old. If no member announces weights of a stage, the DHT may know a provider.
 
 Members' claims are tested here. Weights that are far from most other members'
 (`farandole.protocol.checkpoints.sketches`) are not given to the trainer. A member is not believed for a while

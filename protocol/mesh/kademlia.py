@@ -178,11 +178,6 @@ def shard_key(run_id: bytes, stage: int) -> bytes:
     return hashlib.sha256(framed(b"farandole/shard/1", run_id, stage.to_bytes(4, "big"))).digest()
 
 
-def checkpoint_key(run_id: bytes, checkpoint_id: bytes) -> bytes:
-    """Return 32 bytes, provided by nodes that serve blocks of this checkpoint (`protocol.checkpoints.blocks`)."""
-    return hashlib.sha256(framed(b"farandole/checkpoint/1", run_id, checkpoint_id)).digest()
-
-
 def relay_key(run_id: bytes) -> bytes:
     """Return 32 bytes, provided by publicly reachable nodes that relay for the run's nodes."""
     return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()

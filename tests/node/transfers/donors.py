@@ -63,7 +63,6 @@ class World:
         self.asked: list[tuple[bytes, int]] = []
         self.fetched_from: list[tuple[bytes, ...]] = []
         self.told: list[tuple[int, int, bool]] = []
-        self.provided: list[bytes] = []
         self.seconds = 1.0
         """Duration of a download."""
         self.said: list[str] = []
@@ -91,7 +90,7 @@ class World:
 
     def begin(self) -> Weights:
         """Begin a new life of the node."""
-        dht = SimpleNamespace(find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove)
+        dht = SimpleNamespace(find_providers=self.find_providers)
         host: Any = SimpleNamespace(author=ME, dht=dht)
         me: Any = self
         files = WeightFiles(self.settings, Manifest("cut", MODEL))
@@ -158,10 +157,6 @@ class World:
     async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         await trio.lowlevel.checkpoint()
         return [(peer, []) for peer in self.in_dht.get(key, [])]
-
-    async def provide(self, key: bytes) -> None:
-        await trio.lowlevel.checkpoint()
-        self.provided.append(key)
 
     async def sketch(self, host: object, member: bytes, question: sketches.SketchQuestion) -> sketches.Sketch | None:
         """Return a member's answer, by `sketch_of`; None if it does not answer."""

@@ -16,10 +16,10 @@ from farandole.node.transfers import receiver as downloads
 from farandole.node.transfers.block_file import partial_path
 from farandole.node.transfers.weights import MAX_ASKED, ROOM_INTERVAL, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.mesh.kademlia import checkpoint_key, shard_key
+from farandole.protocol.mesh.kademlia import shard_key
 from farandole.protocol.state.entries import CheckpointNotice
 
-from .donors import ANN, BOB, CYD, DAN, EVE, ME, World
+from .donors import ANN, BOB, CYD, DAN, EVE, World
 from .files import KEY, RUN
 
 
@@ -95,17 +95,6 @@ async def test_whom_the_run_state_does_not_know_the_dht_may(world: World, clock:
     world.by_peer = {(ANN, 1): (ANN, 20)}
     await world.weights.obtain()
     assert world.is_fetched(ANN, 1, 20)
-
-
-@pytest.mark.parametrize(("donors", "others"), [([ANN], [CYD, DAN]), ([ANN, CYD], [])])
-async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
-    world: World, clock: MockClock, donors: list[bytes], others: list[bytes]
-) -> None:
-    """Where the run state knows of donors enough, the DHT is not asked."""
-    world.hold(27, *donors)
-    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [ME, CYD, DAN]}
-    await world.weights.obtain()
-    assert [set(names) for names in world.fetched_from] == [{*donors, *others}]
 
 
 async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(world: World, clock: MockClock) -> None:
