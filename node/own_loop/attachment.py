@@ -35,8 +35,6 @@ logger = logging.getLogger("farandole")
 ATTACH_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 0.2
 CONNECT_SECONDS: Final = 10.0
-# A loop that waits longer is told why: `create_run` lets exchanges overlap with steps.
-LOOK_SECONDS: Final = 5.0
 # At the end of a loop: the last exchange has its deadline, and the checkpoint must reach the disk.
 END_SECONDS: Final = 90.0
 
@@ -61,13 +59,14 @@ class Attachment:
     """Follows one loop until it is over. ``run_id`` is empty for whatever run the node is in."""
 
     def __init__(self, node: ChildNode, run_id: bytes, loop: Loop) -> None:
-        self.turns = Turns()
+        self.turns = Turns(self._tell_why_waiting)
         self.engine: ExternalEngine | None = None
         self.over = ""
         """Why the node trains no more; empty while it does."""
         self._node = node
         self._run_id = run_id
         self._loop = loop
+        self._told = ""  # why the loop waits
         self._ended = threading.Event()
         self._is_following = False
         self._connection: socket.socket | None = None
@@ -76,20 +75,14 @@ class Attachment:
     def begin(self) -> None:
         """Attach, and wait for the loop's first turn. Raises the engine's error if that fails."""
         self._thread.start()
-        threading.Thread(target=self._tell_why_waiting, name="farandole-waiting", daemon=True).start()
         self.turns.wait()
 
     def _tell_why_waiting(self) -> None:
-        """Warn the user of each reason for which the node lets the loop wait, until the loop ends."""
-        told = ""
-        while not self._ended.wait(LOOK_SECONDS):
-            since = self.turns.waits_since
-            if since is None or time.monotonic() < since + LOOK_SECONDS:
-                continue
-            reason = self._node.why_resting()
-            if reason not in ("", told):
-                logger.warning("the loop waits, since its node rests: %s", reason)
-            told = reason
+        """Warn the user of each reason for which the node lets the loop wait."""
+        reason, told = self._node.why_resting(), self._told
+        if reason not in ("", told):
+            logger.warning("the loop waits, since its node rests: %s", reason)
+        self._told = reason
 
     def end(self) -> None:
         """End the loop: wait until its last outer step is taken and saved."""

@@ -20,11 +20,10 @@ the user's.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import ClassVar, Final
 
 import torch
@@ -45,6 +44,8 @@ from ..outer.outer_state import FastWeights
 from ..outer.round_end import RoundEnd
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 
+# A loop that waits longer is told why: `create_run` lets exchanges overlap with steps.
+LOOK_SECONDS: Final = 5.0
 # Parameters of each kind in an error message.
 _MAX_NAMED: Final = 3
 
@@ -72,13 +73,15 @@ class LoopEnded(Exception):
 
 
 class Turns:
-    """The hand-off between the user's thread and the engine's. The engine has the first turn."""
+    """The hand-off between the user's thread and the engine's. The engine has the first turn.
 
-    def __init__(self) -> None:
+    ``look`` is called while the user's thread waits, every `LOOK_SECONDS`.
+    """
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self.has_left = False
         """Whether the user's loop is over: the engine has all later turns."""
-        self.waits_since: float | None = None
-        """When the user's thread began to wait for its turn, monotonic; None while it has it."""
+        self._look = look
         # The engine's questions, and None for the loop's turn; answers, and None when that is over.
         self._for_loop = SimpleQueue[Measure | None]()
         self._for_engine = SimpleQueue[float | Exception | None]()
@@ -94,17 +97,20 @@ class Turns:
 
     def wait(self) -> None:
         """Wait for the loop's turn, and answer the engine's questions until then."""
-        self.waits_since = time.monotonic()
-        try:
-            while not self._is_over and (question := self._for_loop.get()) is not None:
-                answer: float | Exception
-                try:
-                    answer = float(question())
-                except Exception as error:  # whatever the user's function raises is the engine's to judge
-                    answer = error
-                self._for_engine.put(answer)
-        finally:
-            self.waits_since = None
+        while not self._is_over:
+            try:
+                question = self._for_loop.get(timeout=LOOK_SECONDS)
+            except Empty:
+                self._look()
+                continue
+            if question is None:
+                break
+            answer: float | Exception
+            try:
+                answer = float(question())
+            except Exception as error:  # whatever the user's function raises is the engine's to judge
+                answer = error
+            self._for_engine.put(answer)
         if self._failure is not None:
             raise self._failure
 

@@ -202,7 +202,7 @@ async def test_a_loop_for_another_run_is_refused_at_both_ends(
 async def test_a_loop_that_waits_is_told_why_its_node_rests(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farandole.node.own_loop.attachment.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("farandole.training.cluster.external.LOOK_SECONDS", 0.01)
     reasons = iter(["quiet hours until 18:00", "quiet hours until 18:00", "paused"])
     monkeypatch.setattr(ChildNode, "why_resting", lambda node: next(reasons, ""))
     attachment = attached(tmp_path, Loop(a_model()))
