@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import msgspec
@@ -161,18 +161,16 @@ class AddressBook:
 ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL = 5.0, 60.0
 
 
+@dataclass(eq=False)
 class Reconnector:
     """Redials the peers of the invite, of the address book and of the DHT. ``members`` returns the live members."""
 
-    def __init__(
-        self, host: Host, book: AddressBook, target: Target, members: Callable[[], frozenset[bytes]], journal: Journal
-    ) -> None:
-        self._host = host
-        self._book = book
-        self._target = target
-        self._members = members
-        self._journal = journal
-        self._rng = random.Random()
+    host: Host
+    book: AddressBook
+    target: Target
+    members: Callable[[], frozenset[bytes]]
+    journal: Journal
+    _rng: random.Random = field(default_factory=random.Random)
 
     async def run(self) -> None:
         """Reconnect whenever there is no connection to any member, until cancelled.
@@ -180,35 +178,35 @@ class Reconnector:
         At first all known peers are dialled, once: the peers that answered first, at the start, may all belong to one
         attacker, and know of each other only.
         """
-        await dial(self._host, self._missing())
+        await dial(self.host, self._missing())
         while True:
             await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
             for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
                 if not self._is_isolated:
                     break
                 missing, found = self._missing(), list[bytes]()
-                await dial(self._host, missing, is_one_enough=True)
-                if self._is_isolated and self._host.connected:
-                    found = await find_members(self._host, self._target.run_id)
+                await dial(self.host, missing, is_one_enough=True)
+                if self._is_isolated and self.host.connected:
+                    found = await find_members(self.host, self.target.run_id)
                 if self._is_isolated and (missing or found):
                     times = "once" if attempt == 1 else f"{attempt} times"
                     words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
-                    self._journal.update(isolation=words)
+                    self.journal.update(isolation=words)
                 next_at = trio.current_time() + pause
                 while trio.current_time() < next_at:
                     await trio.sleep(min(ISOLATION_INTERVAL, pause))
                     if not self._is_isolated:  # other peers have dialled this node
                         break
-            self._journal.update(isolation="")
-            self._journal.over(NO_ANSWER)
+            self.journal.update(isolation="")
+            self.journal.over(NO_ANSWER)
 
     @property
     def _is_isolated(self) -> bool:
-        return not self._host.connected & self._members()
+        return not self.host.connected & self.members()
 
     def _missing(self) -> dict[bytes, list[str]]:
-        known = {**self._book.peers(), **self._target.peers}
-        there = {self._host.author, *self._host.connected}
+        known = {**self.book.peers(), **self.target.peers}
+        there = {self.host.author, *self.host.connected}
         return {peer: addresses for peer, addresses in known.items() if peer not in there}
 
 

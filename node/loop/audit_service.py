@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -38,25 +39,26 @@ FAULT: Final = "fault"
 """The name of the reason (`Rest`) for a machine that computes wrongly."""
 
 
+@dataclass(eq=False)
 class AuditService:
     """One node's audits, in a run that audits ``rate`` of all rounds; ``rest`` begins if this machine errs."""
 
-    def __init__(
-        self, author: bytes, rate: float, gossip: GossipService, downloads: Downloads, provider: Provider, rest: Rest
-    ) -> None:
-        self._author = author
-        self._gossip = gossip
-        self._downloads = downloads
-        self._provider = provider
-        self._rest = rest
-        self._audits = Audits(author, rate)
-        self._ask: Callable[[Replay], None] | None = None
+    author: bytes
+    rate: float
+    gossip: GossipService
+    downloads: Downloads
+    provider: Provider
+    rest: Rest
+    _ask: Callable[[Replay], None] | None = None
+    _fetched: tuple[SignedIndex, Index] | None = None
+    _accusations: dict[bytes, Accusation] = field(default_factory=dict)  # own ones that must be published
+    _avoided: dict[bytes, machine.Avoid] = field(default_factory=dict)
+    _changed: trio.Event = field(default_factory=trio.Event)
+
+    def __post_init__(self) -> None:
+        self._audits = Audits(self.author, self.rate)
         self._recorded, self._to_commit = trio.open_memory_channel[Recorded](MAX_QUEUED)
         self._wanted, self._to_fetch = trio.open_memory_channel[machine.FetchStart](1)
-        self._fetched: tuple[SignedIndex, Index] | None = None
-        self._accusations: dict[bytes, Accusation] = {}  # own ones that must be published
-        self._avoided: dict[bytes, machine.Avoid] = {}
-        self._changed = trio.Event()
         self._counts = {True: 0, False: 0}  # whether the round is an own one -> number of correct replays
 
     def status(self) -> AuditStatus:
@@ -110,21 +112,21 @@ class AuditService:
 
     async def _commit(self) -> None:
         async for recorded in self._to_commit:
-            start = await self._provider.open_start(recorded.start)
+            start = await self.provider.open_start(recorded.start)
             if start is None:
                 continue
             commitment = msgspec.structs.replace(recorded.commitment, start=start)
             slot = commitment.round % RULES[Kind.COMMITMENT].slots
-            await self._gossip.publish(Kind.COMMITMENT, slot, commitment)
-            own = RoundClaim(self._author, commitment)
+            await self.gossip.publish(Kind.COMMITMENT, slot, commitment)
+            own = RoundClaim(self.author, commitment)
             self._carry_out(self._audits.note_own(own, recorded.start.path, list(self._claims())))
             for index, accusation in enumerate(self._accusations.values()):
-                await self._gossip.publish(Kind.ACCUSATION, index, accusation)
+                await self.gossip.publish(Kind.ACCUSATION, index, accusation)
 
     def _claims(self) -> Iterator[RoundClaim]:
         """Yield the commitments of the other live members."""
-        live = self._downloads.membership.live - {self._author}
-        for entry in self._gossip.state.entries(Kind.COMMITMENT):
+        live = self.downloads.membership.live - {self.author}
+        for entry in self.gossip.state.entries(Kind.COMMITMENT):
             if entry.author in live:
                 yield RoundClaim(entry.author, entry.payload, entry.signed)
 
@@ -137,15 +139,15 @@ class AuditService:
             except DonorBusyError:
                 is_excused = True
             except PeerUnreachableError as error:
-                self._downloads.journal.note(f"no start of {name_of(wanted.claim)}, to replay it: {error}")
+                self.downloads.journal.note(f"no start of {name_of(wanted.claim)}, to replay it: {error}")
                 is_excused = not any(claim.id == wanted.claim.id for claim in self._claims())  # it was replaced
             self._carry_out(self._audits.take_start(path, trio.current_time(), is_excused=is_excused))
 
     async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
         """Fetch a start from one of its donors. Raises `PeerUnreachableError` if none gives it."""
-        checkpoint_id, conditions = wanted.claim.commitment.start, self._downloads.conditions
-        path = await self._provider.make_room(checkpoint_id)
-        max_bytes = self._downloads.files.max_bytes(0)
+        checkpoint_id, conditions = wanted.claim.commitment.start, self.downloads.conditions
+        path = await self.provider.make_room(checkpoint_id)
+        max_bytes = self.downloads.files.max_bytes(0)
         for donor in wanted.donors:
             try:
                 signed, index = await ask_for_index(conditions, donor, 0, max_bytes, checkpoint_id)
@@ -161,23 +163,23 @@ class AuditService:
         """Process commitments, and each accusation once."""
         heard: set[bytes] = set()
         while True:
-            live = self._downloads.membership.live
+            live = self.downloads.membership.live
             self._carry_out(self._audits.compare_received(list(self._claims()), live, trio.current_time()))
-            entries = [entry for entry in self._gossip.state.entries(Kind.ACCUSATION) if entry.author != self._author]
+            entries = [entry for entry in self.gossip.state.entries(Kind.ACCUSATION) if entry.author != self.author]
             for accuser, accusation in [(entry.author, entry.payload) for entry in entries if entry.id not in heard]:
                 signed = Signed(accusation.author, accusation.body, accusation.signature)
                 with contextlib.suppress(RemoteProtocolError):  # it is not genuine
-                    entry: Entry = self._gossip.state.checker.check(signed)
+                    entry: Entry = self.gossip.state.checker.check(signed)
                     if entry.kind is Kind.COMMITMENT:
                         claim = RoundClaim(entry.author, entry.payload, signed)
                         self._carry_out(self._audits.hear_accusation(accuser, claim))
             heard = {entry.id for entry in entries}
-            await self._gossip.changed()
+            await self.gossip.changed()
 
     # Outputs
 
     def _carry_out(self, outputs: Iterable[machine.Output]) -> None:
-        journal = self._downloads.journal
+        journal = self.downloads.journal
         for output in outputs:
             match output:
                 case Replay():
@@ -186,7 +188,7 @@ class AuditService:
                 case machine.FetchStart():
                     self._wanted.send_nowait(output)
                 case machine.Audited(claim):
-                    self._counts[claim.author == self._author] += 1
+                    self._counts[claim.author == self.author] += 1
                     journal.note(f"replayed {name_of(claim)}: it gives what was committed to")
                 case machine.Avoid(author, until, reason):
                     if author in self._avoided and self._avoided[author].until >= until:
@@ -197,11 +199,11 @@ class AuditService:
                     changed.set()
                 case machine.Denounce(claim, path):
                     if claim.signed is not None and self._fetched is not None:
-                        self._provider.keep_proof(Path(path), *self._fetched)
+                        self.provider.keep_proof(Path(path), *self._fetched)
                         newest = Accusation(claim.author, claim.signed.body, claim.signed.signature)
                         others = {author: each for author, each in self._accusations.items() if author != claim.author}
                         kept = [(claim.author, newest), *others.items()][: RULES[Kind.ACCUSATION].slots]
                         self._accusations = dict(kept)
                 case machine.Distrust(reason):
                     journal.warn(reason)
-                    self._rest.set(FAULT, reason)
+                    self.rest.set(FAULT, reason)

@@ -8,7 +8,7 @@ relays and gives checkpoints, but has no trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from datetime import datetime
 from typing import Final
 
@@ -155,22 +155,20 @@ class NoticeError(FarandoleError):
     """A notice cannot be published; the message says why."""
 
 
+@dataclass(eq=False)
 class NoticeBoard:
     """One node's view of the creator's notices. ``is_ignored``: the owner trains whatever they say."""
 
-    def __init__(
-        self, creator: bytes, author: bytes, gossip: GossipService, rest: Rest, journal: Journal, *, is_ignored: bool
-    ) -> None:
-        self.stopped = trio.Event()
-        """Set when the creator stops the run while this node trains."""
-        self._creator = creator
-        self._author = author
-        self._gossip = gossip
-        self._rest = rest
-        self._journal = journal
-        self._is_ignored = is_ignored
-        self._renewed_at = -RENEW_INTERVAL
-        self._shown: tuple[Notice | None, Notice | None] = (None, None)
+    creator: bytes
+    author: bytes
+    gossip: GossipService
+    rest: Rest
+    journal: Journal
+    is_ignored: bool
+    stopped: trio.Event = field(default_factory=trio.Event)
+    """Set when the creator stops the run while this node trains."""
+    _renewed_at: float = -RENEW_INTERVAL
+    _shown: tuple[Notice | None, Notice | None] = (None, None)
 
     @property
     def words(self) -> str:
@@ -181,14 +179,14 @@ class NoticeBoard:
 
     async def publish(self, action: str, text: str) -> None:
         """Write a notice; it leaves within seconds. Raises `NoticeError`."""
-        if self._author != self._creator:
+        if self.author != self.creator:
             raise NoticeError("only the run's creator can do this: run it where the creator's node runs")
         try:
             notice = msgspec.convert([action, text], Notice)
         except msgspec.ValidationError as error:
             raise NoticeError(f"a notice has at most 256 characters, all of them ASCII: {error}") from error
         self._renewed_at = trio.current_time()  # a renewal must not replace the notice that waits to be written
-        await self._gossip.publish(Kind.NOTICE, MESSAGE_SLOT if action == "say" else STATE_SLOT, notice)
+        await self.gossip.publish(Kind.NOTICE, MESSAGE_SLOT if action == "say" else STATE_SLOT, notice)
 
     async def run(self) -> None:
         """Follow the notices until cancelled."""
@@ -197,39 +195,34 @@ class NoticeBoard:
             # A pause or a stop must not expire while the creator's node is there: renewed at each start, and daily.
             state, now = self._shown[0], trio.current_time()
             holds = state is not None and state.action in _ACTIONS
-            if (
-                state is not None
-                and holds
-                and self._author == self._creator
-                and now - self._renewed_at >= RENEW_INTERVAL
-            ):
+            if state is not None and holds and self.author == self.creator and now - self._renewed_at >= RENEW_INTERVAL:
                 self._renewed_at = now
-                await self._gossip.publish(Kind.NOTICE, STATE_SLOT, state)
+                await self.gossip.publish(Kind.NOTICE, STATE_SLOT, state)
             with trio.move_on_after(NOTICE_INTERVAL):
-                await self._gossip.changed()
+                await self.gossip.changed()
 
     def look(self, *, is_training: bool) -> None:
         """Take in the notices that hold now; at first before training starts, so in a stopped run no trainer starts."""
-        payload = self._gossip.state.payload
-        state = payload(self._creator, Notice, STATE_SLOT)
-        message = payload(self._creator, Notice, MESSAGE_SLOT)
+        payload = self.gossip.state.payload
+        state = payload(self.creator, Notice, STATE_SLOT)
+        message = payload(self.creator, Notice, MESSAGE_SLOT)
         (last_state, last_message), self._shown = self._shown, (state, message)
         if message is not None and message != last_message:
-            self._journal.say(f"the run's creator says: {message.text}")
+            self.journal.say(f"the run's creator says: {message.text}")
         if state == last_state:
             return
         words = _words(state)
         if state is not None:
-            self._journal.say(
-                f"{words}; this node ignores it" if self._is_ignored and state.action in _ACTIONS else words
+            self.journal.say(
+                f"{words}; this node ignores it" if self.is_ignored and state.action in _ACTIONS else words
             )
-        if self._is_ignored:
+        if self.is_ignored:
             return
-        if state is not None and state.action == "stop" and is_training and not self._rest.is_on:
+        if state is not None and state.action == "stop" and is_training and not self.rest.is_on:
             self.stopped.set()
         else:
             holds = state is not None and state.action in _ACTIONS
-            self._rest.set(NOTICE_REASON, f"{words} ({_ANYWAY})" if holds else "")
+            self.rest.set(NOTICE_REASON, f"{words} ({_ANYWAY})" if holds else "")
 
 
 def _words(state: Notice | None) -> str:

@@ -53,7 +53,7 @@ class Used:
 class Budget:
     """The budget of a month; ``limit``: bytes, both ways together, as the line's provider counts them."""
 
-    def __init__(self, limit: int, used: Used) -> None:
+    def __init__(self, limit: float, used: Used) -> None:
         self.limit = limit
         self.used = used
 
@@ -122,35 +122,33 @@ class TrafficService:
     _stored: Used | None = None
 
     def __post_init__(self) -> None:
-        now, limit = self.clock(), self.limit
+        now, limit = self.clock(), self.limit or math.inf
         self._ahead = int(min(AHEAD_BYTES, MAX_AHEAD_SHARE * limit))
-        self._budget = Budget(limit, Used(now.year, now.month, 0)) if limit else None
+        self._budget = Budget(limit, Used(now.year, now.month, 0))
 
     @property
     def is_spent(self) -> bool:
         """Return whether the node has to be offline."""
-        return self._budget is not None and self._budget.is_spent()
+        return self._budget.is_spent()
 
     def status(self) -> TrafficStatus | None:
         """Return the state of the budget, for display; None without a budget."""
         budget = self._budget
-        if budget is None:
+        if not self.limit:
             return None
         self._count()
         resumes_at = budget.end if budget.is_spent() else budget.resumes_at()
         is_saved = not budget.may_spend(0, self.clock())
-        return TrafficStatus(budget.limit, budget.used.num_bytes, is_saved, resumes_at.timestamp())
+        return TrafficStatus(self.limit, budget.used.num_bytes, is_saved, resumes_at.timestamp())
 
     def may_spend(self, num_bytes: int) -> bool:
         """Return whether bulk of ``num_bytes``, both ways together, may begin."""
-        if self._budget is None:
-            return True
         self._count()
         return self._budget.may_spend(num_bytes, self.clock())
 
     async def begin(self) -> None:
         """Read what earlier lives have counted; call it before any traffic."""
-        if self._budget is None:
+        if not self.limit:
             return
         raw = await self.store.get_fact(TRAFFIC_FACT)
         try:
@@ -161,7 +159,7 @@ class TrafficService:
 
     async def run(self) -> None:
         """Count until cancelled, then store the exact count."""
-        if self._budget is None:
+        if not self.limit:
             return
         try:
             while True:
@@ -183,7 +181,6 @@ class TrafficService:
             await self.rest.changed()  # by `look`
 
     def _count(self) -> None:
-        assert self._budget is not None
         total = self.shaping.up.total + self.shaping.down.total
         self._budget.count(total - self._counted, self.clock())
         self._counted = total
@@ -191,7 +188,6 @@ class TrafficService:
     async def look(self) -> None:
         """Count, report what follows, and store the count if that is due."""
         budget = self._budget
-        assert budget is not None
         self._count()
         gigabytes, resumes_at, now = f"{budget.limit / 1e9:g} GB", budget.resumes_at(), self.clock()
         if budget.is_spent():
