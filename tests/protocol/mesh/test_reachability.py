@@ -27,31 +27,24 @@ def saw(witness: str, port: int, *reached: int, ip: str = HOME) -> Witness:
     return Witness(witness, DialBackAnswer(ip, port, True, reached))
 
 
-def test_public_is_whom_most_can_dial() -> None:
+def test_public_is_whom_most_can_dial_from_the_internet_if_any_is_there() -> None:
     verdict = classify([saw(FAR[0], 5, 4001), saw(FAR[1], 6, 4001), saw(FAR[2], 7)], [])
     assert (verdict.kind, verdict.addresses) == (ReachabilityKind.PUBLIC, ((HOME, 4001),))
     assert classify([saw(FAR[0], 5, 4001), saw(FAR[1], 6)], []).kind is not ReachabilityKind.PUBLIC
+    assert classify([saw(NEAR, 5, 4001, ip="192.168.1.2")], []).kind is ReachabilityKind.PUBLIC
+    assert classify([saw(NEAR, 5, 4001), saw(NEAR, 6, 4001), saw(FAR[0], 5)], []).kind is not ReachabilityKind.PUBLIC
 
 
-def test_a_router_may_let_in_ipv6_and_not_ipv4() -> None:
+def test_a_router_may_let_in_ipv6_and_not_ipv4_and_one_liar_does_not_pass_for_either() -> None:
     v4, v6 = [saw(FAR[0], 5), saw(FAR[1], 6)], [saw(f"2a05::{i}", 4001, 4001, ip="2a05:1::a") for i in (1, 2)]
     verdict = classify([*v4, *v6], [])
     assert (verdict.kind, verdict.addresses) == (ReachabilityKind.PUBLIC, (("2a05:1::a", 4001),))
     assert classify([v4[0], *v6, saw("2a05::3", 4001, ip="2a05:1::a")], []).kind is ReachabilityKind.PUBLIC
     closed = [saw(f"2a05::{i}", 4001, ip="2a05:1::a") for i in (3, 4)]
     assert classify([*v4, *closed, v6[0]], []).kind is not ReachabilityKind.PUBLIC
-
-
-def test_one_liar_does_not_pass_for_a_version_of_ip() -> None:
-    """A node that takes itself for public gives its relays up, and nobody can reach it any more."""
     liar = saw("2a05::1", 4001, 4001, ip="2a05:1::a")
     assert classify([liar, saw(FAR[0], 5), saw(FAR[1], 6)], []).kind is not ReachabilityKind.PUBLIC
     assert classify([liar, saw(FAR[0], 5)], []).kind is not ReachabilityKind.PUBLIC
-
-
-def test_a_witness_next_door_says_nothing_where_there_is_one_on_the_internet() -> None:
-    assert classify([saw(NEAR, 5, 4001, ip="192.168.1.2")], []).kind is ReachabilityKind.PUBLIC
-    assert classify([saw(NEAR, 5, 4001), saw(NEAR, 6, 4001), saw(FAR[0], 5)], []).kind is not ReachabilityKind.PUBLIC
 
 
 def test_punchable_is_whose_port_looks_the_same_from_everywhere() -> None:

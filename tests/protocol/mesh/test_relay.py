@@ -16,15 +16,12 @@ def reserved(limits: Limits, *peers: bytes) -> RelayTable:
     return table
 
 
-def test_a_circuit_needs_a_reservation_of_whom_it_leads_to_alone() -> None:
+def test_a_circuit_needs_a_reservation_of_whom_it_leads_to_which_ends_with_its_time_or_connection() -> None:
     table = reserved(Limits(), BOB)
     assert table.open_circuit(ALICE, BOB, 1.0) is Status.OK
     assert table.open_circuit(BOB, ALICE, 1.0) is Status.NO_RESERVATION
     assert table.open_circuit(BOB, BOB, 1.0) is Status.PERMISSION_DENIED
     assert table.num_circuits == 1
-
-
-def test_a_reservation_ends_with_its_time_or_its_connection_and_may_be_renewed() -> None:
     table = reserved(Limits(reservation_seconds=100), BOB)
     assert table.open_circuit(ALICE, BOB, 100.0) is Status.NO_RESERVATION
     assert table.reserve(BOB, HOME, 100.0) is Status.OK

@@ -57,7 +57,7 @@ def test_a_stage_needs_what_its_own_parameters_do() -> None:
     assert needs_of(whole).hop_bytes == 0
 
 
-def test_what_a_stage_keeps_of_microbatches_is_bounded_by_their_number_and_by_computing_twice() -> None:
+def test_a_stage_keeps_what_microbatches_need_and_a_version_of_its_weights_for_each_kind_of_overlap() -> None:
     model = msgspec.structs.replace(preset("350M"), num_stages=2)
 
     def kept(pipeline: PipelineConfig) -> int:
@@ -65,10 +65,6 @@ def test_what_a_stage_keeps_of_microbatches_is_bounded_by_their_number_and_by_co
 
     assert kept(PipelineConfig(in_flight=8)) == 2 * kept(PipelineConfig(in_flight=4))
     assert kept(PipelineConfig(in_flight=8, recompute=True)) < kept(PipelineConfig(in_flight=2))
-
-
-def test_a_stage_keeps_a_version_of_its_weights_for_each_kind_of_overlap() -> None:
-    model = msgspec.structs.replace(preset("350M"), num_stages=2)
 
     def num_vectors(*, steps: bool, rounds: bool) -> int:
         cut = Manifest(

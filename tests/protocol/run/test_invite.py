@@ -73,16 +73,13 @@ def test_a_damaged_invite_is_refused_with_what_to_do() -> None:
         decode_invite(TEXT[:-9])
 
 
-def test_what_is_no_invite_is_told_from_a_damaged_one() -> None:
+def test_what_is_no_invite_is_told_from_a_damaged_one_and_overlong_text_is_not_parsed() -> None:
     with pytest.raises(InviteError, match="not an invite"):
         decode_invite("run.manifest")
     with pytest.raises(InviteError, match="another version"):
         decode_invite("farandole2" + TEXT[10:])
     assert is_invite(f" {TEXT}")
     assert not is_invite("run.manifest")
-
-
-def test_overlong_text_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(InviteError, match="at most"):
         decode_invite("farandole1" + "a" * 1_000_000)
 

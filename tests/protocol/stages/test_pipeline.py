@@ -273,7 +273,7 @@ def test_held_out_text_goes_forward_alone_and_is_learned_by_nobody(stages: list[
     assert set(kept.values()) == {len(stages)}
 
 
-def test_what_is_measured_comes_before_what_is_learned() -> None:
+def test_what_is_measured_comes_before_what_is_learned_and_where_nothing_is_held_out_training_goes_on() -> None:
     world = World([1, 1])
     origin, other = world.nodes.values()
     measure(world, 5)
@@ -282,6 +282,13 @@ def test_what_is_measured_comes_before_what_is_learned() -> None:
         world.run(0.01)
     world.run(5)
     assert other.steps
+    world = World([1, 1])
+    (origin,) = world.of_stage(0)
+    origin.has_held_out = False
+    measure(world, 2)
+    world.run(5)
+    assert origin.num_measured == 1
+    assert origin.steps
 
 
 def test_held_out_text_that_was_lost_with_a_node_is_measured_all_the_same() -> None:
@@ -297,16 +304,6 @@ def test_held_out_text_that_was_lost_with_a_node_is_measured_all_the_same() -> N
         assert origin.num_measured == 1
     world.end()
     assert settled_alike(world, 3)
-
-
-def test_where_nothing_is_held_out_the_training_goes_on() -> None:
-    world = World([1, 1])
-    (origin,) = world.of_stage(0)
-    origin.has_held_out = False
-    measure(world, 2)
-    world.run(5)
-    assert origin.num_measured == 1
-    assert origin.steps
 
 
 def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:

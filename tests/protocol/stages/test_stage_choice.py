@@ -47,9 +47,6 @@ def test_a_newcomer_takes_the_stage_with_the_least_throughput_or_the_fewest_prov
     assert first_stage(View(providers((0, 5.0), (1, 9.0)), 3), author(9)) == 2
     assert first_stage(View(providers((0, 0.0), (0, 0.0), (1, 0.0)), 2), author(9)) == 1
     assert throughputs(View(providers((0, 4.0), (1, 0.0), (1, 2.0)), 2)) == [4.0, 5.0]  # one counts as 3, the median
-
-
-def test_who_is_on_the_way_counts_where_it_goes() -> None:
     view = View(providers((0, 1.0), (0, 1.0), (1, 1.0)), 3, {author(1): StageLease(0, 2, True)})
     assert throughputs(view) == [1.0, 1.0, 1.0]
 
@@ -176,7 +173,7 @@ def test_two_do_not_leave_a_stage_at_once_to_make_others_stronger() -> None:
     assert {choice.decide(view, float(now)) for now in range(100)} == {STAY}
 
 
-def test_who_is_on_the_way_is_not_overtaken() -> None:
+def test_who_is_on_the_way_is_not_overtaken_and_a_lease_of_an_earlier_life_is_given_back() -> None:
     members = providers((0, 1.0), (0, 1.0), (0, 1.0))
     first, second = sorted((author(0), author(1)), key=lambda name: rank(name, 1))
     choice = StageChoice(first, PATIENCE)
@@ -185,9 +182,6 @@ def test_who_is_on_the_way_is_not_overtaken() -> None:
     assert claim == ("claim", 1)
     late = View(members, 2, {first: StageLease(0, 1), second: StageLease(0, 1, True)})
     assert choice.decide(late, 61.0) == GIVE_BACK
-
-
-def test_a_lease_of_an_earlier_life_is_given_back() -> None:
     members = providers((0, 1.0), (0, 1.0))
     view = View(members, 2, {author(0): StageLease(1, 0)})
     assert StageChoice(author(0), PATIENCE).decide(view, 0.0) == GIVE_BACK

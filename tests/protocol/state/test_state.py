@@ -162,16 +162,13 @@ def test_a_fork_masks_its_author_everywhere() -> None:
     assert elsewhere.is_member(author_of(2))
 
 
-def test_a_proof_outlives_every_entry() -> None:
+def test_a_proof_outlives_every_entry_and_forged_ones_mask_nobody() -> None:
     state = state_of(member(1, device="a"), member(1, device="b"))
     week = max(rule.ttl for kind, rule in RULES.items() if kind is not Kind.REVOCATION)
     state.expire(NOW + week + 61)
     assert state.proof_of(author_of(1)) is not None
     state.expire(NOW + PROOF_TTL + 1)
     assert state.authors == []
-
-
-def test_forged_proofs_mask_nobody() -> None:
     state = state_of(member(1))
     a, b = member(1, device="a"), member(2, device="b")
     forged = Signed(a.author, b.body, b.signature)

@@ -214,12 +214,14 @@ class Tied(nn.Module):
         self.empty = nn.Parameter(torch.empty(0))
 
 
-def test_tied_parameters_come_once_and_frozen_ones_if_asked_for() -> None:
+def test_tied_parameters_come_once_frozen_ones_if_the_run_names_them_and_in_its_order() -> None:
     module = Tied()
     assert list(parameters_of(module)) == ["embedding.weight", "body.weight"]
     assert list(parameters_of(module, with_frozen=True)) == ["embedding.weight", "body.weight", "body.bias"]
     compiled = nn.ModuleDict({"_orig_mod": module})  # what torch.compile returns has these names
     assert parameters_of(compiled) == parameters_of(module)
+    shapes = {"body.bias": (4,), "body.weight": (4, 4), "embedding.weight": (5, 4)}
+    assert list(matching_parameters(Tied(), shapes)) == list(shapes)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its wrapper imports
@@ -235,8 +237,3 @@ def test_a_module_in_distributed_data_parallel_has_its_own_names(tmp_path: Path)
             assert parameters_of(each) == parameters_of(module)
     finally:
         distributed.destroy_process_group()
-
-
-def test_the_runs_order_counts_and_frozen_parameters_are_shared_where_it_names_them() -> None:
-    shapes = {"body.bias": (4,), "body.weight": (4, 4), "embedding.weight": (5, 4)}
-    assert list(matching_parameters(Tied(), shapes)) == list(shapes)

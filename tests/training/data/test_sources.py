@@ -128,10 +128,12 @@ def test_a_data_set_is_the_same_in_every_format(tmp_path: Path) -> None:
     assert documents(write_parquet(tmp_path / "b.parquet", text=list(TEXTS))) == jsonl
 
 
-def test_the_text_may_have_another_name(tmp_path: Path) -> None:
+def test_the_text_may_have_another_name_and_counts_twice_if_it_is_named_twice(tmp_path: Path) -> None:
     rows: list[object] = [{"content": text, "text": 7} for text in TEXTS]
     assert texts(write_jsonl(tmp_path / "a.ndjson", rows), field="content") == TEXTS
     assert texts(write_parquet(tmp_path / "a.parquet", content=list(TEXTS), text=[1, 2, 3]), field="content") == TEXTS
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    assert sorted(texts(path, path)) == sorted(2 * TEXTS)
 
 
 def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
@@ -140,11 +142,6 @@ def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
     assert texts(path) == ["a", "b"]
     assert texts(write_parquet(tmp_path / "a.parquet", text=["a", "", None, "b"])) == ["a", "b"]
     assert texts(write_jsonl(tmp_path / "none.jsonl", [])) == []
-
-
-def test_a_text_that_is_named_twice_counts_twice(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    assert sorted(texts(path, path)) == sorted(2 * TEXTS)
 
 
 def test_a_saved_data_set_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def trained(replica: Learner) -> Tensor:
     return weights_of(replica.replica.module)
 
 
-def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> None:
+def test_rounding_at_random_is_right_on_average_and_follows_from_run_author_and_step() -> None:
     values = torch.cat([torch.linspace(-3, 3, 61), torch.tensor([1 + 2**-9, -(1 + 2**-12), 1e-30, 3e38])])
     down = (values.view(torch.int32) & -65536).view(torch.float32)
     up = ((values.view(torch.int32) & -65536) + 65536).view(torch.float32)
@@ -49,8 +49,6 @@ def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> Non
     rounding.write_(again, exact.float())
     assert torch.equal(again.view(torch.int16), exact.view(torch.int16))
 
-
-def test_random_bits_follow_from_run_author_and_step() -> None:
     def bits(run_id: bytes, author: bytes, step: int) -> list[float]:
         rounding, target = Rounding(run_id, author, CPU), torch.empty(64, dtype=torch.bfloat16)
         rounding.begin(step)

@@ -125,7 +125,7 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
         assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop
 
 
-def test_it_is_the_mean_and_noloco_without_momentum_to_the_bit() -> None:
+def test_it_is_the_mean_and_noloco_without_momentum_to_the_bit_and_half_the_download() -> None:
     slow, *fast = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(0))
     plain = OwnVectors(fast[0], slow.clone(), {})
     noloco = OwnVectors(fast[0], slow.clone(), {"momentum": torch.randn(1_000)})
@@ -135,9 +135,5 @@ def test_it_is_the_mean_and_noloco_without_momentum_to_the_bit() -> None:
 
     assert torch.equal(plain.slow, (fast[0] + fast[1]) / 2)
     assert torch.equal(plain.slow, noloco.slow)
-
-
-def test_a_newcomer_downloads_half_of_what_a_rule_with_momentum_needs() -> None:
     with_momentum = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0)  # has the vector with any settings
-
     assert required_bytes(PlainConfig(), 1_000) == required_bytes(with_momentum, 1_000) / 2 == 4_000

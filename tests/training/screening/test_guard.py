@@ -281,7 +281,7 @@ def test_a_loss_that_is_no_number_counts_for_nothing_and_moves_no_yardstick(loss
     assert all(math.isfinite(number) for series in node.everybody.series.values() for number in series)
 
 
-def test_a_node_that_has_drifted_apart_from_others_takes_over_better_weights() -> None:
+def test_a_node_that_has_drifted_apart_takes_over_better_weights_and_one_that_meets_others_as_usual_none() -> None:
     """Both are good, and the mean is worse than either."""
     node = Node()
     for _ in range(MAX_APART):
@@ -289,10 +289,6 @@ def test_a_node_that_has_drifted_apart_from_others_takes_over_better_weights() -
     assert not counts(node.meets(away(1.0), loss=bent(2.5, 2.001))), "the worse of two comes to the better one"
     assert node.meets(away(1.0), loss=bent(2.5, 1.99)) == Accept(1.0)
     assert not counts(node.meets(away(1.0), loss=bent(2.5, 1.99))), "and then it is to meet others as it is"
-
-
-def test_who_meets_partners_as_usual_takes_nobody_over() -> None:
-    """Among others, a liar with weights that are as good, and fit nobody's: this node's with its units exchanged."""
     node = Node()
     for _ in range(4 * MAX_APART):
         assert not counts(node.meets(away(1.0), loss=bent(2.5, 1.99)))
