@@ -31,7 +31,6 @@ from .hosts import until
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
-FROZEN, MALLORY, ALICE = (bytes([i]) * 32 for i in range(1, 4))
 SIGNED = sign_manifest(Manifest("tiny", MODEL), KEY)
 
 

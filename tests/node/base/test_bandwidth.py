@@ -124,14 +124,6 @@ def test_a_flood_of_control_is_paid_for_so_long_and_no_longer() -> None:
     assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
 
 
-def test_a_pause_pays_for_what_control_has_taken() -> None:
-    clock = Clock()
-    shaper = Shaper(125_000, clock)
-    shaper.charge(round(shaper.burst) + 125_000)
-    clock.now += 1
-    assert shaper.reserve(1_250) == pytest.approx(0.01)
-
-
 @pytest.mark.parametrize("mbit", [0.5, 5, 500])
 def test_no_partner_takes_a_flood_for_silence(mbit: float) -> None:
     """Each of the possible flows gets its next piece long before an exchange of 30 s takes another way."""

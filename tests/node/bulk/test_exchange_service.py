@@ -24,16 +24,6 @@ from farandole.protocol.exchange.pipe import CHUNK_BYTES
 from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, MemoryHost, Party, assert_committed, meet
 
 
-async def test_both_have_the_others_exact_bytes(alice: Party, bob: Party, clock: MockClock) -> None:
-    await meet(alice, bob)
-    assert_committed(alice, bob)
-    assert alice.result.reason == ""
-    assert (alice.result.peer, alice.result.partner_round, alice.result.partner_tokens) == (BOB, 2, 200)
-    assert (bob.result.peer, bob.result.partner_round, bob.result.partner_tokens) == (ALICE, 1, 100)
-    assert bob.result.partner_size == SIZE
-    assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
-
-
 async def test_a_contribution_that_does_not_fit_into_its_time_says_so_with_figures(
     alice: Party, bob: Party, clock: MockClock
 ) -> None:

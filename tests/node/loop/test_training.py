@@ -268,17 +268,6 @@ async def test_what_the_loop_publishes_leaves_the_rest_of_the_state_alone(story:
     assert (state.round, state.tokens, state.round_since > 0) == (1, 8, True)
 
 
-async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:
-    for _ in range(1_000):
-        story.training.handle(Signal.SAVE)
-    await story.goes_on()
-    assert len(story.told(messages.Save)) == 1
-    await story.report(saved("the disk is full"))
-    story.training.handle(Signal.SAVE)
-    await story.goes_on()
-    assert len(story.told(messages.Save)) == 2
-
-
 @pytest.mark.parametrize("is_due", [False, True])
 async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is_written_comes_a_round_later(
     story: Story, clock: MockClock, is_due: bool
@@ -332,14 +321,6 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     story.others_round = 9
     await story.set_rest("", "quiet hours")
     assert (len(story.trainers), story.state.round, story.state.phase) == (2, 9, "training")
-
-
-async def test_a_rest_waits_for_no_large_save(story: Story, clock: MockClock) -> None:
-    await story.set_rest("the owner plays")
-    await trio.sleep(REST_TIMEOUT + 1)
-    assert story.state.phase == "paused"
-    await story.set_rest("")
-    assert len(story.trainers) == 2
 
 
 async def test_a_rest_waits_for_no_exchange_and_loses_no_round_that_is_over(story: Story, clock: MockClock) -> None:

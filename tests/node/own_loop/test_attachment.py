@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +15,7 @@ import trio
 from torch import nn
 
 from farandole.node.base.system.sockets import connect
-from farandole.node.own_loop.attachment import Attachment, NodeError
+from farandole.node.own_loop.attachment import Attachment
 from farandole.node.own_loop.child_node import ChildNode
 from farandole.node.trainer.script import ScriptDoor, open_script_door
 from farandole.node.trainer.trainer import Trainer, TrainerError
@@ -135,21 +134,6 @@ async def test_a_loop_goes_on_from_the_nodes_checkpoint_when_its_trainer_is_ende
     assert torch.equal(seen[3], seen[0] + 1)
 
 
-async def test_a_loss_is_measured_where_the_loop_can(tmp_path: Path) -> None:
-    attachment = attached(tmp_path, Loop(a_model(), evaluate=lambda: 2.5, tokens_per_byte=0.25))
-
-    def loop() -> None:
-        attachment.begin()
-        attachment.end()
-
-    async with follow(tmp_path, loop) as trainer:
-        assert trainer.prepared.has_loss
-        await trainer.send(messages.Validate(8))
-        validated = await report_of(trainer, messages.Validated)
-        await trainer.send(messages.Train(0, 2))
-    assert validated == messages.Validated(0, 2.5, bits_per_byte=2.5 / math.log(2) / 4)
-
-
 async def test_the_first_loop_of_a_built_in_models_run_begins_with_the_seeds_weights(tmp_path: Path) -> None:
     run = small_manifest(seed=7)
     model = build_model(run.model, 1)
@@ -212,20 +196,6 @@ async def test_a_loop_that_waits_is_told_why_its_node_rests(
             await until(lambda: "paused" in caplog.text)
         await in_thread(attachment.end)
     assert caplog.text.count("quiet hours until 18:00") == 1
-
-
-async def test_a_loop_without_a_node_says_so_at_once_if_there_will_be_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ChildNode, "why_gone", lambda node: ("it has ended", False))
-    attachment = attached(tmp_path, Loop(a_model()))
-
-    def begin() -> None:
-        with pytest.raises(NodeError, match="it has ended"):
-            attachment.begin()
-        attachment.end()
-
-    await in_thread(begin)
 
 
 async def test_a_loop_ends_while_its_node_has_no_use_for_it(tmp_path: Path) -> None:

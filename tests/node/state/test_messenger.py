@@ -10,7 +10,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
-from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.host import Host
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state import messenger as messenger_module
 from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
@@ -19,7 +19,7 @@ from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
 from ...patience import PATIENCE
-from ..hosts import LOOPBACK, host_at_loopback
+from ..hosts import host_at_loopback
 
 TALK = "/talk/1"
 MAX_BYTES = 1000
@@ -125,23 +125,6 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
         talk.say(b"again")
         assert await talk.inbox.wait_for(2) == [b"good", b"again"]
         assert talk.alice.author in talk.bob.connected
-
-
-async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
-    with trio.fail_after(PATIENCE):
-        key = Ed25519PrivateKey.generate()
-        async with host_at_loopback() as alice, open_messenger(alice) as from_alice:
-            listen = LOOPBACK
-            for number in (b"one", b"two"):
-                async with open_host(key, listen) as bob, open_messenger(bob) as at_bob:
-                    inbox = Inbox()
-                    at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
-                    listen = [bob.addresses[0].partition("/p2p/")[0]]
-                    alice.dialler.add_addresses(bob.author, bob.addresses)
-                    from_alice.send_nowait(bob.author, TALK, number)
-                    assert await inbox.wait_for(1) == [number]
-                while from_alice.queued_bytes:
-                    await wait_all_tasks_blocked(0.01)
 
 
 async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None:

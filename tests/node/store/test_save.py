@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -135,16 +134,6 @@ def test_two_are_kept_and_which_has_just_been_found_good_is_one(story: Story) ->
     assert story.folder.files() == [story.folder.file(9), story.folder.file(5)]
     assert content_of(Path(saved.path)).hashes == saved.hashes
     assert story.saver.newest == saved
-
-
-def test_a_disk_that_cannot_be_written_is_said_with_what_to_do(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.fsync", refuse)
-    problem = story.save(3).problem
-    assert "the checkpoint of round 3 is not written: No space left on device; it takes 2.1 MB in " in problem
-    assert "make room; the last good one is kept, and the next save tries again" in problem
 
 
 def test_a_save_for_which_there_is_no_memory_is_told_of_and_not_waited_for_ever(story: Story) -> None:
