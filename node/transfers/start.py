@@ -29,7 +29,6 @@ from farandole.protocol.wire.identity import short_name
 from farandole.training.base.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
-from ..join.bootstrap import reachable_providers
 from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
@@ -38,8 +37,6 @@ from .receiver import Downloads, FetchProgress, ask_for_index, fetch_checkpoint
 
 # Between two looks at which nodes have it, while none has.
 RETRY_SECONDS: Final = 1.0
-# The DHT is asked in addition to the run state, at this interval.
-DHT_INTERVAL: Final = 30.0
 # Members that are asked for it in one turn.
 MAX_ASKED: Final = 8
 # Between two lines at the terminal that report what a node waits for.
@@ -59,10 +56,10 @@ class Start:
         self._folder = self._files.settings.home / "start"
         self._held: Holding | None = None
         self._is_held = trio.Event()
-        self._asked_dht_at = self._reminded_at = -math.inf
+        self._reminded_at = -math.inf
 
     async def run(self) -> None:
-        """Once all of it is here, announce it to the run and the DHT, until cancelled."""
+        """Once all of it is here, announce it to the run, until cancelled."""
         await self._is_held.wait()
         assert self._held is not None
         index = self._held.index
@@ -74,7 +71,6 @@ class Start:
             total_tokens=index.tokens,
             inner_steps=index.inner_steps,
         )
-        await self._downloads.host.dht.provide(self._start.checkpoint)
         while True:
             await self._membership.announcer.tell_start(notice)
             await trio.sleep(TELL_INTERVAL)
@@ -164,13 +160,10 @@ class Start:
         return False
 
     async def _fetch(self, stage: int) -> bool:
-        """Fetch a stage's weights from the announced holders, or if none, providers in the DHT; then from members."""
+        """Fetch a stage's weights from the announced holders, or from members, which may announce it soon."""
         wanted_id, conditions = self._start.checkpoint, self._downloads.conditions
         holders = self._membership.start_holders(wanted_id)
-        if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
-            self._asked_dht_at = trio.current_time()
-            holders = await reachable_providers(self._downloads.host, wanted_id)
-        others = list(self._membership.everyone.difference(holders))  # may announce it soon
+        others = list(self._membership.everyone.difference(holders))
         names, is_whole = names_of_stage(self._files.manifest.model, stage), self._files.num_stages == 1
         path = self._whole if is_whole else self._part(stage)
 
