@@ -375,13 +375,8 @@ class RunState:
         del self._authors[record.key], self._buckets[record.bucket][record.key]
 
     @property
-    def is_full(self) -> bool:
-        """Return whether a table is full; then this state need not become equal to others."""
-        return not self.num_free
-
-    @property
     def num_free(self) -> int:
-        """Return how many further authors the tables have room for."""
+        """Return how many further authors there is room for; if none, this state need not become equal to others."""
         return 0 if len(self._proofs) >= MAX_PROOFS else max(self.places.capacity - len(self.places), 0)
 
     # expiry

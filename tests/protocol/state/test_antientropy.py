@@ -173,7 +173,7 @@ def full_state(first: int, number: int, *common: Signed) -> RunState:
     """Return a full table with the ``common`` entries and ``number`` authors of its own."""
     state = RunState(RUN_ID, CREATOR, max_authors=len(common) + number)
     state.merge(Delta((*common, *(member(index) for index in range(first, first + number)))), NOW)
-    assert state.is_full
+    assert not state.num_free
     return state
 
 
@@ -215,6 +215,6 @@ def test_a_table_with_little_room_costs_a_session_little() -> None:
     alice, bob = full_state(1_000, 1_000), full_state(5_000, 1_000)
     of_full = sum(map(len, Transcript(alice, bob).sent.values()))
     alice.places.capacity += 10
-    assert not alice.is_full
+    assert alice.num_free
     with_room = sum(map(len, Transcript(alice, bob).sent.values()))
     assert with_room < 1.5 * of_full

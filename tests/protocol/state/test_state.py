@@ -263,7 +263,7 @@ def test_proofs_cost_no_author_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {number for number in range(30) if state.proof_of(author_of(number)) is not None} == {2, 3, 4, 5}
     state.expire(NOW + PROOF_TTL + 1)
     assert state.authors == []
-    assert not state.is_full
+    assert state.num_free
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(50, 55), st.booleans()), max_size=120))

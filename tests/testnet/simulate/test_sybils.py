@@ -41,7 +41,7 @@ def test_honest_authors_stay_and_reach_all_beside_four_times_as_many_invented_on
         world.simulation.call_at(40.0, partial(node.start, world.simulation.rng.sample(contacts, 3)))
     world.simulation.run_until(60.0)
     everybody = [*honest, *newcomers]
-    assert any(node.state.is_full for node in everybody), "there are enough to crowd others out"
+    assert any(not node.state.num_free for node in everybody), "there are enough to crowd others out"
     for node in everybody:
         assert len(node.state.places) <= capacity
         assert all(other.author in node.state for other in honest)
