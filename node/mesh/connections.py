@@ -18,8 +18,7 @@ from farandole.protocol.wire.token_bucket import TokenBucket
 
 from ..base.errors import PeerUnreachableError
 from .addresses import dial_target
-from .admission import STRANGER_SECONDS, FloodedNetworks, Turns
-from .links import NEGOTIATION_TIMEOUT, Negotiation
+from .links import NEGOTIATION_TIMEOUT, Negotiation, Site, Turns
 from .yamux import CLOSE_TIMEOUT, Libp2pStream, MuxedConn, UnreadBudget
 
 logger = logging.getLogger(__name__)
@@ -40,6 +39,14 @@ STREAM_BURST, STREAMS_PER_SECOND = 128.0, 32.0
 MAX_HANDLERS_PER_CONNECTION = 256
 # Handlers may read what came before a connection ended; then they are cancelled.
 HANDLER_GRACE = 5.0
+# A peer that floods is shut out, and can come back under another key at no cost. So after a flood, one stranger from
+# the same network is let in per `STRANGER_SECONDS`, for `AFTERMATH_SECONDS`. What a peer may send before it is a flood
+# costs this node up to 0.6 s: 6 % of a core. A network may hold many homes, whose strangers wait during this time, or
+# find no room while the flood lasts: so it applies to internet networks, not to this machine's own and its neighbours.
+STRANGER_SECONDS: Final = 10.0
+AFTERMATH_SECONDS: Final = 600.0
+# Flooded networks that are remembered, the latest ones.
+MAX_FLOODED: Final = 1_024
 
 
 Handler = Callable[[Libp2pStream], Awaitable[None]]
@@ -223,6 +230,30 @@ class ConnectionEvents:
         peer = changed.pop()
         self._reported ^= {peer}
         return peer, peer in self._reported
+
+
+class FloodedNetworks:
+    """The networks from which floods came. Times are in seconds, of any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._flooded = Latest[str, tuple[float, float]](MAX_FLOODED)
+        """Network -> until when strangers have to wait there, and when the next one may come in."""
+
+    def note(self, site: Site, now: float) -> None:
+        """Note that a peer at this site has flooded this node."""
+        if site.is_global:
+            _, next_at = self._flooded.get(site.network, (0.0, now + STRANGER_SECONDS))
+            self._flooded[site.network] = now + AFTERMATH_SECONDS, next_at
+
+    def lets_in(self, site: Site, now: float) -> bool:
+        """Return whether a stranger from this site may come in now; if so, the next one has to wait."""
+        until, next_at = self._flooded.get(site.network, (0.0, 0.0))
+        if until <= now:
+            return True
+        if next_at > now:
+            return False
+        self._flooded[site.network] = until, now + STRANGER_SECONDS
+        return True
 
 
 class ConnectionPool:

@@ -33,13 +33,12 @@ from ..base.nurseries import open_service_nursery
 from ..base.project import VERSION
 from ..base.system.sockets import NO_IPV6
 from .addresses import OwnAddresses
-from .admission import Site, site_of
 from .connections import IDENTIFY_PROTOCOL, ConnectionPool, ProtocolHandlers
 from .dht import Dht
 from .dialler import Dialler, RelayClient
 from .gate import Gate
 from .libp2p_parts import Identify, encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
-from .links import Socket, listen_at
+from .links import Site, Socket, listen_at, site_of
 from .yamux import CLOSE_TIMEOUT, Libp2pStream, Upgrader
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,22 @@ Both ends agree on what a connection is upgraded to, and on the protocol of each
 (github.com/multiformats/multistream-select): one end proposes protocol ids, and the other echoes the one that it
 accepts, or answers that it knows none. Messages are bounded in size and number for any peer: py-libp2p 0.8.1 allocates
 whatever length it reads.
+
+A handshake costs this node about 2 ms, and a stranger next to nothing. Each pass of the event loop processes a few
+steps of unauthenticated handshakes, round-robin over the addresses: a flood from one address delays neither the others
+nor connected peers.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import socket
 from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Container
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import trio
 from cryptography.hazmat.primitives.ciphers import CipherContext
@@ -26,9 +32,10 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from ..base.streams import read_delimited
 from ..base.system.sockets import leave_nothing, listen_alone, prefer_congestion_control, share_port
 from .addresses import multiaddr_of
-from .admission import Site, Turns, site_of
 from .libp2p_parts import ISecureConn, NoiseTransportReadWriter, SecureSession, encode_delim
 
+# Steps of handshakes in one pass of the event loop: each takes up to 1 ms, which is how long everything else waits.
+STEPS_PER_PASS: Final = 2
 # Everything read from a connection until it is authenticated and multiplexed. Noise XX and the negotiation take about
 # 600 bytes; one Noise message is at most 65,537.
 MAX_HANDSHAKE_BYTES: Final = 64 * 1024
@@ -48,6 +55,61 @@ NEGOTIATION_TIMEOUT: Final = 8.0
 NOT_AVAILABLE: Final = "na"
 # A peer that has dialled proposes its first protocol within a round trip of the greetings.
 ROLE_PAUSE: Final = 0.7
+
+
+class Site(NamedTuple):
+    """The origin of a connection."""
+
+    network: str
+    """The block that one stranger may own: an IPv4 /24, an IPv6 /48."""
+    address: str
+    """An IPv4 address, or an IPv6 /64 (one customer has 2^64 addresses)."""
+
+    @property
+    def is_global(self) -> bool:
+        """Return whether this is a public address: not this machine's, a local network's, or unknown."""
+        return bool(self.address) and ipaddress.ip_network(self.address).is_global
+
+
+def site_of(host: str) -> Site:
+    """Return the site of an IP address; all invalid addresses share one site."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return Site("", "")
+    widths = (24, 32) if address.version == 4 else (48, 64)
+    network, narrow = (ipaddress.ip_network((address, width), strict=False) for width in widths)
+    return Site(str(network), str(narrow))
+
+
+class Turns:
+    """Lets handshakes go on, `STEPS_PER_PASS` in each pass of the event loop, round-robin over the addresses."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Site, deque[trio.Event]] = OrderedDict()
+        self._work = trio.Event()
+
+    async def take(self, site: Site) -> None:
+        """Wait for this site's turn."""
+        turn = trio.Event()
+        self._waiting.setdefault(site, deque()).append(turn)
+        self._work.set()
+        await turn.wait()
+
+    async def run(self) -> None:
+        """Grant turns until cancelled. A waiter that was cancelled still uses up its turn."""
+        while True:
+            for _ in range(STEPS_PER_PASS):
+                if not self._waiting:
+                    break
+                site, turns = self._waiting.popitem(last=False)
+                turns.popleft().set()
+                if turns:
+                    self._waiting[site] = turns
+            if not self._waiting:
+                self._work = trio.Event()
+                await self._work.wait()
+            await trio.lowlevel.checkpoint()
 
 
 Ciphers = tuple[CipherContext | None, CipherContext | None]

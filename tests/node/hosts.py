@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.reach.relay_server import RelayServer
+from farandole.node.mesh.reach.connectivity import RelayServer
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.relay import Limits
 

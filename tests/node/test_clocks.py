@@ -26,7 +26,7 @@ READ_IN = {
     "member/assembly.py": "a number that grows from one life to the next",
     "mesh/gate.py": "whether an invite has expired",
     "mesh/reach/reachability.py": "told to whoever asks what time it is",
-    "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
+    "mesh/reach/connectivity.py": "libp2p says in time of day until when a reservation lasts",
     "mesh/dialler.py": "libp2p says in time of day until when a reservation lasts",
     "own_loop/create.py": "when a run was made, in its manifest",
     "relay_page.py": "when a page was written, shown",

@@ -48,9 +48,9 @@ from farandole.protocol.wire.messagepack import encode
 from ...base.errors import PeerUnreachableError
 from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, counted, expecting_answer, receive_frame
 from ..addresses import direct_ips, multiaddr_of
-from ..admission import site_of
 from ..connections import Connection
 from ..host import Host
+from ..links import site_of
 from ..yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)

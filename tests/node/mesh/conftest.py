@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.mesh.reach import connectivity, punching, relay_server
+from farandole.node.mesh.reach import connectivity, punching
 
 from ...patience import PATIENCE
 
@@ -20,7 +20,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nodes look soon for relays, for holes, and whether a target is frozen: tests wait for nothing else."""
     monkeypatch.setattr(connectivity, "HURRY_INTERVAL", 0.1)
     monkeypatch.setattr(punching, "CHECK_INTERVAL", 0.2)
-    monkeypatch.setattr(relay_server, "STOP_TIMEOUT", 1.0)
+    monkeypatch.setattr(connectivity, "STOP_TIMEOUT", 1.0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,17 +5,10 @@ import pytest
 import trio
 import trio.lowlevel
 
-from farandole.node.mesh import admission, host
-from farandole.node.mesh.admission import (
-    AFTERMATH_SECONDS,
-    MAX_FLOODED,
-    STRANGER_SECONDS,
-    FloodedNetworks,
-    Site,
-    Turns,
-    site_of,
-)
+from farandole.node.mesh import host, links
+from farandole.node.mesh.connections import AFTERMATH_SECONDS, MAX_FLOODED, STRANGER_SECONDS, FloodedNetworks
 from farandole.node.mesh.host import make_room
+from farandole.node.mesh.links import Site, Turns, site_of
 
 
 class _Socket:
@@ -132,9 +125,9 @@ async def test_sites_take_turns(autojump_clock: trio.abc.Clock) -> None:
         while len(done) < 21:
             before = len(done)
             await trio.lowlevel.checkpoint()
-            assert len(done) - before <= 2 * admission.STEPS_PER_PASS
+            assert len(done) - before <= 2 * links.STEPS_PER_PASS
         nursery.cancel_scope.cancel()
-    assert quiet in done[: 2 * admission.STEPS_PER_PASS]
+    assert quiet in done[: 2 * links.STEPS_PER_PASS]
 
 
 async def test_who_stops_waiting_for_its_turn_holds_up_nobody(autojump_clock: trio.abc.Clock) -> None:

@@ -15,8 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import links
-from farandole.node.mesh.admission import STRANGER_SECONDS, Site
+from farandole.node.mesh.connections import STRANGER_SECONDS
 from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.links import Site
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
 from farandole.protocol.state.entries import (
