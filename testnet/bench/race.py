@@ -192,7 +192,7 @@ def play_members(
     with ExitStack() as stack:
         leash = stack.enter_context(open_leash())
         lodgings = stack.enter_context(open_lodgings(scenario.home, scenario.nodes, leash))
-        places = [lodging.home.host for lodging in lodgings if lodging.home is not None]
+        places = [home.host for _, home in lodgings if home is not None]
 
         def begin(index: int, answer: Mapping[str, Any]) -> BenchWorker:
             worker = stack.enter_context(open_worker(f"member {index}", [*places[index].enter, *command], log))

@@ -57,11 +57,6 @@ class Home:
         """Return the first host."""
         return self.hosts[0]
 
-    def start(self) -> None:
-        """Switch on all routers of the home."""
-        for router in self.routers:
-            self._switch_on(router)
-
     # The line
 
     def set_rate(self, up_mbit: float | None, down_mbit: float | None) -> None:
@@ -101,7 +96,7 @@ class Home:
     def switch_off(self, *, undo: bool = False) -> None:
         """Switch off the home's router: it forgets all mappings and connections."""
         if undo:
-            self._switch_on(self.routers[-1])
+            self.switch_on(self.routers[-1])
         else:
             self.routers[-1].switch_off()
 
@@ -113,9 +108,10 @@ class Home:
         self.internet.run(f"ip route del {self.address}")
         self._lease += 1
         self._route()
-        self._switch_on(self.routers[0])
+        self.switch_on(self.routers[0])
 
-    def _switch_on(self, router: HomeRouter) -> None:
+    def switch_on(self, router: HomeRouter) -> None:
+        """Switch on one of the home's routers."""
         if router is self.routers[0]:
             router.switch_on(self.address, INTERNET_IP)
         else:

@@ -100,7 +100,8 @@ class Lab:
             if innermost.is_translating:
                 machine.run(f"ip address add {ip}/24 dev eth0; ip route add default via {_ROUTER_IP}")
             home.hosts.append(Location(ip, namespace=machine))
-        home.start()
+        for router in home.routers:
+            home.switch_on(router)
 
     def _wire_ipv6(self, home: Home, machines: list[Namespace], *, is_alone: bool) -> None:
         """Give a wired home IPv6; with ``is_alone``, take IPv4 from its hosts."""

@@ -165,8 +165,8 @@ class Testnet:
 
     def _make_nodes(self, leash: Leash) -> list[NodeProcess]:
         nodes = []
-        for index, (lodging, port) in enumerate(zip(self._lodgings, free_ports(self.scenario.nodes), strict=True)):
-            place, home = lodging.place, self._home(index)
+        for index, ((place, _), port) in enumerate(zip(self._lodgings, free_ports(self.scenario.nodes), strict=True)):
+            home = self._home(index)
             if self.like is not None:
                 home.mkdir(parents=True, mode=0o700)
                 shutil.copy(self.like / "nodes" / home.name / "key", home / "key")
@@ -252,7 +252,7 @@ class Testnet:
     def _node_reports(self) -> list[NodeReport]:
         for node in self._nodes:
             node.record.ledger.settle(trio.current_time())
-        kinds = [lodging.home.kind.name if lodging.home else "" for lodging in self._lodgings]
+        kinds = [home.kind.name if home else "" for _, home in self._lodgings]
         return [
             node.record.reported(is_alive=node.is_running, home=kind)
             for node, kind in zip(self._nodes, kinds, strict=True)
@@ -266,7 +266,7 @@ class Testnet:
 
         context = FaultContext(
             nodes=self._nodes,
-            homes={index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None},
+            homes={index: home for index, (_, home) in enumerate(self._lodgings) if home is not None},
             started_at=self._started_at,
             start=start,
             is_settled=self._is_settled,

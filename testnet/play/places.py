@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ..natlab.groups import Leash
@@ -21,19 +20,15 @@ _ANY_IP: Final = "0.0.0.0"
 NUM_RELAYS: Final = 2
 
 
-@dataclass(frozen=True)
-class Lodging:
-    """One node's place, and its home, if it is in one."""
-
-    place: Location
-    home: Home | None = None
+Lodging = tuple[Location, Home | None]
+"""One node's place, and its home, if it is in one."""
 
 
 @contextlib.contextmanager
 def open_lodgings(homes: Sequence[HomeSettings], count: int, leash: Leash) -> Iterator[list[Lodging]]:
     """Open ``count`` lodgings, in these homes and then others like them. Raises `NamespaceError`."""
     if not homes:
-        yield [Lodging(Location())] * count
+        yield [(Location(), None)] * count
         return
     with open_lab(leash) as lab:
         lodgings: list[Lodging] = []
@@ -50,5 +45,5 @@ def open_lodgings(homes: Sequence[HomeSettings], count: int, leash: Leash) -> It
             home.set_loss(settings.loss)
             is_relay = home.kind.filtering is Filtering.NONE and len(lodgings) < NUM_RELAYS
             port = public_port if is_relay else None
-            lodgings += [Lodging(Location(_ANY_IP, port, host.namespace), home) for host in home.hosts]
+            lodgings += [(Location(_ANY_IP, port, host.namespace), home) for host in home.hosts]
         yield lodgings[:count]

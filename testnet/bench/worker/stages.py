@@ -30,10 +30,10 @@ from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.loop.pipeline_service import Links, PipelineService, Worker
-from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
-from farandole.node.trainer.trainer import Trainer, open_trainer
-from farandole.protocol.run.manifest import Manifest, ModelConfig, manifest_from_dict
+from farandole.node.trainer.trainer import open_trainer
+from farandole.protocol.run.manifest import ModelConfig, manifest_from_dict
 from farandole.protocol.run.models import layers_of
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
@@ -136,12 +136,6 @@ def learn_whole(manifest: dict[str, Any], steps: int, threads: int) -> dict[str,
 
 class StageNode:
     """One node: call `listen`, then `join`, then `learn`, once each."""
-
-    _manifest: Manifest
-    _stage: int
-    _host: Host
-    _service: PipelineService
-    _trainer: Trainer
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack

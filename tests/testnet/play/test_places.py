@@ -31,13 +31,13 @@ async def play(out: Path, **settings: Any) -> PlayReport:
 def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
     settings = {"nodes": 2, "min_partners": 1, "run": RUN}
     confined = parse_scenario({**settings, "home": [HOMES[0], {"kind": "https-only"}]})
-    with open_leash() as leash, open_lodgings(confined.home, 2, leash) as (public, _):
-        assert public.place.port == 443
+    with open_leash() as leash, open_lodgings(confined.home, 2, leash) as ((public, _), _):
+        assert public.port == 443
     scenario = parse_scenario({**settings, "home": HOMES})
-    with open_leash() as leash, open_lodgings(scenario.home, 2, leash) as (public, home):
-        assert (public.place.port, home.place.port) == (None, None), "peers dial such a port on nobody's word"
-        assert home.home is not None
-        assert (home.home.delay_ms, home.home.loss) == (5, 0.01)
+    with open_leash() as leash, open_lodgings(scenario.home, 2, leash) as ((public, _), (place, home)):
+        assert (public.port, place.port) == (None, None), "peers dial such a port on nobody's word"
+        assert home is not None
+        assert (home.delay_ms, home.loss) == (5, 0.01)
 
 
 @pytest.mark.usefixtures("networks")
@@ -45,9 +45,9 @@ def test_nodes_of_one_home_are_machines_on_its_local_network() -> None:
     homes = [{"kind": "open"}, {"kind": "full-cone", "nodes": 2}]
     scenario = parse_scenario({"nodes": 4, "min_partners": 1, "run": RUN, "home": homes})
     with open_leash() as leash, open_lodgings(scenario.home, 4, leash) as (public, one, other, next_public):
-        assert one.home is other.home is not None
-        assert one.place.enter != other.place.enter
-        assert len({id(lodging.home) for lodging in (public, one, next_public)}) == 3
+        assert one[1] is other[1] is not None
+        assert one[0].enter != other[0].enter
+        assert len({id(home) for _, home in (public, one, next_public)}) == 3
 
 
 @pytest.mark.usefixtures("networks")
