@@ -60,8 +60,7 @@ def local_checkpoints(folder: Path) -> list[LocalCheckpoint]:
         try:
             size = path.stat().st_size
             with open_tensors(path) as file:  # reads its header, not its values
-                round_index, steps, tokens = (int(file.metadata.get(name, "")) for name in ("round", "steps", "tokens"))
-            found.append(LocalCheckpoint(path.name, size, int(path.name.split("-")[1]), round_index, steps, tokens))
+                found.append(LocalCheckpoint(path.name, size, int(path.name.split("-")[1]), *file.counters))
         except FileNotFoundError:  # a node has just removed it
             continue
         except (ConsolidatedError, ValueError) as error:

@@ -104,12 +104,9 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
             file = stack.enter_context(open_tensors(path))
             if file.metadata.get("run_id") != signed.run_id.hex():
                 raise ConsolidatedError(f"{path} is a checkpoint of another run")
-            round_index, steps = (int(file.metadata.get(name, "")) for name in ("round", "steps"))
-            return ModelWeights(path, manifest, _slow(file), signed.run_id, round_index, steps, is_own=True)
+            return ModelWeights(path, manifest, _slow(file), signed.run_id, *file.counters[:2], is_own=True)
         except ConsolidatedError as error:
             problem = str(error)
-        except ValueError:
-            problem = f"{path} does not say of which round it is"
     if problem:
         raise FarandoleError(f"no checkpoint in {settings.checkpoints} can be read: {problem}")
     raise FarandoleError(

@@ -96,21 +96,15 @@ def has_route() -> bool:
     return False
 
 
-async def resolve(doors: Sequence[Door]) -> None:
-    """Fill in the doors' IP addresses; those of a name that does not resolve stay empty."""
-
-    async def look_up(door: Door) -> None:
-        if not door.is_named:
-            door.ips = [door.host]
-            return
-        with trio.move_on_after(RESOLVE_TIMEOUT), contextlib.suppress(OSError, UnicodeError):
-            family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
-            answers = await trio.socket.getaddrinfo(door.host, door.port, family, socket.SOCK_STREAM)
-            door.ips = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
-
-    async with trio.open_nursery() as nursery:
-        for door in doors:
-            nursery.start_soon(look_up, door)
+async def look_up(door: Door) -> list[str]:
+    """Return a door's IP addresses; none for a name that does not resolve."""
+    if not door.is_named:
+        return [door.host]
+    with trio.move_on_after(RESOLVE_TIMEOUT), contextlib.suppress(OSError, UnicodeError):
+        family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
+        answers = await trio.socket.getaddrinfo(door.host, door.port, family, socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+    return []
 
 
 async def knock(ip: str, port: int) -> Knock:
@@ -131,9 +125,9 @@ async def knock(ip: str, port: int) -> Knock:
 
 async def knock_at_all(host: Host, doors: Sequence[Door]) -> list[Finding]:
     """Dial each address; return a finding for each. While one reaches its peer, the others are at most warnings."""
-    await resolve(doors)
 
     async def try_door(door: Door) -> None:
+        door.ips = await look_up(door)
         for ip in door.ips:
             door.knock = await knock(ip, door.port)
             if door.knock != "open":

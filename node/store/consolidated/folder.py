@@ -207,8 +207,6 @@ def _read(path: Path, max_bytes: int) -> bytes:
 # The outer step is linear, and the term that pulls two partners together cancels in their mean. So the mean of the
 # momenta is exactly the momentum of the mean weights: a run that starts from both goes on as the mean replica would.
 
-MAX_COUNTER: Final = 2**53  # exact in JSON everywhere
-
 
 def consolidate(
     to: Path,
@@ -237,12 +235,6 @@ def consolidate(
             if file.shapes[name] != shape:
                 raise ConsolidatedError(f"{file.path}: {name} has the shape {file.shapes[name]}, not {shape}")
 
-    def counter(file: TensorFile, name: str) -> int:
-        text = file.metadata.get(name, "")
-        if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_COUNTER):
-            raise ConsolidatedError(f"{file.path}: the counter {name!r} is no number in range")
-        return int(text)
-
     with contextlib.ExitStack() as stack:
         files = [[stack.enter_context(open_tensors(path)) for path in paths] for paths in stages]
         present: set[str] = set()
@@ -263,8 +255,7 @@ def consolidate(
                 total += tensor
             return (total / (1 + len(others))).astype(np.float32)
 
-        every_file = [file for replicas in files for file in replicas]
-        rounds, steps, tokens = ([counter(file, name) for file in every_file] for name in ("round", "steps", "tokens"))
+        rounds, steps, tokens = zip(*(file.counters for replicas in files for file in replicas), strict=True)
         return write_folder(
             to,
             key,

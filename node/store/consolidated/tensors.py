@@ -44,6 +44,15 @@ class TensorFile:
         """By name, in the order of the tensors' bytes."""
         self._file = file
 
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """The round, inner steps and tokens of a checkpoint. Raises `ConsolidatedError` if they are not in range."""
+        texts = [self.metadata.get(name, "") for name in ("round", "steps", "tokens")]
+        if not all(text.isascii() and text.isdigit() and len(text) <= 15 for text in texts):  # exact in JSON
+            raise ConsolidatedError(f"{self.path}: its counters are no numbers in range")
+        round_index, steps, tokens = map(int, texts)
+        return round_index, steps, tokens
+
     def read(self, name: str) -> Floats:
         """Read one tensor, in fp32. Raises `ConsolidatedError` if it is not there, no float, or not finite."""
         if name not in self.shapes:
