@@ -26,9 +26,6 @@ from .status.journal import Journal
 LOOKS_FOR_RUN: Final = 60
 LOOK_INTERVAL: Final = 0.1
 
-FindMember = Callable[[], RunMember | None]
-"""This node in its run; None until it knows its run."""
-
 
 def _taken(params: Mapping[str, Any], **kinds: type) -> list[Any]:
     """Return the parameters of a request in the order of ``kinds``. Raises `ControlError` if they are others."""
@@ -50,8 +47,8 @@ def roster_of(member: RunMember) -> list[dict[str, Any]]:
     return rows
 
 
-def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
-    """Return the control handlers by the names of their methods."""
+def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str, Handler]:
+    """Return the control handlers by the names of their methods; ``find_member``: None until the node knows its run."""
 
     async def in_run() -> RunMember:
         for _ in range(LOOKS_FOR_RUN):

@@ -240,7 +240,6 @@ async def keep_ports(
     ``kept``: from `load_ports`; ``bound``: multiaddr -> the port that the node listens on now. A port that was taken
     stays the kept one: older invites name it, and the program that has it now may be gone at the next start.
     """
-    taken: dict[int, int] = {}
     for address, port in bound.items():
         if not address.endswith(_ANY_PORT):
             continue
@@ -249,11 +248,9 @@ async def keep_ports(
                 await store.put_fact(_FACT + address, str(port).encode("ascii"))
             except StoreError as error:
                 warn(f"{error}; the next start may use another port than {port}")
-        elif kept[address] != port:
-            taken[kept[address]] = port
-    for former, port in taken.items():
-        warn(
-            f"port {former}, on which this node listened before, is taken: it listens on {port} now. Invites made "
-            "before may not find this node: make new ones, or stop the program that has the port. `--port PORT` sets a "
-            "port for good"
-        )
+        elif kept[address] != port:  # for both versions of IP: a repetition is not printed
+            warn(
+                f"port {kept[address]}, on which this node listened before, is taken: it listens on {port} now. "
+                "Invites made before may not find this node: make new ones, or stop the program that has the port. "
+                "`--port PORT` sets a port for good"
+            )

@@ -115,14 +115,13 @@ BEGIN_SECONDS: Final = {"battery": 0.0, "GPU": 8.0}
 CALM_SECONDS: Final = 60.0
 
 
+@dataclass(eq=False)
 class IdleWatch:
     """Judges looks, in order."""
 
-    def __init__(self) -> None:
-        self._since: dict[str, float] = {}
-        self._words = ""
-        self._calm_since: float | None = None  # while it rests
-        self._has_looked = False
+    _since: dict[str, float] | None = None
+    _words: str = ""
+    _calm_since: float | None = None  # while it rests
 
     def look(self, on_battery: bool | None, gpu_users: Sequence[str], now: float) -> str:
         """Return why the node must rest, for display; empty if it may train.
@@ -135,10 +134,10 @@ class IdleWatch:
             found["battery"] = "this machine runs on its battery"
         if gpu_users:
             found["GPU"] = f"the GPU is used by {', '.join(gpu_users)}"
-        self._since = {reason: self._since.get(reason, now) for reason in found}
-        # Before the first trainer has begun a rest costs nothing.
-        is_first, self._has_looked = not self._has_looked, True
-        is_due = is_first or any(now - since >= BEGIN_SECONDS[reason] for reason, since in self._since.items())
+        before = self._since
+        self._since = {reason: (before or {}).get(reason, now) for reason in found}
+        is_due = any(now - since >= BEGIN_SECONDS[reason] for reason, since in self._since.items())
+        is_due = is_due or before is None  # at the first look, before a trainer has begun, a rest costs nothing
         if found and (self._words or is_due):
             self._calm_since = None
             words = next(iter(found.values()))

@@ -40,21 +40,17 @@ class Rest:
     @property
     def is_on(self) -> bool:
         """Return whether there is any reason to rest."""
-        return bool(self._reasons)
+        return bool(self.words)
 
     @property
     def words(self) -> str:
         """Return all reasons, for display."""
-        return "; ".join(self._reasons.values())
+        return "; ".join(filter(None, self._reasons.values()))
 
     def set(self, reason: str, words: str) -> None:
         """Set a reason; ``words`` describe it, and what ends it, for display. Empty words end it."""
-        before = self._reasons.get(reason, "")
-        if words:
+        if words != self._reasons.get(reason, ""):
             self._reasons[reason] = words
-        else:
-            self._reasons.pop(reason, None)
-        if words != before:
             changed, self._changed = self._changed, trio.Event()
             changed.set()
 

@@ -327,10 +327,6 @@ class Training:
         """Start a trainer process, or wait for a loop to attach, whose weights are sought only once it is there."""
         door, journal, tenth_told = self.door, self.journal, 0
 
-        def note_pid(pid: int) -> None:
-            """Publish the trainer's process id, so that its use of the machine counts as this node's own."""
-            journal.update(trainer_pid=pid)
-
         def show(preparing: messages.Preparing) -> None:
             """Show how much of the text is tokenised; print each tenth."""
             nonlocal tenth_told
@@ -345,7 +341,8 @@ class Training:
             prepare = await self._prepare()
             words = "starting the trainer: loading torch, the text and the model"
             journal.announce("preparing", words, "the trainer")
-            async with open_trainer(prepare, show, note_pid) as child:
+            # Its use of the machine counts as this node's own at once.
+            async with open_trainer(prepare, show, lambda pid: journal.update(trainer_pid=pid)) as child:
                 yield child
         else:
             words = "waiting for a loop to attach: farandole.NoLoCo in a script of yours"
@@ -353,7 +350,7 @@ class Training:
             await door.wait()
             prepare = await self._prepare()
             async with door.open_trainer(prepare) as attached:
-                note_pid(attached.prepared.pid)
+                journal.update(trainer_pid=attached.prepared.pid)
                 yield attached
 
     async def _use(self, trainer: Trainer) -> machine.TrainerEnded:

@@ -59,17 +59,10 @@ class ChildNode:
         """``join``: arguments of ``farandole join`` in addition to the folder."""
         self.door = NodeSettings(home=home).door
         """The node's socket for a loop."""
+        self._mark, self._output = home / _MARK_NAME, home / OUTPUT_NAME
         self._home = home
         self._join = join
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def _mark(self) -> Path:
-        return self._home / _MARK_NAME
-
-    @property
-    def _output(self) -> Path:
-        return self._home / OUTPUT_NAME
 
     def begin(self) -> None:
         """Start the node, unless one runs or starts there."""

@@ -13,6 +13,7 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.settings import DEFAULT_LISTEN, NodeSettings
 from farandole.node.join.address_book import keep_ports, load_ports
 from farandole.node.state.store import StoreError, open_store
+from farandole.node.status.journal import Journal
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of
 
@@ -94,9 +95,10 @@ async def test_a_disk_that_does_not_take_the_port_stops_no_node(tmp_path: Path, 
 async def test_a_port_that_is_taken_for_both_versions_of_ip_is_warned_about_once(
     tmp_path: Path, warnings: list[str]
 ) -> None:
+    journal = Journal(say=warnings.append)
     async with open_store(tmp_path / "store.sqlite") as store:
         kept = dict.fromkeys(DEFAULT_LISTEN, 4001)
-        await keep_ports(store, kept, dict.fromkeys(DEFAULT_LISTEN, 5001), warnings.append)
+        await keep_ports(store, kept, dict.fromkeys(DEFAULT_LISTEN, 5001), journal.warn)
     (warning,) = warnings
     assert "--port PORT" in warning
 
