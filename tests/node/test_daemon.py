@@ -201,25 +201,18 @@ async def test_what_the_trainer_lacks_is_told_before_any_peer_is_dialled(
         assert await alice.ends() == Exit.TRAINER_FAILED
 
 
-async def test_a_newcomer_without_the_runs_text_is_told_before_it_fetches_weights(
-    tmp_path: Path, run: SignedManifest, texts: Path
-) -> None:
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
-        await alice.says("trainer ready")
-        async with joined(tmp_path / "bob", alice.invite(run.run_id)) as bob:
-            await bob.says("error: this run trains on text that each node brings")
-            assert not any("weights" in line for line in bob.said)
-        assert not any(bob.name in line for line in alice.said)
-
-
-async def test_a_newcomer_whose_cap_the_run_does_not_fit_into_is_told_what_to_raise(
+async def test_a_newcomer_without_the_runs_text_is_told_before_it_fetches_weights_and_one_with_a_cap_what_to_raise(
     tmp_path: Path, texts: Path
 ) -> None:
     run = write_run(tmp_path, small_manifest(rounds={"inner_steps": 5, "round_seconds": 0, "exchange_seconds": 0.1}))
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data, "--upload-mbit", "0.5") as bob:
+        await alice.says("trainer ready")
+        invite = alice.invite(run.run_id)
+        async with joined(tmp_path / "bob", invite) as bob:
+            await bob.says("error: this run trains on text that each node brings")
+            assert not any("weights" in line for line in bob.said)
+        async with joined(tmp_path / "bob", invite, *data, "--upload-mbit", "0.5") as bob:
             told = await bob.says("warning: this run needs", "--upload-mbit 0.5")
             assert "raise --upload-mbit to" in told
             await bob.says("trainer ready")
