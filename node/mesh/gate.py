@@ -147,7 +147,7 @@ class Gate:
         self._pass = b"" if visitor_pass is None else encode(visitor_pass)
         if secret is None or visitor_pass is not None:
             return
-        if not admission or decode_admission(admission).invitation.bearer != secret.invitation.bearer:
+        if not admission or decode_admission(admission).invitation.bearer not in secret.bearers:
             self.admission = self._at_seat(0)
 
     def close(self, run_id: bytes, roster: Roster) -> None:

@@ -41,6 +41,9 @@ ADMISSION_FACT: Final = "admission"
 SEATS_FACT: Final = "seats"
 # The creator's revocations as they are published. The run state may lag: a slot takes a new entry only every 10 s.
 REVOCATIONS_FACT: Final = "revocations"
+# Bearer keys of the creator's invites with several, the newest invites: who has an invite's text has all of them.
+BEARERS_FACT: Final = "bearers"
+MAX_INVITES_REMEMBERED: Final = 1_024
 # Between two requests for another witness, after this node's own was revoked.
 WITNESS_INTERVAL: Final = 30.0
 
@@ -166,7 +169,16 @@ class Credentials:
             await self.store.put_fact(SEATS_FACT, b"%d" % (first + uses))
         sponsor = None if self.is_creator else admission
         seats, secret = range(first, first + uses), secrets.token_bytes(SECRET_BYTES)
-        return invite_members(self.key, self.run_id, secret, seats, int(expires_at), quota=quota, sponsor=sponsor)
+        invite = invite_members(self.key, self.run_id, secret, seats, int(expires_at), quota=quota, sponsor=sponsor)
+        if len(invite.bearers) > 1:
+            async with self._lock:
+                known = [*await self._bearers(), invite.bearers][-MAX_INVITES_REMEMBERED:]
+                await self.store.put_fact(BEARERS_FACT, encode(known))
+        return invite
+
+    async def _bearers(self) -> list[list[bytes]]:
+        raw = await self.store.get_fact(BEARERS_FACT)
+        return [] if raw is None else msgspec.msgpack.decode(raw, type=list[list[bytes]])
 
     # Revoking
 
@@ -198,7 +210,8 @@ class Credentials:
                 bearer = admission.invitation.bearer
                 others = self.roster.invited_by(bearer, revoked)
                 told.append((key, admission, len(others)))
-                ended.append(bearer)
+                together = next((each for each in await self._bearers() if bearer in each), [bearer])
+                ended += [each for each in together if each == bearer or not self.roster.has_admitted(each)]
                 staying |= others
             words = await self._words()
             for _, readmitted in words:

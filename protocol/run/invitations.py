@@ -20,6 +20,7 @@ no seat.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Final
 
 import msgspec
@@ -35,12 +36,16 @@ MAX_SEATS: Final = 1_024
 """Most seats of one invitation, and of a sponsor: the members that one person may bring in."""
 CREATOR_SEATS: Final = 2**31
 """The creator numbers the seats of all its invitations from 0 on."""
+MAX_SINGLE_BEARERS: Final = 8
+"""Most seats of an invite with a bearer key for each: they add 800 characters, and the text still fits in a message of
+2,000, as chats limit them."""
 SECRET_BYTES: Final = 32
 # A pass has 112 bytes at most.
 MAX_PASS_BYTES: Final = 128
 _INVITATION_DOMAIN: Final = b"farandole/invitation/1"
 PASS_DOMAIN: Final = b"farandole/visitor-pass/1"
 _ADMISSION_DOMAIN: Final = b"farandole/admission/1"
+_BEARER_DOMAIN: Final = b"farandole/bearer/1"
 _WITNESS_DOMAIN: Final = b"farandole/witness/1"
 MAX_WITNESS_BYTES: Final = 128
 """A witness has 112 bytes at most."""
@@ -116,21 +121,41 @@ class InviteSecret(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The content of an invite to a run of invited members."""
 
     secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
-    """The private half of the bearer key."""
+    """The private half of the bearer key, or the secret from which each seat's follows."""
     invitation: Invitation
+    """Not signed if each seat has one of its own."""
     sponsor: Admission | None
-    signatures: Annotated[tuple[_Signature, ...], msgspec.Meta(max_length=8)] = ()
-    """Empty. Older invites had a bearer key for each of a few seats; these admit no member any more."""
+    signatures: Annotated[tuple[_Signature, ...], msgspec.Meta(max_length=MAX_SINGLE_BEARERS)] = ()
+    """Signatures of the seats' own invitations; empty if all seats have one bearer."""
 
     def encode(self) -> bytes:
         """Encode for an invite."""
         return encode(self)
 
+    @property
+    def bearers(self) -> list[bytes]:
+        """Return the public halves of its bearer keys: revoked, they admit nobody."""
+        of_seats = [self._of_seat(number)[1].bearer for number in range(len(self.signatures))]
+        return of_seats or [self.invitation.bearer]
+
     def admit(self, run_id: bytes, member: bytes, seat: int) -> Admission:
         """Sign an admission of ``member`` to one of the invitation's seats."""
-        key = Ed25519PrivateKey.from_private_bytes(self.secret)
-        signature = sign(key, _ADMISSION_DOMAIN, run_id, member, encode(seat), self.invitation.bearer)
-        return Admission(member, seat, self.invitation, self.sponsor, signature)
+        key, invitation = self._of_seat(seat - self.invitation.first_seat)
+        signature = sign(key, _ADMISSION_DOMAIN, run_id, member, encode(seat), invitation.bearer)
+        return Admission(member, seat, invitation, self.sponsor, signature)
+
+    def _of_seat(self, number: int) -> tuple[Ed25519PrivateKey, Invitation]:
+        if not 0 <= number < len(self.signatures):
+            return Ed25519PrivateKey.from_private_bytes(self.secret), self.invitation
+        key, invitation = _single(self.secret, self.invitation, number)
+        return key, msgspec.structs.replace(invitation, signature=self.signatures[number])
+
+
+def _single(secret: bytes, whole: Invitation, number: int) -> tuple[Ed25519PrivateKey, Invitation]:
+    """Return the bearer's key of one seat of an invite, and the seat's invitation without its signature."""
+    key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_BEARER_DOMAIN + secret + bytes((number,))).digest())
+    seat = whole.first_seat + number
+    return key, Invitation(public_bytes(key), seat, 1, whole.expires_at, whole.quota)
 
 
 class VisitorPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -189,11 +214,16 @@ def invite_members(
 ) -> InviteSecret:
     """Sign an invitation for the bearer of ``secret`` (32 random bytes) to these seats.
 
+    Where the creator invites a few members, each seat has a bearer of its own, and can be revoked alone.
     ``sponsor``: the issuer's own admission, None if it is the creator.
     """
     bearer = public_bytes(Ed25519PrivateKey.from_private_bytes(secret))
     sponsor = None if sponsor is None else msgspec.structs.replace(sponsor, witness=None)
     whole = Invitation(bearer, seats.start, len(seats), expires_at, quota)
+    if sponsor is None and 1 < len(seats) <= MAX_SINGLE_BEARERS:
+        singles = (_single(secret, whole, number)[1] for number in range(len(seats)))
+        signatures = tuple(sign(issuer, _INVITATION_DOMAIN, run_id, encode(single)) for single in singles)
+        return InviteSecret(secret, whole, sponsor, signatures)
     signature = sign(issuer, _INVITATION_DOMAIN, run_id, encode(whole))
     return InviteSecret(secret, msgspec.structs.replace(whole, signature=signature), sponsor)
 

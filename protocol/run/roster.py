@@ -114,6 +114,10 @@ class Roster:
         admission = self.admission_of(key)
         return None if admission is None else admission.place(self._creator)[0]
 
+    def has_admitted(self, bearer: bytes) -> bool:
+        """Return whether a member has come by a bearer key."""
+        return any(each.invitation.bearer == bearer for each in self._held.values())
+
     def invited_by(self, bearer: bytes, without: Collection[bytes]) -> frozenset[bytes]:
         """Return the members that came by a bearer key, with those that they invited, and by no key in ``without``."""
         found = (each for each in self._admissions.values() if bearer in each.keys and each.keys.isdisjoint(without))

@@ -271,7 +271,7 @@ def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> list[di
         if not is_invite(each):
             keys.append(public_key_of(each).hex())
         elif secret := decode_invite(each).admission:
-            keys.append(decode_secret(secret).invitation.bearer.hex())
+            keys += [bearer.hex() for bearer in decode_secret(secret).bearers]
         else:
             raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
     rows: list[dict[str, Any]] = call(home, "admit", keys=keys, is_admitted=is_admitted)

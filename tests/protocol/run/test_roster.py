@@ -12,10 +12,12 @@ import pytest
 
 from farandole.protocol.run import roster as roster_module
 from farandole.protocol.run.invitations import (
+    MAX_SINGLE_BEARERS,
     MAX_WITNESS_BYTES,
     Admission,
     InvitationError,
     InviteSecret,
+    RevokedError,
     SeatTakenError,
     UnwitnessedError,
     decode_witness,
@@ -239,7 +241,7 @@ def test_the_creators_word_outranks_seats_and_the_newest_counts() -> None:
     assert are_members(members, BEN, CLEO) == [False, True]
     members.hear_creator(0, 4, frozenset())
     assert are_members(members, BEN, CLEO) == [False, True], "an old word changes nothing"
-    members.hear_creator(1, 1, frozenset({invitation(0).invitation.bearer}))
+    members.hear_creator(1, 1, frozenset({invitation(0).bearers[0]}))
     assert are_members(members, ANNA, BEN) == [False, False], "each index counts"
     members.hear_creator(2, 1, frozenset(), frozenset({author_of(ANNA)}))
     assert are_members(members, ANNA) == [True], "who is readmitted stays though its invite was revoked"
@@ -247,8 +249,21 @@ def test_the_creators_word_outranks_seats_and_the_newest_counts() -> None:
     assert are_members(members, BEN, CLEO) == [True, False]
 
 
+def test_an_invite_for_a_few_has_a_bearer_for_each_and_one_for_many_has_one() -> None:
+    few, many = invitation(20, MAX_SINGLE_BEARERS), invitation(40, MAX_SINGLE_BEARERS + 1)
+    assert (len(set(few.bearers)), len(many.bearers)) == (MAX_SINGLE_BEARERS, 1)
+    members = settled(*(admitted(who, 19 + who, invited=few) for who in (ANNA, BEN)))
+    members.hear_creator(0, 1, frozenset({few.bearers[0]}))
+    assert are_members(members, ANNA, BEN) == [False, True]
+    with pytest.raises(RevokedError):
+        members.admit(admitted(CLEO, 20, invited=few), T0)
+    shared = few.admit(RUN_ID, author_of(CLEO), 40)
+    with pytest.raises(InvitationError):
+        members.admit(shared, T0)
+
+
 def test_who_came_by_an_invite_is_known_with_those_that_they_invited() -> None:
-    invite = invitation(20, 3, quota=2)
+    invite = invitation(20, MAX_SINGLE_BEARERS + 1, quota=2)
     anna, ben = (admitted(who, seat, invited=invite) for seat, who in ((20, ANNA), (21, BEN)))
     of_ben = invite_members(key_of(BEN), RUN_ID, b"b" * 32, range(2), EXPIRY, sponsor=ben)
     members = settled(anna, ben, admitted(CLEO, 0, by=BEN, invited=of_ben), admitted(DORA, 0))
@@ -425,7 +440,7 @@ def test_replayed_entries_of_a_member_that_moved_to_another_seat_change_nothing(
     ]
     for entry, outcome in ((entries[0], Outcome.NEW), (entries[1], Outcome.NEW), (entries[0], Outcome.OLD)):
         assert state.merge(Delta((entry,)), NOW + 60).outcomes == [outcome]
-        roster.hear_creator(0, 1, frozenset({invitation(0).invitation.bearer} if outcome is Outcome.OLD else ()))
+        roster.hear_creator(0, 1, frozenset({invitation(0).bearers[0]} if outcome is Outcome.OLD else ()))
     assert are_members(roster, ANNA) == [True], "its first invite was revoked, and it has another"
     with pytest.raises(InvitationError):
         roster.admit(admitted(BEN, 0, by=MALLORY))
