@@ -152,16 +152,17 @@ class LanguageModel(StageModule):
         """Implement `StageModule.loss`."""
         if targets.numel() * self.vocabulary <= MAX_LOGITS:
             return super().loss(x, targets)
+
+        def summed(x: Tensor, targets: Tensor) -> Tensor:
+            return StageModule.loss(self, x, targets) * targets.numel()
+
         size = max(1, MAX_LOGITS // self.vocabulary)
         total = x.new_zeros((), dtype=torch.float32)
         for x_chunk, targets_chunk in zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True):
             total = total + checkpoint(
-                self._summed_loss, x_chunk[None], targets_chunk[None], use_reentrant=False, preserve_rng_state=False
+                summed, x_chunk[None], targets_chunk[None], use_reentrant=False, preserve_rng_state=False
             )
         return total / targets.numel()
-
-    def _summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return super().loss(x, targets) * targets.numel()
 
 
 class Transformer(LanguageModel):
