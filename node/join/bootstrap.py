@@ -216,8 +216,12 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
             journal.enter("joining", "looking for members in the DHT", "the DHT")
             found = await _ask_all(host, await find_members(host, target.run_id), target.run_id)
         refusal = host.gate.refusal
-        if found is None and target.secret is None:
-            refusal = refusal or await _refusal_of_named(host, target)
+        if found is None and target.secret is None and not refusal:
+            # Only peers that the invite or the owner names: a stranger's word would end the joining of an open run.
+            with trio.move_on_after(ANSWER_TIMEOUT):
+                for peer in target.peers.keys() & host.connected:
+                    if refusal := await host.gate.refusal_of(peer):
+                        break
         if found is None and refusal:
             raise NotAdmittedError(f"step 2, the manifest: members answer, but do not admit this node: {refusal}")
         if found is not None:
@@ -238,18 +242,6 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
         missing = {peer: addresses for peer, addresses in target.peers.items() if peer not in host.connected}
         await dial(host, missing)
     raise AssertionError("pauses have no end")
-
-
-async def _refusal_of_named(host: Host, target: Target) -> str:
-    """Return why the run admits nobody without an invite of their own; empty if no peer of the invite says so.
-
-    Only peers that the invite or the owner names are asked: a stranger's word would end the joining of an open run.
-    """
-    with trio.move_on_after(ANSWER_TIMEOUT):
-        for peer in target.peers.keys() & host.connected:
-            if refusal := await host.gate.refusal_of(peer):
-                return refusal
-    return ""
 
 
 async def find_members(host: Host, run_id: bytes, timeout: float = DHT_TIMEOUT) -> list[bytes]:
