@@ -74,7 +74,7 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
         member = await in_run()
         if member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
-        names, is_admitted = _taken(params, keys=list, is_admitted=bool)
+        names, is_admitted, keeps_invites = _taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
         try:
             keys = [bytes.fromhex(str(name)) for name in names]
         except ValueError as error:
@@ -83,7 +83,8 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
             await member.credentials.restore(keys)
             return []
         rows = []
-        for key, admission, num_others in await member.credentials.revoke(keys):
+        told = await member.credentials.revoke(keys, keeps_invites=keeps_invites)
+        for key, admission, num_others in told:
             invitation, inviter = admission.invitation, admission.place(member.gossip.state.creator)[0]
             row = {"peer_id": peer_id_of(key), "invited_by": peer_id_of(inviter), "others": num_others}
             rows.append(row | {"uses": invitation.num_seats, "expires_at": invitation.expires_at})

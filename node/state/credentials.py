@@ -190,11 +190,11 @@ class Credentials:
         payloads = (told.get(index, Revocation(())) for index in range(max(told, default=-1) + 1))
         return [(set(payload.keys), set(payload.readmitted)) for payload in payloads]
 
-    async def revoke(self, keys: Iterable[bytes]) -> list[tuple[bytes, Admission, int]]:
+    async def revoke(self, keys: Iterable[bytes], *, keeps_invites: bool = False) -> list[tuple[bytes, Admission, int]]:
         """End these memberships, and the ones that follow from these invites.
 
-        The invite that a member came by admits nobody any more; others that came by it stay. Returns each such member,
-        with its admission and the number of these others.
+        The invite that a member came by admits nobody any more, unless ``keeps_invites``; others that came by it stay.
+        Returns each such member, with its admission and the number of these others.
 
         Raises `CredentialsError` if this node is not the creator's, and `StoreError`.
         """
@@ -210,13 +210,16 @@ class Credentials:
                 bearer = admission.invitation.bearer
                 others = self.roster.invited_by(bearer, revoked)
                 told.append((key, admission, len(others)))
+                if keeps_invites:
+                    continue
                 together = next((each for each in await self._bearers() if bearer in each), [bearer])
                 ended += [each for each in together if each == bearer or not self.roster.has_admitted(each)]
                 staying |= others
             words = await self._words()
+            going = frozenset().union(*(self.roster.invited_by(each, ()) for each in revoked))
             for _, readmitted in words:
-                readmitted.difference_update(ended)
-            await self._set_words(words, ended, sorted(staying))
+                readmitted.difference_update(ended, going)
+            await self._set_words(words, ended, sorted(staying - going))
         return told
 
     async def restore(self, keys: Iterable[bytes]) -> None:

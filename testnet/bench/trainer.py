@@ -31,6 +31,9 @@ NUM_NODES: Final = 2
 # Turns of inner steps alone, of each kind.
 ENGINE_TURNS: Final = 10
 ENGINE_SECONDS: Final = 3.0
+# Ends of a round that are timed, and how long they take: a billion parameters on a slow disk.
+END_TURNS: Final = 3
+END_TIMEOUT: Final = 60 * ANSWER_TIMEOUT
 # A slope through fewer is noise: statuses arrive once a second.
 MIN_SAMPLES: Final = 5
 
@@ -70,6 +73,15 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
     with open_workers("training", ["inner steps"], bench.log) as (worker,):
         worker.put("compare", run=run, device=device, turns=ENGINE_TURNS, seconds=ENGINE_SECONDS)
         engine = float(worker.get(ANSWER_TIMEOUT + 4 * ENGINE_TURNS * ENGINE_SECONDS)["ratio"])
+    bench.say("the end of a round")
+    checkpoint = bench.out / f"{bench.name}.checkpoint"
+    try:
+        with open_workers("training", ["a round's end"], bench.log) as (worker,):
+            worker.put("end_rounds", run=run, device=device, path=str(checkpoint), turns=END_TURNS)
+            round_end = worker.get(END_TIMEOUT)["seconds"]
+    finally:
+        for leftover in bench.out.glob(f"{checkpoint.name}*"):
+            leftover.unlink()
     bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
     request = {"run": run, "device": device, "warmup_seconds": round_seconds, "seconds": 2 * round_seconds}
     with open_workers("training", [f"plain loop {author}" for author in range(NUM_NODES)], bench.log) as workers:
@@ -105,6 +117,7 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
         "plain_tokens_per_second": sum(each["tokens_per_second"] for each in plain),
         "node_tokens_per_second": sum(map(slope, samples.values())),
         "engine_over_plain": engine,
+        "round_end": round_end,
     }
 
 
@@ -128,11 +141,13 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def claims_of(figures: Mapping[str, Any]) -> list[Claim]:
-    """Return what exchanging costs inner steps."""
+    """Return what exchanging costs inner steps, and what the end of a round takes."""
     nodes = f"{NUM_NODES} nodes with {figures['exchanges'] // 2} exchanges, tokens/s"
     sums = (f"{figures[each]:,.0f}" for each in ("node_tokens_per_second", "plain_tokens_per_second"))
     steps = f"inner steps of a node, over those of a plain PyTorch loop; {figures['num_parameters']:,} parameters"
+    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in figures["round_end"].items())
     return [
         Claim(steps, f"{figures['engine_over_plain']:.2f}"),
         Claim(f"{nodes}; theirs: as many plain loops at once", *sums),
+        Claim("seconds of the parts of a round's end", parts),
     ]

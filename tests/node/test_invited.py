@@ -21,7 +21,7 @@ from .small_runs import small_manifest, write_run
 
 
 async def revoke(daemon: Daemon, key: bytes) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = await daemon.ask("admit", keys=[key.hex()], is_admitted=False)
+    rows: list[dict[str, Any]] = await daemon.ask("admit", keys=[key.hex()], is_admitted=False, keeps_invites=False)
     return rows
 
 

@@ -175,19 +175,25 @@ def show_members(home: Home, as_json: AsJson = False) -> None:
 
 
 @run_app.command("revoke")
-def revoke(home: Home, who: Who) -> None:
+def revoke(
+    home: Home,
+    who: Who,
+    keep_invite: Annotated[
+        bool, typer.Option("--keep-invite", help="The invite that a removed member came by still admits others.")
+    ] = False,
+) -> None:
     """Remove members from a run of invited members, and those whom they invited; or make an invite useless.
 
     It needs the creator's node. Others that came by a member's invite stay; an invite that is named ends them too.
 
     Example: [cyan]farandole run revoke 12D3KooW...[/cyan]
     """
-    for row in _tell_admission(home, who, is_admitted=False):
+    for row in _tell_admission(home, who, is_admitted=False, keeps_invites=keep_invite):
         until = time.strftime("%Y-%m-%d", time.localtime(row["expires_at"]))
         others = f"; {row['others']} that came by it stay" if row["others"] else ""
         typer.echo(
-            f"{row['peer_id']} came by an invite of {row['invited_by']}, valid until {until}, which admits nobody any "
-            f"more{others}"
+            f"{row['peer_id']} came by an invite of {row['invited_by']}, valid until {until}, which "
+            f"{'stays valid' if keep_invite else 'admits nobody any more'}{others}"
         )
     typer.echo("revoked; `farandole run admit` with the same words takes it back")
 
@@ -259,7 +265,9 @@ def notify(
     typer.echo("published: connected members hear of it within seconds")
 
 
-def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> list[dict[str, Any]]:
+def _tell_admission(
+    home: Path, who: list[str], *, is_admitted: bool, keeps_invites: bool = False
+) -> list[dict[str, Any]]:
     from farandole.protocol.run.invitations import decode_secret
     from farandole.protocol.run.invite import decode_invite, is_invite
     from farandole.protocol.wire.identity import public_key_of
@@ -274,7 +282,7 @@ def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> list[di
             keys += [bearer.hex() for bearer in decode_secret(secret).bearers]
         else:
             raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
-    rows: list[dict[str, Any]] = call(home, "admit", keys=keys, is_admitted=is_admitted)
+    rows: list[dict[str, Any]] = call(home, "admit", keys=keys, is_admitted=is_admitted, keeps_invites=keeps_invites)
     return rows
 
 

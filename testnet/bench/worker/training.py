@@ -1,4 +1,4 @@
-"""The parts of the benchmarks of training and saving: a plain loop, and a trainer that saves.
+"""The parts of the benchmarks of training and saving: a plain loop, and trainers that end rounds, or save.
 
 The plain loop has the same model, batches, precision and loss as a node, `torch.optim.AdamW` (fused on CUDA), clipping,
 and nothing else.
@@ -10,10 +10,12 @@ import itertools
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -27,8 +29,12 @@ from farandole.training.base.durable import sync_folder
 from farandole.training.data.dataset import build_sampler
 from farandole.training.engine.learner import build_learner
 from farandole.training.model.model import build_model, language_loss
+from farandole.training.screening.rule import Encounter
 
 RUN_ID: Final = bytes(32)
+# A partner that the guard has not met before, and of whose contribution it asks for the losses.
+_PARTNER: Final = Encounter(b"partner".ljust(32), own_tokens=1, partner_tokens=1, chance=0.0)
+Result = TypeVar("Result")
 
 
 def plain_steps(manifest: Manifest, author: bytes, device: Device) -> Callable[[], None]:
@@ -97,6 +103,45 @@ def compare(run: dict[str, object], device: str, turns: int, seconds: float) -> 
     turns += 1  # in the first, kernels are chosen and caches filled
     rates = [rate_of(learn, manifest, chosen, seconds) for _ in range(turns) for learn in loops][2:]
     return {"ratio": median(fast / slow for slow, fast in zip(rates[::2], rates[1::2], strict=True))}
+
+
+def end_rounds(run: dict[str, object], device: str, path: str, turns: int) -> dict[str, Any]:
+    """End rounds with a partner whose contribution equals this one; return each part's seconds, medians.
+
+    The first round, which maps memory, is not counted. The checkpoint is saved to ``path``.
+    """
+    os.nice(TRAINING_NICENESS)  # as trainers are
+    manifest = manifest_of(run, Path(), 0.0)
+    learner = build_learner(manifest, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
+    end = learner.round_end
+    outgoing, incoming = (memoryview(bytearray(end.contribution_bytes)) for _ in range(2))
+    for memory in (outgoing, incoming):
+        end.outer.copier.pin(memory)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def timed(part: str, call: Callable[[], Result]) -> Result:
+        began_at = time.perf_counter()
+        result = call()
+        synchronize(learner.device)
+        seconds[part].append(time.perf_counter() - began_at)
+        return result
+
+    def encode() -> int:
+        size = end.contribution()
+        end.encode(outgoing[:size])
+        return size
+
+    for _ in range(turns + 1):
+        learner.learn()
+        size = timed("encode", encode)
+        received = incoming[:size]
+        received[:] = outgoing[:size]
+        timed("decode", partial(end.take_in, received, size))
+        timed("judge", partial(end.screen, received, _PARTNER))
+        timed("outer step", partial(end.apply, received, _PARTNER))
+        saved = timed("save", partial(learner.checkpoint.save, Path(path)))
+        timed("load", partial(learner.checkpoint.load, Path(path), saved.hashes))
+    return {"seconds": {part: median(each[1:]) for part, each in seconds.items()}}
 
 
 def save_in_turns(

@@ -169,9 +169,15 @@ async def test_a_revoked_members_invite_admits_nobody_any_more_and_the_others_th
     hear()
     assert [roster.is_member(who) for who in (ANNA, BEN)] == [True, True]
     await credentials.restore(invite.bearers)
+    await credentials.revoke([BEN], keeps_invites=True)
     hear()
     roster.admit(invite.admit(RUN_ID, b"c" * 32, 2), 1e9)
-    assert [roster.is_member(who) for who in (ANNA, BEN, b"c" * 32)] == [True, True, True]
+    assert [roster.is_member(who) for who in (ANNA, BEN, b"c" * 32)] == [True, False, True]
+    await credentials.restore([BEN])
+    hear()
+    await credentials.revoke([b"c" * 32])
+    hear()
+    assert [roster.is_member(who) for who in (ANNA, BEN, b"c" * 32)] == [True, True, False]
     await credentials.revoke(invite.bearers)
     hear()
-    assert not roster.is_member(b"c" * 32)
+    assert not any(map(roster.is_member, (ANNA, BEN, b"c" * 32)))

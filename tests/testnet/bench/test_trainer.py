@@ -1,9 +1,12 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench.process import BenchError, open_workers
-from farandole.testnet.bench.trainer import slope
+from farandole.testnet.bench.report import open_bench
+from farandole.testnet.bench.trainer import claims_of, manifest_of_bench, measure, slope
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
@@ -15,9 +18,26 @@ def test_a_rate_is_the_slope_of_what_was_seen() -> None:
         slope(samples[:2])
 
 
-def test_a_plain_loop_trains(tmp_path: Path) -> None:
+def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
     run = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
     with open_workers("training", ["plain"], tmp_path / "log") as (worker,):
         rate = worker.ask("learn_plainly", run=run, device="cpu", warmup_seconds=0.1, seconds=0.3, author=1)
+        end = worker.ask("end_rounds", run=run, device="cpu", path=str(tmp_path / "checkpoint"), turns=1)["seconds"]
     assert rate["tokens_per_second"] > 0
     assert rate["device"].startswith("CPU")
+    assert min(end.values()) > 0
+    assert end.keys() == {"encode", "decode", "judge", "outer step", "save", "load"}
+    size = (tmp_path / "checkpoint").stat().st_size
+    assert size > 8 * num_parameters(preset("tiny")), "weights, momentum and the means"
+
+
+@pytest.mark.soak
+def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
+    with open_bench("trainer", tmp_path) as bench:
+        manifest = manifest_of_bench("tiny", batch_size=4, codec="topk", round_seconds=3.0)
+        rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0)
+        bench.publish(claims_of(rates), rates)
+
+    written = json.loads((tmp_path / "trainer.json").read_text())
+    assert written["exchanges"] > 0
+    assert written["node_tokens_per_second"] > 0
