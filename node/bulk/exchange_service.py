@@ -49,7 +49,6 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
-from ..base.nurseries import open_service_nursery
 from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, counted, receive_frame
 from ..status.status import NO_STREAM, NOT_BEGUN
 from .negotiation import BulkService
@@ -149,7 +148,7 @@ class ExchangeSession:
                 self.failure = _FailedError(f"the partner broke the protocol: {error}")
             self._heard.close()  # earlier messages are still read
 
-        async with open_service_nursery() as nursery:
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
             try:
                 with self._script:
@@ -163,6 +162,7 @@ class ExchangeSession:
                     with trio.move_on_after(FAREWELL_TIMEOUT):
                         self._say(bulk, Aborted(reason_of(str(error))))
                         await bulk.drain()
+            nursery.cancel_scope.cancel()
 
     def give_up(self, reason: str) -> None:
         """End the running session, if it is not decided, and send the partner the reason."""
