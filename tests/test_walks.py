@@ -20,7 +20,7 @@ WHOLE = {
         *(("node/trainer_process/exchange.py", f"EngineExchange.{name}") for name in EXCHANGE.split()),
         ("node/loop/training.py", "TrainerSession.contribute"),
         ("node/loop/training.py", "Training._exchange"),
-        ("node/bulk/exchange_service.py", "ExchangeSession._run"),
+        ("node/bulk/exchange_service.py", "ExchangeSession.hold.<locals>.run"),
         ("node/bulk/pipe.py", "BulkPipe.run.<locals>.until_failed"),
         ("protocol/rounds/trainer_rounds.py", "TrainerRounds._contribute"),
         ("protocol/rounds/trainer_rounds.py", "TrainerRounds._finish_round"),

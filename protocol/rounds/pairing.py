@@ -57,14 +57,12 @@ from ..wire.token_bucket import PeerMeters
 from . import pairing_messages as messages
 from .pairing_events import (
     FOLLOWING,
-    Bond,
     ContributionReady,
     Event,
     ExchangeEnded,
     GoAlone,
     MessageReceived,
     Output,
-    PairingRound,
     PeerLost,
     PeersChanged,
     RoundStarted,
@@ -76,7 +74,7 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
-from .pairing_waits import MIN_ANSWER, MIN_RETRY, Waits
+from .pairing_waits import MIN_ANSWER, MIN_RETRY, Bond, PairingRound, Waits
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
 # back. A newcomer gets weights that are at most this old.
