@@ -46,6 +46,7 @@ from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
+from ...base.nurseries import open_service_nursery
 from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, counted, expecting_answer, receive_frame
 from ..addresses import direct_ips, multiaddr_of
 from ..connections import Connection
@@ -70,6 +71,9 @@ RETRY_INTERVAL = 10.0
 SETTLE_SECONDS = 0.5
 # Most routers that open ports do so within a moment, and then a node is public from the beginning.
 PREPARE_SECONDS = 1.0
+# A node that can be dialled hears so within three round trips of the slowest lines. If it hears nothing by then, it is
+# likely to need relays. The witness keeps trying, since a SYN may be lost.
+DOUBT_AFTER = 1.0
 
 # Of a small message.
 MESSAGE_TIMEOUT = 5.0
@@ -95,7 +99,7 @@ class Reachability:
     def __init__(self, verdict: Verdict | None = None) -> None:
         self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
         self.is_examined = verdict is not None
-        """Whether peers have been asked."""
+        """Whether peers have been asked, and have not reached this node at once: they may still try."""
         self._changed = trio.Event()
 
     @property
@@ -107,19 +111,28 @@ class Reachability:
         """Set a new verdict."""
         if verdict.kind is not self.kind:
             logger.info("this node is %s", verdict.kind)
-        self.verdict, self.is_examined = verdict, True
+        self.verdict = verdict
+        self._note_examined()
+
+    async def doubt(self) -> None:
+        """Note in a moment that the first peers have not reached this node at once."""
+        await trio.sleep(DOUBT_AFTER)
+        self._note_examined()
+
+    def _note_examined(self) -> None:
+        self.is_examined = True
         self._changed.set()
         self._changed = trio.Event()
 
     @property
     def needs_relays(self) -> bool:
-        """Return whether others cannot dial this node over IPv4."""
+        """Return whether others cannot dial this node over IPv4, or the first dials suggest it."""
         if self.kind is ReachabilityKind.PUBLIC:
             return bool(self.verdict.addresses) and all(":" in ip for ip, _ in self.verdict.addresses)
         return self.is_examined
 
     async def changed(self) -> None:
-        """Wait until there is a new verdict."""
+        """Wait until there is a new verdict, or doubt."""
         await self._changed.wait()
 
 
@@ -371,7 +384,10 @@ class Examiner:
             return True
         witnesses, is_first = self._choose(), not self._reachability.is_examined
         self._witnesses = frozenset(witnesses)
-        dialled = await self._gather(witnesses, self.dialback.ask)
+        async with open_service_nursery() as nursery:
+            if is_first and witnesses:
+                nursery.start_soon(self._reachability.doubt)
+            dialled = await self._gather(witnesses, self.dialback.ask)
         if not is_first and not any(witness.answer.has_dialled for witness in dialled):
             return False  # no peer that could contradict what is known
         verdict = classify(dialled, ())

@@ -86,6 +86,18 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
         assert caller.connections.path(home.author) == "relayed"
 
 
+async def test_relays_are_kept_while_witnesses_still_try() -> None:
+    async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
+
+        async def hesitate(stream: Libp2pStream) -> None:
+            await trio.sleep_forever()
+
+        relay.set_handler(DIALBACK_PROTOCOL, hesitate)
+        await home.connect(relay.author, relay.addresses)
+        await until(lambda: len(home.relays.reservations) == 1)
+        assert connectivity.reachability.kind is ReachabilityKind.UNKNOWN
+
+
 async def test_nothing_makes_holes_while_a_witness_dials() -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
         begun, done = trio.Event(), trio.Event()
