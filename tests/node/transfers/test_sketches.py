@@ -86,7 +86,7 @@ class Donor:
         self.made: list[tuple[bytes, float]] = []
         """Seed of each sketch, and the time when it began."""
         self.at_once = self.most_at_once = 0
-        self.service = SketchService(ToDonor(nursery, self.serve), RUN, finding(holding))  # type: ignore[arg-type] # a host in memory
+        self.service = SketchService(ToDonor(nursery, self.serve), RUN, finding(holding))
         monkeypatch.setattr(sketching, "sketch_file", self.sketch)
         self._nursery = nursery
 

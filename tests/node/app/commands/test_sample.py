@@ -14,27 +14,19 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.inspect.sample import Sample
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.node.store.consolidated.folder import consolidate, read_folder
+from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import SignedManifest, sign_manifest
-from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
 from ...conftest import Cli
 from ...daemons import farandole
-from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained
+from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, pulled, save_stages, trained
 
 PROMPT = "def f(self, x):"  # 15 bytes, and the context is 16
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model"
-
-
-def folder_of(learner: Learner, signed: SignedManifest, to: Path) -> Path:
-    """Write a learner's weights as `checkpoint pull` does."""
-    stages = save_stages(learner, signed, to.with_name("run"), "replica")
-    consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], required_vectors(NoLoCoConfig()))
-    return to
 
 
 async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
@@ -54,7 +46,7 @@ async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     signed = manifest_for({**MODELS["own"], "num_stages": 2})
-    return folder_of(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "model")
+    return pulled(signed, tmp_path / "model", trained(signed, b"a" * 32, steps=2, rounds=1)).path
 
 
 def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
@@ -162,7 +154,7 @@ def test_an_own_model_is_made_only_if_it_is_allowed(cli: Cli, tmp_path: Path, mo
     learner = build_learner(decoded(signed), run_id=signed.run_id, author=bytes(32), settings=settings)
     learner.learn()
     learner.round_end.apply(None)
-    folder = folder_of(learner, signed, tmp_path / "model")
+    folder = pulled(signed, tmp_path / "model", learner).path
     code, _, says = cli("sample", folder)
     assert code == Exit.BAD_INPUT
     assert f"--allow-model {function}" in says
@@ -176,7 +168,7 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(cli: Cli, tmp_path: Path) -> 
     signed = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": "ab" * 32})
     learner = trained(manifest_for(MODELS["own"]), b"a" * 32, steps=1, rounds=1)
     learner.checkpoint.run_id = signed.run_id
-    folder = folder_of(learner, signed, tmp_path / "model")
+    folder = pulled(signed, tmp_path / "model", learner).path
     code, _, says = cli("sample", folder)
     assert code == Exit.BAD_INPUT
     assert "needs the tokenizer file with SHA-256 abab" in says
