@@ -210,6 +210,8 @@ def forge(values: Tensor, form: Form) -> bytes:
 def forge_momentum(attack: str, round_end: RoundEnd, momentum: Tensor) -> bytes:
     """Return the wire bytes that an attack makes of ``momentum`` (m,): the victim's, or of most attacks one's own."""
     sent = round_end.outer.contributor.momentum
+    if sent is None:
+        return b""
     if attack in MOMENTA:
         layout = round_end.layout
         by_name = zip(layout.places().values(), layout.shapes, strict=True)

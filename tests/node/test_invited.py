@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.control_methods import admission_handlers
+from farandole.node.mesh.host import open_host
+from farandole.node.state.messenger import open_messenger
+from farandole.node.status.status import NodeStatus
+from farandole.protocol.run.invitations import Admission, InviteSecret, decode_admission, decode_secret, sign_witness
 from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
+from farandole.protocol.state.entries import AdmissionProof, Kind, Member, Payload, Signed, deltas_of
+from farandole.protocol.state.push import MAX_BATCH_BYTES, PROTOCOL, Batch
+from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
+from farandole.protocol.wire.messagepack import encode
 
 from .daemons import Daemon, farandole, joined
+from .hosts import LOOPBACK
 from .small_runs import small_manifest, write_run
 
 
@@ -151,3 +164,66 @@ async def test_a_listed_member_pulls_by_its_data_directory_and_a_stranger_reads_
         said = await refusal(tmp_path / "eve", "checkpoint", "pull", invite)
         assert "for the members that its manifest lists" in said
         assert "run the command with --home of a member's node" in said
+
+
+def signed_by_thief(
+    run_id: bytes, invite: InviteSecret, holders: list[bytes], thief: Ed25519PrivateKey, own: Admission
+) -> list[bytes]:
+    """Return pushes of keys signed into each seat but the thief's own, and at last the thief's own entries.
+
+    By its hash each key is lower than the holders of all seats, and it comes without a witness and with one.
+    """
+
+    def rank(key: bytes) -> bytes:
+        return hashlib.sha256(run_id + key).digest()
+
+    def told_by(key: Ed25519PrivateKey, kind: Kind, payload: Payload) -> Signed:
+        writer = Writer(key, run_id)
+        writer.marked(((0, 2**40),))
+        return writer.write(kind, 0, payload, time.time()).signed
+
+    entries = list[Signed]()
+    first = invite.invitation.first_seat
+    for seat in {*range(first, first + invite.invitation.num_seats)} - {own.seat}:
+        key = Ed25519PrivateKey.generate()
+        while rank(public_bytes(key)) > min(map(rank, holders)):
+            key = Ed25519PrivateKey.generate()
+        plain = invite.admit(run_id, public_bytes(key), seat)
+        witnessed = msgspec.structs.replace(plain, witness=sign_witness(thief, run_id, plain, 0))
+        entries += [told_by(key, Kind.ADMISSION, AdmissionProof(encode(each))) for each in (plain, witnessed)]
+    entries += [told_by(thief, Kind.ADMISSION, AdmissionProof(encode(own))), told_by(thief, Kind.MEMBER, Member())]
+    return [encode(Batch(False, delta)) for delta in deltas_of(entries, MAX_BATCH_BYTES)]
+
+
+async def test_a_holder_of_an_invite_for_several_expels_nobody(tmp_path: Path, texts: Path) -> None:
+    home, data = tmp_path / "alice", ("--data", str(texts))
+    run = write_run(tmp_path, small_manifest(admission="invited"), creator=home)
+    thief = Ed25519PrivateKey.generate()
+    async with joined(home, str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("step")
+        invite = await alice.own_invite(uses=2)
+        async with (
+            joined(tmp_path / "bob", invite, *data) as bob,
+            open_host(thief, LOOPBACK) as host,
+            open_messenger(host) as messenger,
+        ):
+            await bob.says("averaged with", alice.name)
+            before = await bob.status()
+            key = public_key_of(before.peer_id)
+            secret = decode_secret(decode_invite(invite).admission)
+            host.gate.show(run.run_id, b"", secret)
+            await host.connect(key, bob.addresses)
+            (await host.open_stream(key, PROTOCOL)).reset()  # it has an invite, and takes the free seat
+            own = decode_admission(host.gate.admission)
+            for payload in signed_by_thief(run.run_id, secret, [key, host.author], thief, own):
+                messenger.send_nowait(key, PROTOCOL, payload)
+
+            def is_expelled(status: NodeStatus) -> bool:
+                return any("no longer a member" in event.text for event in status.events)
+
+            later = await bob.until(lambda status: is_expelled(status) or status.exchanges_ok > before.exchanges_ok + 1)
+            assert not is_expelled(later), "the thief's key has bob's seat"
+            members = {alice.name, bob.name, peer_id_of(host.author)[-8:]}
+            for daemon in (alice, bob):  # what the thief said last comes after the keys
+                await daemon.until(lambda status: {member.peer_id[-8:] for member in status.members} == members)
+            assert not is_expelled(await bob.status())

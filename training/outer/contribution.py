@@ -218,7 +218,7 @@ class Contributor:
     """
 
     def __init__(
-        self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier, momentum: Momentum
+        self, outer: OuterConfig, rule: OuterRule, own: OwnVectors, copier: Copier, momentum: Momentum | None
     ) -> None:
         self.momentum = momentum
         self._own = own
@@ -245,11 +245,13 @@ class Contributor:
             frozen.copy_(self._own.fast[part])
         self._copier.fork()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        return Contribution(part, frozen, sent, memory, self.momentum.freeze(part))
+        momentum = frozen.new_empty(0) if self.momentum is None else self.momentum.freeze(part)
+        return Contribution(part, frozen, sent, memory, momentum)
 
     def num_bytes(self, part: slice) -> int:
         """Return the encoded size of a fragment's contribution."""
-        return self.form.size(part.stop - part.start) + self.momentum.num_bytes(part)
+        size = self.form.size(part.stop - part.start)
+        return size if self.momentum is None else size + self.momentum.num_bytes(part)
 
     def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> bytes:
         """Encode what `freeze` gave into ``out``; returns the BLAKE3 of that.
@@ -259,15 +261,14 @@ class Contributor:
         """
         part, digest = frozen.part, blake3()
         target, first = bytes_to_fill(self.num_bytes(part), out), self.form.size(len(frozen.theta))
-        momentum = self.momentum.form
 
-        def encode(work: tuple[slice, bool]) -> tuple[Wait, slice]:
-            piece, is_momentum = work
-            place = bytes_of(momentum, piece, first) if is_momentum else bytes_of(self.form, piece)
+        def encode(work: tuple[slice, Momentum | None]) -> tuple[Wait, slice]:
+            piece, momentum = work
+            place = bytes_of(self.form, piece) if momentum is None else bytes_of(momentum.form, piece, first)
             filled = self._copier.to_fill(target[place])
-            if is_momentum:
-                momentum.encode(frozen.momentum[piece], filled)
-                momentum.decode(filled, frozen.momentum[piece])
+            if momentum is not None:
+                momentum.form.encode(frozen.momentum[piece], filled)
+                momentum.form.decode(filled, frozen.momentum[piece])
             else:
                 self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
             return self._copier.send(filled, target[place]), place
@@ -276,8 +277,8 @@ class Contributor:
             digest.update(target[place].numpy().data)
             progress(place.stop)
 
-        work = [(piece, False) for piece in slices(len(frozen.theta))]
-        work += [(piece, True) for piece in slices(len(frozen.momentum))]
+        work: list[tuple[slice, Momentum | None]] = [(piece, None) for piece in slices(len(frozen.theta))]
+        work += [(piece, self.momentum) for piece in slices(len(frozen.momentum))]
         if self._copier.is_host:
             for _, place in in_order(encode, work):
                 add(place)
@@ -502,15 +503,16 @@ class PartnerContribution:
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem
-            self._take_in_momenta(self._own, data)
+            if self._contributor.momentum is not None:
+                self._take_in_momenta(self._contributor.momentum, self._own, data)
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
         return self._ask(self._own.sent, encounter, describe)
 
-    def _take_in_momenta(self, own: Contribution, data: Buffer) -> None:
+    def _take_in_momenta(self, momentum: Momentum, own: Contribution, data: Buffer) -> None:
         source, first = np.frombuffer(data, dtype=np.uint8), self._form.size(len(own.sent))
-        momentum, received = self._contributor.momentum, self._contributor.momentum.received(own.momentum)
+        received = momentum.received(own.momentum)
         with self._copier.aside():
             for piece in slices(len(received)):
                 place = bytes_of(momentum.form, piece, first)

@@ -116,8 +116,3 @@ class Momentum:
     def _add(self, part: slice, correction: Tensor) -> None:
         for place, among in self._within(part):
             self._mean[place].add_(correction[among].to(self._mean))
-
-
-def no_momentum(like: Tensor) -> Momentum:
-    """Return the momenta of a replica that sends none."""
-    return Momentum(like, (), "int4", 0.0, (), like)

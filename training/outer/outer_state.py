@@ -27,7 +27,7 @@ from farandole.protocol.wire.safetensors import FP32_BYTES
 
 from .codec import each_piece, one_thread, slices
 from .contribution import Contribution, Contributor, Copier, copier_for
-from .momentum import Momentum, no_momentum
+from .momentum import Momentum
 from .rule import Meeting, OuterRule, OwnVectors, rule_of
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
@@ -149,7 +149,7 @@ class OuterState:
         self._fast = fast
         self._rule = rule_of(settings) if rule is None else rule
         self._own = OwnVectors(fast, self.slow, self.vectors)
-        self.contributor = Contributor(settings, self._rule, self._own, copier, momentum or no_momentum(fast))
+        self.contributor = Contributor(settings, self._rule, self._own, copier, momentum)
         """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(

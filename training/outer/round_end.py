@@ -469,7 +469,7 @@ class RoundEnd:
                 self.weights.flat[part] -= ended.contribution.theta
             self.weights.add(part)
         momentum = self.outer.contributor.momentum
-        if share and len(ended.contribution.momentum):
+        if share and momentum is not None:
             losses = self._loss, partial(self._loss_ahead, momentum)
             momentum.average(part, ended.contribution.momentum, share, late, losses)
         if not is_behind:

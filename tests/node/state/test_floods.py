@@ -28,6 +28,7 @@ from farandole.protocol.state.entries import (
     Lease,
     Member,
     Payload,
+    Proof,
     Signed,
     encode_body,
 )
@@ -65,13 +66,15 @@ class Victim:
             await self.gossip.changed()
 
 
-def signed(key: Ed25519PrivateKey, kind: Kind, payload: Payload, index: int = 0, ahead: int = 0) -> Signed:
+def signed(
+    key: Ed25519PrivateKey, kind: Kind, payload: Payload, index: int = 0, ahead: int = 0, run_id: bytes = RUN_ID
+) -> Signed:
     body = encode_body(kind, index, int(time.time() // RULES[kind].quantum) + ahead, payload)
-    return Signed(public_bytes(key), body, sign(key, DOMAIN, RUN_ID, body))
+    return Signed(public_bytes(key), body, sign(key, DOMAIN, run_id, body))
 
 
-def push(*entries: Signed) -> bytes:
-    return encode(Batch(False, Delta(entries)))
+def push(*entries: Signed, proofs: tuple[Proof, ...] = ()) -> bytes:
+    return encode(Batch(False, Delta(entries, proofs)))
 
 
 @asynccontextmanager
