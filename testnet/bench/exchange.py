@@ -160,16 +160,16 @@ def measure_size(nodes: Sequence[BenchWorker], size_mb: int, rounds: Iterator[in
     Returns the exchange's rate, its share of the plain connection's (the median of their ratios in one repeat), and the
     lag of the slower node's event loop.
     """
-    turns = []
-    for index in range(-1, repeats):
-        say(f"both ways: {size_mb} MB, {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
+
+    def turn() -> Figures:
         plain = elapsed(ask_all(nodes, "swap", size=size_mb * MB))
         ask_all(nodes, "prepare", size=size_mb * MB)
         exchanged = ask_all(nodes, "exchange", round=next(rounds))
         ours, most_mb = elapsed(exchanged), max(each["most_mb"] for each in exchanged)
         lag_ms = {name: max(each["lag_ms"][name] for each in exchanged) for name in exchanged[0]["lag_ms"]}
-        turns.append({"mb_s": size_mb / ours, "of_raw": plain / ours, "most_mb": most_mb, **lag_ms})
-    return median_of(turns[1:])
+        return {"mb_s": size_mb / ours, "of_raw": plain / ours, "most_mb": most_mb, **lag_ms}
+
+    return median_of(take_turns(f"both ways: {size_mb} MB", {OURS: turn}, repeats, 1, say)[OURS])
 
 
 # Two peers average

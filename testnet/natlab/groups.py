@@ -17,22 +17,10 @@ OF_ITS_OWN: Final[dict[str, Any]] = {"start_new_session": True}
 """What `subprocess` is told when it starts the first of a group."""
 
 
-def kill_group(group: int) -> None:
-    """Kill the group at once; do nothing if it is gone."""
+def kill_group(group: int, number: int = signal.SIGKILL) -> None:
+    """Send the group a signal, by default the one that kills it at once; do nothing if it is gone."""
     with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def freeze(group: int) -> None:
-    """Stop the group until `thaw`; do nothing if it is gone."""
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGSTOP)
-
-
-def thaw(group: int) -> None:
-    """Continue the group; do nothing if it is gone."""
-    with contextlib.suppress(OSError):
-        os.killpg(group, signal.SIGCONT)
+        os.killpg(group, number)
 
 
 def limit_files(group: int, most: int | None) -> None:

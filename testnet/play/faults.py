@@ -181,10 +181,10 @@ async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultC
 # A network that splits into two parts, in the NAT lab: its internet forwards nothing between them.
 
 
-def rules(table: str, addresses: Sequence[str]) -> str:
-    """Return input for ``nft -f``: a table that drops packets between these addresses and all others."""
-    part = f"{{ {', '.join(addresses)} }}"
-    return f"""table ip {table} {{
+def part(homes: Sequence[Home]) -> None:
+    """Cut these homes off from all others; they still reach each other."""
+    part = f"{{ {', '.join(home.address for home in homes)} }}"
+    rules = f"""table ip part{homes[0].index} {{
   chain forward {{
     type filter hook forward priority filter
     ip saddr {part} ip daddr != {part} drop
@@ -192,11 +192,7 @@ def rules(table: str, addresses: Sequence[str]) -> str:
   }}
 }}
 """
-
-
-def part(homes: Sequence[Home]) -> None:
-    """Cut these homes off from all others; they still reach each other."""
-    homes[0].internet.run("nft -f -", rules(f"part{homes[0].index}", [home.address for home in homes]))
+    homes[0].internet.run("nft -f -", rules)
 
 
 def heal(homes: Sequence[Home]) -> None:

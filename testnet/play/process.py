@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.status.status import NodeStatus
 from farandole.node.store.folder import CheckpointFolder
 
-from ..natlab.groups import OF_ITS_OWN, Leash, freeze, kill_group, limit_files, thaw
+from ..natlab.groups import OF_ITS_OWN, Leash, kill_group, limit_files
 from .record import NodeRecord
 from .report import NodeReport
 
@@ -68,8 +69,9 @@ class NodeProcess:
     joined: trio.Event = field(default_factory=trio.Event)
     """Set when the node has been started at least once."""
     _process: trio.Process | None = None
+    """The daemon's process, if it runs."""
     _ended: trio.Event = field(default_factory=trio.Event)
-    """Set when that process has ended."""
+    """Set when it has ended."""
 
     @property
     def report(self) -> NodeReport:
@@ -137,6 +139,7 @@ class NodeProcess:
             if process.returncode is not None:  # else cancelled: the leash, or the end of the testnet, kills it
                 self.leash.release(process.pid)
                 self.is_running = self.is_frozen = False
+                self._process = None
                 self.record.ledger.enter("absent", trio.current_time())
                 if not self.is_expected_to_end:
                     self.report.died = True
@@ -144,28 +147,23 @@ class NodeProcess:
                 self.is_up.set()
                 self._ended.set()
 
-    @property
-    def _live(self) -> trio.Process | None:
-        """Return the daemon's process, if it runs."""
-        return self._process if self.is_running else None
-
     def kill(self) -> None:
         """Send SIGKILL to daemon and trainer, as if the machine were gone."""
-        if process := self._live:
+        if process := self._process:
             self.is_expected_to_end = True
             kill_group(process.pid)
 
     def freeze(self) -> None:
         """Stop the daemon and its trainer: the node keeps its connections and answers nothing."""
-        if process := self._live:
+        if process := self._process:
             self.is_frozen = True
             self.record.ledger.enter("frozen", trio.current_time())
-            freeze(process.pid)
+            kill_group(process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         """Continue a frozen node."""
-        if process := self._live:
-            thaw(process.pid)
+        if process := self._process:
+            kill_group(process.pid, signal.SIGCONT)
             if self.is_frozen:
                 self.record.ledger.enter("returning", trio.current_time())
             self.is_frozen = False
@@ -173,20 +171,20 @@ class NodeProcess:
 
     async def starve(self, share: float, seconds: float) -> None:
         """Give daemon and trainer together ``share`` of one processor's time, in turns, for ``seconds``."""
-        process = self._live
+        process = self._process
         if process is None:
             return
         self.record.ledger.enter("starved", trio.current_time())
         try:
             with trio.move_on_after(seconds):
-                while self._live is process:
-                    freeze(process.pid)
+                while self._process is process:
+                    kill_group(process.pid, signal.SIGSTOP)
                     await trio.sleep(TURN * (1 - share))
-                    thaw(process.pid)
+                    kill_group(process.pid, signal.SIGCONT)
                     await trio.sleep(TURN * share)
         finally:
-            if self._live is process:
-                thaw(process.pid)
+            if self._process is process:
+                kill_group(process.pid, signal.SIGCONT)
                 self.record.ledger.enter("working", trio.current_time())
 
     def limit_files(self, most: int | None) -> None:
@@ -195,7 +193,7 @@ class NodeProcess:
         This has the effect of a full disk, without root and without a disk: overwriting in place still succeeds, other
         writes fail. The error is EFBIG and not ENOSPC; both are an `OSError` like any other.
         """
-        if process := self._live:
+        if process := self._process:
             limit_files(process.pid, most)
 
     async def have(self, method: str) -> None:
@@ -207,7 +205,7 @@ class NodeProcess:
 
     async def leave(self) -> None:
         """Ask the node to leave the run, and wait until it has; after `STOP_TIMEOUT` it is killed."""
-        process = self._live
+        process = self._process
         if process is None:
             return
         self.is_expected_to_end = True

@@ -1,6 +1,6 @@
 """Attacks of strangers on an open port, for the benchmark of a hostile internet, and for tests.
 
-They only ever target loopback (`connected`): this is a load generator for our own listener. Each attack is one
+They only ever target loopback (`connect`): this is a load generator for our own listener. Each attack is one
 connection, on which it sends what its function yields and then reads; it ends when the other end closes it, or at its
 timeout.
 """
@@ -11,7 +11,7 @@ import contextlib
 import ipaddress
 import random
 import struct
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Final
 
@@ -41,16 +41,11 @@ class TargetError(FarandoleError):
     """Attacks are for ports on loopback."""
 
 
-@contextlib.asynccontextmanager
-async def connected(port: int, source: str) -> AsyncIterator[trio.SocketStream]:
+async def connect(port: int, source: str) -> trio.SocketStream:
     """Open a TCP connection to a port of this machine from an address of 127.0.0.0/8; `TargetError` for any other."""
     if not ipaddress.ip_address(source).is_loopback:
         raise TargetError(f"{source} is not on loopback")
-    plain = trio.socket.socket()
-    with plain:
-        await plain.bind((source, 0))
-        await plain.connect(("127.0.0.1", port))
-        yield trio.SocketStream(plain)
+    return await trio.open_tcp_stream("127.0.0.1", port, local_address=source)
 
 
 def message(text: str) -> bytes:
@@ -147,7 +142,7 @@ async def attack(
     not on loopback.
     """
     with trio.move_on_after(min(seconds, MAX_SECONDS)), contextlib.suppress(OSError, trio.BrokenResourceError):
-        async with connected(port, source) as stream:
+        async with await connect(port, source) as stream:
             if name in RAW:
                 for piece in RAW[name](rng):
                     await stream.send_all(piece)

@@ -54,7 +54,7 @@ class JoiningNode:
 
     async def _find(self, question: BlockQuestion) -> Holding | None:
         await trio.lowlevel.checkpoint()
-        return None if self._holding is None else self._holding
+        return self._holding
 
     async def meet(self, addresses: list[str]) -> None:
         """Add the others' addresses."""

@@ -111,9 +111,8 @@ def key_of(stage: int) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes((stage + 1).to_bytes(32, "big"))
 
 
-def author() -> bytes:
-    """Return the author whose data all variants learn from."""
-    return public_bytes(key_of(0))
+# All variants learn from its data.
+AUTHOR: Final = public_bytes(key_of(0))
 
 
 def learn_whole(manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def learn_whole(manifest: dict[str, Any], steps: int, threads: int) -> dict[str,
     checked = manifest_from_dict(manifest)
     whole = msgspec.structs.replace(checked, model=msgspec.structs.replace(checked.model, num_stages=1))
     settings = messages.TrainerSettings(device="cpu", microbatch=checked.pipeline.microbatch_size)
-    learner = build_learner(whole, run_id=RUN_ID, author=author(), settings=settings)
+    learner = build_learner(whole, run_id=RUN_ID, author=AUTHOR, settings=settings)
     stepped_at, losses = [], []
     for _ in range(steps):
         losses.append(float(learner.learn()))
@@ -167,7 +166,7 @@ class StageNode:
             await self._host.connect(self._authors[other], addresses[other])
         command = messages.Prepare(
             run_id=RUN_ID,
-            author=author(),
+            author=AUTHOR,
             manifest=msgspec.msgpack.encode(self._manifest),
             settings=messages.TrainerSettings(device="cpu", checkpoints=folder),
             stage=self._stage,
@@ -257,7 +256,7 @@ def learn_stage(manifest: dict[str, Any], stage: int, schedule: str, steps: int,
     num_microbatches = inner.batch_size // checked.pipeline.microbatch_size
     line = PipelineStage(module, stage, model.num_stages, torch.device("cpu"))
     pipeline = SCHEDULES[schedule](line, num_microbatches, loss_fn=cross_entropy, scale_grads=False)
-    sampler = build_sampler(checked, RUN_ID, author()) if is_first or is_last else None
+    sampler = build_sampler(checked, RUN_ID, AUTHOR) if is_first or is_last else None
     stepped_at: list[float] = []
     losses: list[Tensor] = []
     for step in range(steps):
