@@ -62,7 +62,7 @@ from .store.run_file import require_trainable_model
 from .trainer.script import open_script_door
 from .trainer.trainer import TrainerError
 from .ui import console
-from .ui.dashboard.server import PageAddress, open_dashboard
+from .ui.dashboard.app import PageAddress, open_dashboard
 from .ui.headline import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 

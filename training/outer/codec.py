@@ -293,12 +293,6 @@ def bytes_to_read(data: npt.NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(data if data.flags.writeable and not data.ctypes.data % 4 else data.copy())
 
 
-def check_length(num_elements: int, expected: int, num_bytes: int) -> None:
-    """Raise `CodecError` unless ``num_elements`` take ``num_bytes``, which are ``expected``."""
-    if num_bytes != expected:
-        raise CodecError(f"{num_elements} elements take {expected} bytes, not {num_bytes}")
-
-
 def encode(codec: str, values: Tensor, out: Buffer) -> int:
     """Write ``values`` (n,) fp32 to the start of the writable ``out``; returns the number of bytes written.
 
@@ -318,7 +312,8 @@ def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | s
     """
     form = form_of(codec)
     source = np.frombuffer(data, dtype=np.uint8)
-    check_length(num_elements, form.size(num_elements), len(source))
+    if len(source) != form.size(num_elements):
+        raise CodecError(f"{num_elements} elements take {form.size(num_elements)} bytes, not {len(source)}")
     values = torch.zeros(num_elements, dtype=torch.float32)
     for part in slices(num_elements):
         form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])

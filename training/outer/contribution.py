@@ -42,7 +42,6 @@ from .codec import (
     bytes_of,
     bytes_to_fill,
     bytes_to_read,
-    check_length,
     form_of,
     in_order,
     one_thread,
@@ -499,7 +498,8 @@ class PartnerContribution:
             return _NO_OWN
         size = np.frombuffer(data, dtype=np.uint8).size
         try:
-            check_length(len(self._own.sent), self._contributor.num_bytes(self._own.part), size)
+            if size != (own_size := self._contributor.num_bytes(self._own.part)):
+                raise CodecError(f"it has {size} bytes, mine {own_size}")
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem

@@ -14,7 +14,7 @@ from farandole.node.base.control import ControlError
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.control_methods import set_caps
 from farandole.node.status.status import NodeStatus
-from farandole.node.ui.dashboard.server import PageAddress, open_dashboard
+from farandole.node.ui.dashboard.app import PageAddress, open_dashboard
 
 from ...statuses import NOW, STATUS
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.ui.dashboard.server import open_dashboard
+from farandole.node.ui.dashboard.app import open_dashboard
 
 from ...statuses import ALICE, BOB, STATUS
 from .page import Shown, open_page
