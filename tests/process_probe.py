@@ -18,7 +18,7 @@ if __name__ == "__main__":
         "descriptors": [number for number in range(500) if Path(f"/proc/self/fd/{number}").exists()],
         "mask": os.umask(0),
         "interrupts": str(signal.getsignal(signal.SIGINT)),
-        "path": sys.path[0],
+        "path": sys.path[:2],
         "is fork": "torch" in sys.modules,
         "main": sys.modules["__main__"].__name__,
         "streams": [(stream.isatty(), stream.encoding) for stream in (sys.stdin, sys.stdout, sys.stderr)],

@@ -5,7 +5,8 @@ takes two seconds of a core. So a process of the tests has a *template*: a child
 and does nothing else. `install` has `subprocess` send it the commands that run a file, or a module of `_PACKAGES`. The
 template forks, and the fork runs that. All other commands are started as always, and so are those whose
 environment differs in what is read when libraries are loaded (`_READ_EARLY`); `is_enabled` turns it all off, for tests
-that measure processes.
+that measure processes. A fork has the folders of its PYTHONPATH, and runs their ``sitecustomize``, after the imports; a
+test whose folders change what is imported says so with OTHER_SOURCE, and its processes are started.
 
 Nothing else differs from a started process: it is a child of who started it (clone(2) with CLONE_PARENT makes it a
 sibling of the template), in its session, group, folder and environment, with its descriptors. It has a template of its
@@ -22,6 +23,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import io
 import marshal
 import os
@@ -52,10 +54,21 @@ _PACKAGES: Final = ("farandole", "tests", "torch.distributed.run")
 # Beginnings of names of variables that Python, the C library, torch, or modules of farandole read when they are loaded.
 _READ_EARLY: Final = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "MKL_CBWR", "CUDA", "CUBLAS", "TORCH_LOGS", "KMP_", "GOMP_", "LANG", "LC_"),
-    *("TZ", "TERM", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "LIBP2P_", "_FARANDOLE_KEEP_PRIORITY"),
+    *(
+        "OTHER_SOURCE",
+        "TZ",
+        "TERM",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "PY_COLORS",
+        "GITHUB_ACTIONS",
+        "LIBP2P_",
+        "_FARANDOLE_KEEP_PRIORITY",
+    ),
 )
-# Changes of it need no other process: output streams are made anew.
-_READ_LATE: Final = "PYTHONUNBUFFERED"
+# Changes of these need no other process: output streams are made anew, and folders are added.
+_UNBUFFERED: Final = "PYTHONUNBUFFERED"
+_FOLDERS: Final = "PYTHONPATH"
 # A request is an environment and a few words, with the descriptors that a trainer inherits. Larger ones are started.
 _MAX_REQUEST_BYTES: Final = 1 << 17
 _MAX_DESCRIPTORS: Final = 64
@@ -213,7 +226,7 @@ def _read_early(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(beginnings) and name != os.fsencode(_READ_LATE)
+        if name.startswith(beginnings) and name not in (os.fsencode(_UNBUFFERED), os.fsencode(_FOLDERS))
     }
 
 
@@ -335,16 +348,22 @@ def _become(job: Job, descriptors: list[int]) -> None:
         os.setpgid(0, job.group)
     os.chdir(job.folder)
     os.umask(job.mask)
+    had = os.environ.get(_FOLDERS, "")
     for name in [name for name in os.environb if name not in job.environment]:
         del os.environb[name]
     os.environb.update(job.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN if job.ignores_interrupts else signal.default_int_handler)
+    if (folders := os.environ.get(_FOLDERS, "")) != had:
+        sys.path[:0] = [folder for folder in folders.split(os.pathsep) if folder]
+        sys.modules.pop("sitecustomize", None)
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("sitecustomize")
     if "-P" not in job.options:
         sys.path.insert(0, str(Path(job.program).resolve().parent) if job.program.endswith(".py") else job.folder)
     if "-W" in job.options:
         sys.warnoptions.append("always")
         warnings.simplefilter("always")
-    is_unbuffered = "-u" in job.options or os.environ.get(_READ_LATE, "") != ""
+    is_unbuffered = "-u" in job.options or os.environ.get(_UNBUFFERED, "") != ""
     # The types say that the originals never change; here they belong to the template.
     sys.stdin = sys.__stdin__ = _text(0, "r", is_unbuffered=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _text(1, "w", is_unbuffered=is_unbuffered)  # type: ignore[misc]

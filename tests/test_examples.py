@@ -24,13 +24,13 @@ _COMMAND = re.compile(r"^\s*(?:until |trap ')?(farandole|torchrun) ([^;&>'\n]*)"
 def test_noloco_in_200_lines_keeps_replicas_closer_than_training_alone() -> None:
     example = EXAMPLES / "noloco_in_200_lines.py"
     assert len(example.read_text().splitlines()) <= 200
-    command = [sys.executable, str(example), "--rounds", "8", "--inner-steps", "4"]
+    command = [sys.executable, str(example), "--rounds", "4", "--inner-steps", "4"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spreads = {name: float(share) for name, share in re.findall(r"^(\w+) +held-out.* ([\d.]+)% apart$", printed, re.M)}
     assert spreads["NoLoCo"] < spreads["alone"]
-    exchanges = re.search(r"^(\d+) of 32 outer steps had a partner", printed, re.M)
+    exchanges = re.search(r"^(\d+) of 16 outer steps had a partner", printed, re.M)
     assert exchanges is not None
-    assert int(exchanges[1]) >= 16, "a volunteer goes alone only when the others are done"
+    assert int(exchanges[1]) >= 8, "a volunteer goes alone only when the others are done"
 
 
 def read_yaml(name: str) -> Any:

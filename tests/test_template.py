@@ -31,7 +31,10 @@ def both(monkeypatch: pytest.MonkeyPatch, command: list[str], **options: Any) ->
 @pytest.mark.parametrize(
     "program", [["-m", PROBE], ["-P", "tests/process_probe.py"], ["-u", "-W", "always", "-m", PROBE]]
 )
-def test_a_fork_has_what_a_started_process_has(program: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_has_what_a_started_process_has(
+    program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['CUSTOM'] = 'yes'")
     with open(os.devnull) as kept:
         fork, started = both(
             monkeypatch,
@@ -39,7 +42,7 @@ def test_a_fork_has_what_a_started_process_has(program: list[str], monkeypatch: 
             input="text",
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "A_NUMBER": "5", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "A_NUMBER": "5", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tmp_path)},
             pass_fds=[kept.fileno()],
             umask=0o27,
             start_new_session=True,
@@ -48,4 +51,5 @@ def test_a_fork_has_what_a_started_process_has(program: list[str], monkeypatch: 
     (told, said), (expected, also_said) = ([*map(str, each.stdout.splitlines())] for each in (fork, started))
     assert json.loads(told) == json.loads(expected) | {"is fork": True}
     assert json.loads(expected)["is fork"] is False
+    assert json.loads(expected)["environment"]["CUSTOM"] == "yes"
     assert said == also_said == "to the other stream"

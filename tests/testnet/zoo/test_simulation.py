@@ -106,4 +106,4 @@ def overlap_outcome(*, overlap: bool) -> HostileOutcome:
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=24, batch_size=8)
     rounds, outer = RoundConfig(overlap=overlap), PlainConfig(codec="int8")
     manifest = Manifest("overlap", MODEL, inner=inner, outer=outer, rounds=rounds, screening=GuardConfig())
-    return play(HostileRun(manifest, honest=3, rounds=4, steps=6, slowest=4))
+    return play(HostileRun(manifest, honest=3, rounds=3, steps=4, slowest=3))
