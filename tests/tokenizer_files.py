@@ -17,7 +17,20 @@ def word_level(*words: str) -> bytes:
     """Return the content of a tokenizer file with these words for tokens."""
     model = {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": words[0]}
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
-    return json.dumps({"version": "1.0", **nothing, "added_tokens": [], "model": model}).encode()
+    split = {"pre_tokenizer": {"type": "Whitespace"}}
+    return json.dumps({"version": "1.0", **nothing, **split, "added_tokens": [], "model": model}).encode()
+
+
+def write_words(folder: Path, *words: str) -> tuple[Path, TokenizerConfig]:
+    """Write a tokenizer with these words for tokens; skip the test if the package is missing."""
+    pytest.importorskip("tokenizers")
+    path = folder / "tokenizer.json"
+    path.write_bytes(word_level(*words))
+    return path, config_of(path)
+
+
+def config_of(path: Path) -> TokenizerConfig:
+    return TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def write_bpe(folder: Path, *, has_decoder: bool = True) -> tuple[Path, TokenizerConfig]:
@@ -34,4 +47,4 @@ def write_bpe(folder: Path, *, has_decoder: bool = True) -> tuple[Path, Tokenize
     tokenizer.train_from_iterator(["the cat sat on the mat and the mat sat on the cat"] * 9, trainer)
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
-    return path, TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    return path, config_of(path)

@@ -121,16 +121,18 @@ class MemoryHost:
     def set_handler(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
         await trio.lowlevel.checkpoint()
         remote = self.network.get(peer)
         if remote is None or protocol not in remote.handlers:
             raise PeerUnreachableError("nobody there")
-        is_exchange = protocol == EXCHANGE_PROTOCOL
         near, far = trio.testing.memory_stream_pair()
-        theirs = MemoryStream(far, self.author, remote.faults if is_exchange else Faults())
-        self.nursery.start_soon(serve, remote.handlers[protocol], theirs)
-        return MemoryStream(near, peer, self.faults if is_exchange else Faults())
+        self.nursery.start_soon(serve, remote.handlers[protocol], remote.end_of(far, self.author, protocol))
+        return self.end_of(near, peer, protocol)
+
+    def end_of(self, stream: trio.abc.Stream, peer: bytes, protocol: str) -> Any:
+        """Return this host's end of a stream, with its faults."""
+        return MemoryStream(stream, peer, self.faults if protocol == EXCHANGE_PROTOCOL else Faults())
 
 
 async def serve(handler: Handler, stream: MemoryStream) -> None:

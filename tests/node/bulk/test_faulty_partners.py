@@ -23,7 +23,6 @@ from ..parties import (
     PATIENCE,
     SIZE,
     AlwaysWaits,
-    Handler,
     MemoryChannels,
     MemoryHost,
     MemoryStream,
@@ -97,15 +96,9 @@ class FaultyHost(MemoryHost):
 
     stage = fault = ""
 
-    def set_handler(self, protocol: str, handler: Handler) -> None:
-        async def handle(stream: Any) -> None:
-            await handler(FaultyStream(stream, self.stage, self.fault) if "exchange" in protocol else stream)
-
-        super().set_handler(protocol, handle)
-
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
-        stream = await super().open_stream(peer, protocol, timeout)
-        return FaultyStream(stream, self.stage, self.fault) if "exchange" in protocol else stream
+    def end_of(self, stream: trio.abc.Stream, peer: bytes, protocol: str) -> Any:
+        end = super().end_of(stream, peer, protocol)
+        return FaultyStream(end, self.stage, self.fault) if "exchange" in protocol else end
 
 
 def assert_unharmed(honest: Party, mallory: Party, result: ExchangeEnded, must_fail: bool) -> None:

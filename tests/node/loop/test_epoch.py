@@ -14,9 +14,8 @@ from pathlib import Path
 
 import trio
 
-from farandole.protocol.run.manifest import SignedManifest
-
 from ..daemons import Daemon, joined
+from ..hosts import until
 from ..small_runs import TINY, small_manifest, write_run
 
 # An inner step takes some milliseconds; slowed down, three nodes need 15 seconds for the epoch. The node that joins
@@ -26,23 +25,20 @@ NUM_NODES = 3
 MAX_MEAN = 1.1
 
 
-def write_texts(folder: Path, number: int = NUM_FILES) -> None:
+def write_texts(folder: Path) -> None:
     folder.mkdir()
     rng = random.Random(1)
-    for name in range(number):
+    for name in range(NUM_FILES):
         words = (rng.choice(("dance", "chain", "hand", "open", "free", "turn")) for _ in range(WORDS_A_FILE))
         (folder / f"{name}.txt").write_text(" ".join(words))
 
 
-def signed_run(folder: Path, model: dict[str, int], **sections: object) -> SignedManifest:
-    """Return a run of one epoch; its manifest is in the folder."""
-    usual: dict[str, object] = {
-        "model": {**TINY, "context": 32} | model,
-        "inner": {"batch_size": 8},
-        "rounds": {"round_seconds": 2.0, "exchange_seconds": 2.0},
-        "data": {"source": "text", "epochs": 1},
-    }
-    return write_run(folder, small_manifest(**(usual | sections)))
+RUN: dict[str, object] = {
+    "model": {**TINY, "context": 32},
+    "inner": {"batch_size": 8},
+    "rounds": {"round_seconds": 2.0, "exchange_seconds": 2.0},
+    "data": {"source": "text", "epochs": 1},
+}
 
 
 def drawn(home: Path) -> Counter[int]:
@@ -61,27 +57,15 @@ def strangers(nodes: list[Daemon]) -> Iterator[tuple[Daemon, Daemon]]:
             yield one, other
 
 
-async def data_of(daemon: Daemon) -> dict[str, int]:
-    status = await daemon.ask("status")
-    return status["data"] or {"done": 0, "slices": 1}
-
-
 async def num_done(daemon: Daemon, num: int) -> None:
     """Wait until the node has heard that ``num`` slices are done."""
-    while (await data_of(daemon))["done"] < num:  # noqa: ASYNC110 - another process tells no event
-        await trio.sleep(0.2)
-
-
-async def takes_part(node: Daemon) -> None:
-    """Wait until the node's trainer has trained on a slice."""
-    while not drawn(node.home):  # noqa: ASYNC110 - another process tells no event
-        await trio.sleep(0.2)
+    await daemon.until(lambda status: status.data is not None and status.data.done >= num)
 
 
 async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     write_texts(texts)
-    signed = signed_run(tmp_path, {})
+    signed = write_run(tmp_path, small_manifest(**RUN))
     data = ("--data", str(texts), "--log-level", "debug")
 
     async with AsyncExitStack() as stack:
@@ -104,15 +88,16 @@ async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_pat
             await num_done(nodes[0], 20)
             await join(SLOW_LATER)
             doomed, survivors = nodes[1], [nodes[0], *nodes[2:]]
-            await takes_part(doomed)  # on a busy machine it may start long after the others
+            await until(lambda: bool(drawn(doomed.home)))  # on a busy machine it may start long after the others
             await num_done(nodes[0], len(sum((drawn(node.home) for node in nodes[:NUM_NODES]), Counter[int]())))
             await doomed.end(signal.SIGKILL)
             async with trio.open_nursery() as nursery:
                 for node in survivors:
                     nursery.start_soon(node.says, "all 1 epochs are done")
-        num_slices = (await data_of(nodes[0]))["slices"]
+        status = await nodes[0].until(lambda status: status.data is not None)
 
-    counts = sum((drawn(node.home) for node in nodes), Counter[int]())
+    assert status.data is not None
+    num_slices, counts = status.data.slices, sum((drawn(node.home) for node in nodes), Counter[int]())
     # Members that have not averaged with a node train again on the slices that it reported: the killed one's, and those
     # of survivors that the later node has not met in so short an epoch.
     unproven = drawn(doomed.home).keys() | set().union(

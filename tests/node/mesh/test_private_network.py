@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import trio
 
@@ -12,18 +10,9 @@ from farandole.node.mesh import dialler as dialler_module
 from farandole.node.mesh import yamux
 from farandole.protocol.run.invite import NETWORK_KEY_BYTES, NONCE_BYTES
 
-from ..hosts import ECHO, echo, echoed, host_at_loopback
+from ..hosts import host_at_loopback
 
 KEY, OTHER_KEY = b"k" * NETWORK_KEY_BYTES, b"o" * NETWORK_KEY_BYTES
-
-
-async def test_holders_of_the_key_connect_and_move_data() -> None:
-    data = os.urandom(4 * 1024 * 1024)
-    async with host_at_loopback(network_key=KEY) as alice, host_at_loopback(network_key=KEY) as bob:
-        bob.set_handler(ECHO, echo)
-        await alice.connect(bob.author, bob.addresses)
-        is_intact = await echoed(await alice.open_stream(bob.author, ECHO), data) == data
-        assert is_intact
 
 
 @pytest.mark.parametrize("key", [b"", OTHER_KEY])

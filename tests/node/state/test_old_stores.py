@@ -11,7 +11,6 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
-from farandole.node.cli import main
 from farandole.node.state.store import LAYOUT, MANIFEST_FACT, StoreError, open_store, read_fact
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.entries import (
@@ -30,6 +29,7 @@ from farandole.protocol.state.entries import (
 from farandole.protocol.state.state import RunState
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of
+from ..conftest import Cli
 from .test_gossip import GossipHost, Wires, gossip_over
 
 STORES = Path(__file__).parent / "stores"
@@ -92,12 +92,10 @@ async def test_a_newer_releases_store_is_refused_untouched_with_the_remedy(tmp_p
     assert not list(tmp_path.glob("*.damaged"))
 
 
-def test_a_node_with_a_newer_store_ends_with_the_remedy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    closing(sqlite3.connect(tmp_path / "store.sqlite"))
-    set_layout(tmp_path / "store.sqlite", LAYOUT + 1)
-    with pytest.raises(SystemExit) as ended:
-        main(["join", "--home", str(tmp_path)])
-    assert ended.value.code == Exit.CANNOT_JOIN
-    said = capfd.readouterr()
-    assert "upgrade this node" in said.out + said.err
-    assert "Traceback" not in said.out + said.err
+def test_a_node_with_a_newer_store_ends_with_the_remedy(cli: Cli, home: Path) -> None:
+    home.mkdir()
+    set_layout(home / "store.sqlite", LAYOUT + 1)
+    code, *said = cli("join")
+    assert code == Exit.CANNOT_JOIN
+    assert "upgrade this node" in "".join(said)
+    assert "Traceback" not in "".join(said)

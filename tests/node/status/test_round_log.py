@@ -15,12 +15,12 @@ from tensorboardX.proto.event_pb2 import Event
 from farandole.node.base.exits import Exit
 from farandole.node.base.logs import logging_to_file
 from farandole.node.base.settings import NodeSettings
-from farandole.node.cli import main
 from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_events
 from farandole.node.ui import console
 from farandole.protocol.wire.identity import peer_id_of
 
+from ..conftest import Cli
 from ..statuses import ended, round_end
 
 BOB = b"b" * 32
@@ -98,41 +98,30 @@ def test_lines_that_were_cut_short_are_left_out_and_the_older_file_comes_first(t
     assert [record.round for record in read_rounds(settings.rounds)] == [0, 1, 2]
 
 
-def test_the_command_prints_rounds_without_a_node(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["run", "metrics", "--home", str(tmp_path), *arguments])
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    code, _, err = run()
+def test_the_command_prints_rounds_without_a_node(cli: Cli, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = cli("run", "metrics")
     assert (code, "no round is over yet" in err) == (Exit.BAD_INPUT, True)
-    log_of(tmp_path, 30)
+    log_of(home, 30)
     capsys.readouterr()
-    assert [row["round"] for row in csv.DictReader(io.StringIO(run("--csv")[1]))] == [str(n) for n in range(30)]
-    assert len(run("--csv", "--last", "3")[1].splitlines()) == 4
-    table = run()[1]
+    rows = csv.DictReader(io.StringIO(cli("run", "metrics", "--csv")[1]))
+    assert [row["round"] for row in rows] == [str(n) for n in range(30)]
+    assert len(cli("run", "metrics", "--csv", "--last", "3")[1].splitlines()) == 4
+    table = cli("run", "metrics")[1]
     assert "alone: nobody is there" in table
     assert len([line for line in table.splitlines() if " 640 " in line]) == 20
 
 
 @pytest.mark.parametrize("width", [200, 80])
 def test_the_table_fits_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+    cli: Cli, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
-    log_of(tmp_path, 5)
-    with logging_to_file(NodeSettings(home=tmp_path)):
+    log_of(home, 5)
+    with logging_to_file(NodeSettings(home=home)):
         Journal(say=console.say, tell_round=console.tell_round).finish_round(round_end(5, alone=why, loss=3.5))
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["run", "metrics", "--home", str(tmp_path)])
-    header, *rows, _ = capsys.readouterr().out.splitlines()
+    header, *rows, _ = cli("run", "metrics")[1].splitlines()
     assert re.split(r" {2,}", header.strip())[-1] == "outer step with"
     assert len(rows) == 6
     assert all(len(line) <= width for line in (header, *rows))
@@ -179,20 +168,15 @@ def test_each_round_is_an_event_with_what_is_known_of_it(tmp_path: Path) -> None
     assert last == of_rounds | {"round/tokens in all": 1280.0, "exchange/committed": 0.0}
 
 
-def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rounds.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in (FIRST, LAST)))
-
-    def run(folder: Path, *arguments: str) -> tuple[object, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["run", "metrics", "--home", str(tmp_path), "--tensorboard", str(folder), *arguments])
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out + captured.err
-
-    code, said = run(tmp_path / "runs")
-    assert (code, "tensorboard --logdir" in said) == (Exit.OK, True)
+def test_the_command_writes_it(cli: Cli, home: Path, tmp_path: Path) -> None:
+    home.mkdir()
+    (home / "rounds.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in (FIRST, LAST)))
+    write = ("run", "metrics", "--tensorboard")
+    code, *said = cli(*write, tmp_path / "runs")
+    assert (code, "tensorboard --logdir" in "".join(said)) == (Exit.OK, True)
     (file,) = (tmp_path / "runs").iterdir()
     assert len(list(events_of(file))) == 3
-    assert run(tmp_path / "runs", "--last", "1")[0] == Exit.OK
+    assert cli(*write, tmp_path / "runs", "--last", "1")[0] == Exit.OK
     _, event = events_of(file)
     assert {value.tag: value.simple_value for value in event.summary.value}["round/tokens in all"] == 1280.0
-    assert run(tmp_path / "rounds.jsonl")[0] == Exit.BAD_INPUT
+    assert cli(*write, home / "rounds.jsonl")[0] == Exit.BAD_INPUT

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
@@ -20,12 +19,12 @@ from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import open_trainer
 from farandole.node.ui.headline import headline
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
-from farandole.protocol.run.manifest import Manifest, sign_manifest
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
-from ..small_runs import TINY, small_manifest
+from ..small_runs import TINY, small_manifest, write_run
 from ..trainer_commands import prepare_for, save_after_round
 
 VECTORS = 4
@@ -94,11 +93,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_node_without_room_trains_on_and_saves_later(
     manifest: Manifest, small_disk: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run.manifest"
-    run.write_bytes(sign_manifest(manifest, Ed25519PrivateKey.generate()).encode())
+    write_run(tmp_path, manifest)
     folder, home = CheckpointFolder(small_disk, 0), small_disk.parent
     options = ("--device", "cpu", "--checkpoint-seconds", "0.1")
-    async with joined(home, str(run), *options) as alice:
+    async with joined(home, str(tmp_path / "run.manifest"), *options) as alice:
         warning = await alice.says("warning: the checkpoint of round", "No space left on device; free ")
         assert f" MB in {small_disk}: " in warning
         assert "MB are free; the last good one is kept, and the next save tries again" in warning
@@ -121,9 +119,8 @@ async def test_a_node_without_room_trains_on_and_saves_later(
 
 
 async def test_a_newcomer_without_room_fetches_no_weights(manifest: Manifest, small_disk: Path, tmp_path: Path) -> None:
-    run, signed = tmp_path / "run.manifest", sign_manifest(manifest, Ed25519PrivateKey.generate())
-    run.write_bytes(signed.encode())
-    async with joined(tmp_path / "carol", str(run), "--device", "cpu") as carol:
+    signed = write_run(tmp_path, manifest)
+    async with joined(tmp_path / "carol", str(tmp_path / "run.manifest"), "--device", "cpu") as carol:
         await carol.says("trainer ready")
         async with joined(small_disk / "bob", carol.invite(signed.run_id), "--device", "cpu") as bob:
             await bob.says("error: only", "more are needed at least; free some space")

@@ -23,8 +23,9 @@ from farandole.training.outer.codec import Buffer
 from farandole.training.outer.contribution import Exam, PartnerContribution
 from farandole.training.outer.outer_state import FastWeights
 from farandole.training.outer.round_end import RoundEnd
-from farandole.training.screening.rule import Accept, Partner, ScreeningRule, Verdict
+from farandole.training.screening.rule import Accept, Partner, Verdict
 
+from ...training.conftest import Asking
 from .conftest import Start
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny"}, Path(), 0.0)
@@ -33,18 +34,10 @@ NOT_FINITE = "the contribution cannot be used: a value received is not finite, o
 SIZE = 16  # bytes of a contribution
 
 
-class TokensRule(ScreeningRule):
-    """Remembers how many tokens partners claim, and accepts every contribution."""
-
-    def begin(self) -> None:
-        pass
-
-    def feed(self, own: Tensor, contribution: Tensor) -> None:
-        pass
-
-    def judge(self, partner: Partner) -> Verdict:
-        partner.history.append("tokens", partner.encounter.partner_tokens)
-        return Accept()
+def note_tokens(partner: Partner) -> Verdict:
+    """Remember how many tokens the partner claims, and accept its contribution."""
+    partner.history.append("tokens", partner.encounter.partner_tokens)
+    return Accept()
 
 
 class AdderRoundEnd(RoundEnd):
@@ -53,7 +46,7 @@ class AdderRoundEnd(RoundEnd):
     def __init__(self) -> None:
         super().__init__(FastWeights(torch.zeros(4)), Layout(("w",), ((2, 2),), "fp32"), PlainConfig(), GuardConfig())
         contributor, copier = self.outer.contributor, self.outer.copier
-        self.partner = PartnerContribution(TokensRule(), contributor, torch.empty(4), copier, Exam())
+        self.partner = PartnerContribution(Asking(note_tokens), contributor, torch.empty(4), copier, Exam())
         self.taken_in: list[int] = []
 
     def take_in(self, data: Buffer, available: int) -> None:

@@ -26,10 +26,10 @@ from farandole.training.engine.learner import HeldOutLoss, Learner, build_learne
 from farandole.training.engine.replica import Replica
 from farandole.training.outer import round_end
 from farandole.training.outer.contribution import DeviceCopier, Wait
-from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
+from farandole.training.screening.rule import Accept, Partner, Refuse, Verdict
 
 from ...patience import PATIENCE
-from ...training.conftest import copy_without
+from ...training.conftest import Asking, copy_without
 from .conftest import Start, Trainer
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
@@ -217,14 +217,8 @@ class RememberingConfig(
     """Settings of a rule that remembers the peers that it has met."""
 
 
-class Remembering(ScreeningRule):
+class Remembering(Asking):
     """Refuses peers that it has met twice."""
-
-    def __init__(self, settings: ScreeningConfig) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def feed(self, own: Tensor, contribution: Tensor) -> None: ...
 
     def judge(self, partner: Partner) -> Verdict:
         tokens = (partner.encounter.own_tokens, partner.encounter.partner_tokens)

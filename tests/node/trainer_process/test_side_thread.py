@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from farandole.node.store.run_file import manifest_of
 from farandole.node.trainer_process.process import StepPace
@@ -23,9 +21,10 @@ from farandole.training.engine.replica import Replica
 from farandole.training.model.stages import build_module
 from farandole.training.outer import round_end
 from farandole.training.outer.outer_state import OuterState
-from farandole.training.screening.rule import Accept, Encounter, Partner, ScreeningRule, Verdict
+from farandole.training.screening.rule import Accept, Encounter, Partner, Verdict
 
 from ...patience import PATIENCE
+from ...training.conftest import Asking
 from .conftest import Start, Trainer
 
 ALICE, BOB = b"a" * 32, b"b" * 32
@@ -185,32 +184,12 @@ def test_what_the_side_thread_needs_is_done_in_the_pause_after_an_inner_step(
     assert lates == [1]
 
 
-class AskingTwice(ScreeningRule):
-    """Asks for one loss twice, and has inner steps taken in between if that is possible."""
-
-    def __init__(self, take_step: Callable[[], None]) -> None:
-        self.losses: list[float | None] = []
-        self._take_step = take_step
-
-    def begin(self) -> None:
-        pass
-
-    def feed(self, own: Tensor, contribution: Tensor) -> None:
-        pass
-
-    def judge(self, partner: Partner) -> Verdict:
-        self.losses.append(partner.evaluate(0.0))
-        self._take_step()
-        self.losses.append(partner.evaluate(0.0))
-        return Accept()
-
-
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_all_losses_of_a_judgement_are_of_the_same_weights(
     start: Start, monkeypatch: pytest.MonkeyPatch, fragments: int
 ) -> None:
     """With fragments, what is not exchanged in this round changes with each inner step."""
-    stepped = threading.Condition()
+    stepped, losses = threading.Condition(), list[float | None]()
     inner_step = Replica.inner_step
 
     def count(replica: Replica, num_tokens: int, divisor: int = 1) -> None:
@@ -218,17 +197,19 @@ def test_all_losses_of_a_judgement_are_of_the_same_weights(
         with stepped:
             stepped.notify_all()
 
-    def wait_for_step() -> None:
+    def ask_twice(partner: Partner) -> Verdict:
+        losses.append(partner.evaluate(0.0))
         with stepped:
             stepped.wait(0.2)  # where the judgement is between two inner steps, there is none
+        losses.append(partner.evaluate(0.0))
+        return Accept()
 
-    rule = AskingTwice(wait_for_step)
-    monkeypatch.setattr(round_end, "rule_of", lambda settings: rule)
+    monkeypatch.setattr(round_end, "rule_of", lambda settings: Asking(ask_twice))
     monkeypatch.setattr(Replica, "inner_step", count)
     met = meet(start, fragments=fragments)
     met.screen()
     met.trainer.handle(messages.Train(1, MORE_STEPS))
-    first, again = rule.losses
+    first, again = losses
     assert first is not None
     assert first == again
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.transfers.giver import Holding
@@ -16,9 +17,25 @@ from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
 from farandole.protocol.wire.identity import public_bytes
 
+from ..parties import Handler, MemoryHost, serve
+
 RUN = b"r" * 32
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 VECTORS = ("slow", "momentum", "mean", "square")
+
+
+class ToDonor(MemoryHost):
+    """A host whose streams all lead to one donor."""
+
+    def __init__(self, nursery: trio.Nursery, donor: Handler) -> None:
+        super().__init__(bytes(32), nursery, {})
+        self._donor = donor
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
+        await trio.lowlevel.checkpoint()
+        near, far = trio.testing.memory_stream_pair()
+        self.nursery.start_soon(serve, self._donor, self.end_of(far, peer, protocol))
+        return self.end_of(near, peer, protocol)
 
 
 def checkpoint_bytes(num_elements: int, seed: int = 1, round_index: int = 7) -> bytes:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import trio
-import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.transfers.giver import BlockService
@@ -30,35 +27,14 @@ from farandole.protocol.checkpoints.block_transfer import (
 from farandole.protocol.checkpoints.blocks import SignedIndex, encode_signed_index, sign_index
 from farandole.protocol.exchange.pipe import CONTROL_KIND, MESSAGE_KIND, Pipe, Route
 from farandole.protocol.exchange.pipe import Event as PipeEvent
-from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 
 from ...patience import PATIENCE
-from .files import KEY, RUN, checkpoint_bytes, finder, hold, index_of, signed_index_of
+from ..parties import Handler
+from .files import KEY, RUN, ToDonor, checkpoint_bytes, finder, hold, index_of, signed_index_of
 
 CONTENT = checkpoint_bytes(100_000)  # two blocks
 MAX = 1 << 20
-Donor = Callable[[Any], Awaitable[None]]
-
-
-class MemoryHost:
-    """Opens streams to one donor, in memory."""
-
-    def __init__(self, nursery: trio.Nursery, donor: Donor) -> None:
-        self._nursery = nursery
-        self._donor = donor
-
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
-        ours, theirs = trio.testing.memory_stream_pair()
-        for stream in (ours, theirs):
-            stream.peer, stream.is_bulk = peer, False  # type: ignore[attr-defined]  # as streams of a host have
-        self._nursery.start_soon(self._serve, theirs)
-        return ours
-
-    async def _serve(self, stream: Any) -> None:
-        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError):
-            await self._donor(stream)
-        await stream.aclose()
 
 
 async def hear(stream: Any, parser: FrameParser) -> bytes | None:
@@ -90,7 +66,7 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
     """Return an honest donor's answers, until it closes the stream or is silent."""
     nobody: Any = None
     service = BlockService(Conditions(nobody, RUN), finder(hold(tmp_path / "theirs", CONTENT)))
-    host = MemoryHost(nursery, service.serve)
+    host = ToDonor(nursery, service.serve)
     stream = await host.open_stream(b"n" * 32, "")
     parser = FrameParser(MAX)
     heard: list[Any] = []
@@ -172,7 +148,7 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
 
     nobody: Any = None
     service = BlockService(Conditions(nobody, RUN), find)
-    host = MemoryHost(nursery, service.serve)
+    host = ToDonor(nursery, service.serve)
     first, second = [await host.open_stream(b"n" * 32, "") for _ in range(2)]
     for stream in (first, second):
         await stream.send_all(QUESTION)
@@ -186,7 +162,7 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
 # A newcomer and donors that attack it
 
 
-def answer(raw: bytes, *more: bytes) -> Donor:
+def answer(raw: bytes, *more: bytes) -> Handler:
     async def donor(stream: Any) -> None:
         await hear(stream, FrameParser(MAX))
         await stream.send_all(raw)
@@ -219,7 +195,7 @@ LYING_SIZE = sign_index(KEY, msgspec.structs.replace(INDEX, size=len(CONTENT) + 
     ],
 )
 async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, said: bytes) -> None:
-    host: Any = MemoryHost(nursery, answer(said))
+    host: Any = ToDonor(nursery, answer(said))
     with pytest.raises(PeerUnreachableError):
         await ask_for_index(Conditions(host, RUN), b"d" * 32, 0, 2 * len(CONTENT))
     assert index_of(CONTENT) == INDEX
@@ -238,7 +214,7 @@ async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, 
     ],
 )
 async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nursery, said: bytes) -> None:
-    host: Any = MemoryHost(nursery, answer(say(Here(2)), say_in_pipe(Route(None, 0)), said))
+    host: Any = ToDonor(nursery, answer(say(Here(2)), say_in_pipe(Route(None, 0)), said))
     conditions = Conditions(host, RUN)
     question = BlockQuestion(RUN, 0, SIGNED.id, has_index=True)
 

@@ -21,8 +21,7 @@ from farandole.protocol.exchange.pipe import Pipe, Route
 from farandole.protocol.wire.framing import frame
 
 from ..parties import AlwaysWaits
-from .files import RUN, checkpoint_bytes, finder, hold, run_here
-from .test_liars import MemoryHost
+from .files import RUN, ToDonor, checkpoint_bytes, finder, hold, run_here
 
 CONTENT = checkpoint_bytes(100_000)  # 1.6 MB
 RATE = 200_000.0
@@ -57,7 +56,7 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     nobody: Any = None
     conditions = Conditions(nobody, RUN, Shaping(up, Shaper()))
     service = BlockService(conditions, finder(holding), Exchanging(began_at + exchange_seconds))
-    host: Any = MemoryHost(nursery, service.serve)
+    host: Any = ToDonor(nursery, service.serve)
     donors = [b"d" * 32]
     await fetch_checkpoint(
         Conditions(host, RUN), holding.signed, holding.index, lambda: donors, lambda name: True, tmp_path / "ours"

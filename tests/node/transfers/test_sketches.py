@@ -25,8 +25,7 @@ from farandole.protocol.wire.safetensors import encode_header
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback
-from .files import RUN, hold
-from .test_liars import MemoryHost
+from .files import RUN, ToDonor, hold
 
 WEIGHTS = np.random.default_rng(1).standard_normal(600_000, np.float32)
 CONTENT = encode_header({}, [("slow/w", WEIGHTS.shape), ("momentum/w", WEIGHTS.shape)]) + 2 * WEIGHTS.tobytes()
@@ -87,7 +86,7 @@ class Donor:
         self.made: list[tuple[bytes, float]] = []
         """Seed of each sketch, and the time when it began."""
         self.at_once = self.most_at_once = 0
-        self.service = SketchService(MemoryHost(nursery, self.serve), RUN, finding(holding))  # type: ignore[arg-type] # a host in memory
+        self.service = SketchService(ToDonor(nursery, self.serve), RUN, finding(holding))
         monkeypatch.setattr(sketching, "sketch_file", self.sketch)
         self._nursery = nursery
 
@@ -103,7 +102,7 @@ class Donor:
         return b"\0" * 1_024
 
     async def answers(self, peer: bytes, seed: bytes) -> bool:
-        host: Any = MemoryHost(self._nursery, self.serve)
+        host: Any = ToDonor(self._nursery, self.serve)
         return await ask_for_sketch(host, peer, SketchQuestion(RUN, 0, seed)) is not None
 
 

@@ -34,6 +34,13 @@ GPT2: dict[str, Any] = {
     "n_head": 4,
     "n_positions": 64,
 }
+LLAMA_3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 SIZES = {"num_layers": 3, "width": 32, "num_heads": 4, "hidden": 64, "vocabulary": 256, "context": 64}
 
 
@@ -49,9 +56,6 @@ def test_a_manifest_keeps_every_setting(settings: dict[str, Any], kind: type) ->
     assert decoded == manifest(settings)
     assert msgspec.json.encode(decoded.model.hf) == msgspec.json.encode(hf_config_from_dict(settings))
     assert b"initializer_range" in signed.body  # defaults are written out too
-
-
-ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8_192}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +79,7 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings"
         ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "x": {"y": [{}] * 9}}}, "unknown field `x`"),
         ({"rope_parameters": [[[[]]]]}, "rope_parameters"),
-        (
-            {"rope_parameters": {**ROPE, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
-            "low_freq_factor must be less",
-        ),
+        ({"rope_parameters": {**LLAMA_3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor must be less"),
         ({**GPT2, "n_embd": 34}, "a multiple of n_head"),
         ({**GPT2, "n_positions": 2**30}, "n_positions"),
         ({**GPT2, "resid_pdrop": 0.1}, "resid_pdrop"),

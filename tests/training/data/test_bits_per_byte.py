@@ -46,7 +46,8 @@ def ratio(manifest: Manifest, bring: Bring) -> float:
 def test_every_kind_of_text_has_the_ratio_of_its_documents(bpe: tuple[Manifest, Path], tmp_path: Path) -> None:
     manifest, file = bpe
     tokenizer = load_tokenizer(manifest.tokenizer, file)
-    records = tmp_path / "records.jsonl"
+    (tmp_path / "data").mkdir()
+    records = tmp_path / "data" / "train.jsonl"
     records.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     held_out = load_text(manifest.data, tokenizer, Bring((records,))).held_out
     text = tokenizer.decode([token for token in held_out[:].tolist() if token != tokenizer.separator])
@@ -61,20 +62,9 @@ def test_every_kind_of_text_has_the_ratio_of_its_documents(bpe: tuple[Manifest, 
         Bring((records,), tokenizer=file),
         Bring((records,), tokenizer=file, cache=tmp_path / "tokens"),
         Bring((ready,), tokenizer=file),
+        Bring(streams=(str(tmp_path / "data"),), tokenizer=file),
     ):
         assert ratio(manifest, bring) == pytest.approx(expected, rel=0.1), bring
-
-
-def test_a_stream_has_one_too(bpe: tuple[Manifest, Path], tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    manifest, file = bpe
-    (tmp_path / "data").mkdir()
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
-    (tmp_path / "data" / "train.jsonl").write_text(lines)
-    (tmp_path / "records.jsonl").write_text(lines)
-    expected = ratio(manifest, Bring((tmp_path / "records.jsonl",), tokenizer=file))
-
-    assert ratio(manifest, Bring(streams=(str(tmp_path / "data"),), tokenizer=file)) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_learner_converts_its_loss(bpe: tuple[Manifest, Path], tmp_path: Path) -> None:

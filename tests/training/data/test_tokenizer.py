@@ -10,18 +10,12 @@ from farandole.protocol.run.manifest import TokenizerConfig
 from farandole.training.base.errors import DataError
 from farandole.training.data.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer, tokens_per_byte
 
-from ...tokenizer_files import write_bpe
+from ...tokenizer_files import SEPARATOR, write_bpe, write_words
 
 
 @pytest.fixture
 def tokenizer_file(tmp_path: Path) -> tuple[Path, TokenizerConfig]:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"[UNK]": 0, "hello": 1, "world": 2, "<|endoftext|>": 3}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path, TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    return write_words(tmp_path, "[UNK]", "hello", "world", SEPARATOR)
 
 
 def test_bytes_are_their_own_tokens_and_a_separator_counts_as_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from farandole.training.model.generation import generate, last_logits, load_mode
 from farandole.training.model.model import Transformer, build_model, document_mask, language_loss
 from farandole.training.model.sampling import GREEDY, Sampling
 
+from ...tokenizer_files import write_words
 from ..conftest import ALICE, BOB, RUN_ID, MakeReplica, kept_bytes, train
 
 CPU = choose_device("cpu")
@@ -200,12 +200,8 @@ def test_ready_tokens_need_separators(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_needs_a_separator(model: ModelConfig, inner: InnerConfig, text: Text, tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path / "tokenizer.json"
-
-    def sampler_with(words: dict[str, int]) -> Sampler:
-        tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]")).save(str(path))
-        config = TokenizerConfig("tokenizers", hashlib.sha256(path.read_bytes()).hexdigest())
+    def sampler_with(*words: str) -> Sampler:
+        path, config = write_words(tmp_path, *words)
         tokenizer = load_tokenizer(config, path)
         return Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=16, tokenizer=tokenizer)
 
@@ -214,10 +210,10 @@ def test_a_tokenizer_needs_a_separator(model: ModelConfig, inner: InnerConfig, t
         run = Manifest("a", model, tokenizer=config, inner=inner, data=data)
         return Learner(build_model(model, 7), run, sampler, run_id=RUN_ID, device=CPU)
 
-    module = train_on(sampler_with({"[UNK]": 0, "a": 1, "</s>": 2})).replica.module
+    module = train_on(sampler_with("[UNK]", "a", "</s>")).replica.module
     assert isinstance(module, Transformer)
     assert module.separator == 2
-    without = sampler_with({"[UNK]": 0, "a": 1})
+    without = sampler_with("[UNK]", "a")
     with pytest.raises(DataError, match=r"data\.mask_documents.*make another run, without it, or .*<\|endoftext\|>"):
         train_on(without)
     train_on(without, DataConfig())

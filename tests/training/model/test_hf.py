@@ -18,55 +18,23 @@ from farandole.training.data.dataset import Text
 from farandole.training.model.model import StageModule, cross_entropy
 from farandole.training.model.stages import build_module, build_stage
 
+from ...protocol.run import test_families as families
 from ..conftest import RUN_ID, MakeReplica, manifest_of
 from ..engine.test_stage_worker import by_name, learn, workers_of
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-LLAMA_3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_inner": 48,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 32,
-    "activation_function": "gelu_new",
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
+LLAMA = {**families.LLAMA, "vocab_size": 64, "intermediate_size": 48}
+GPT2 = {**families.GPT2, "vocab_size": 64, "n_inner": 48}
 SETTINGS = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
     "llama-biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16, "hidden_act": "gelu"},
-    "llama-3": {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LLAMA_3_ROPE},
+    "llama-3": {
+        **LLAMA,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**families.LLAMA_3_ROPE, "rope_theta": 500_000.0},
+    },
     "llama-linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
     "gpt2": GPT2,
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},

@@ -29,8 +29,8 @@ from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.run.manifest import decode_manifest
 
 from ....patience import PATIENCE
+from ...conftest import Cli
 from ...statuses import ALICE, BOB, STATUS
-from .conftest import Run
 
 ADDRESS = f"/ip4/203.0.113.7/tcp/4001/p2p/{ALICE}"
 
@@ -95,51 +95,51 @@ def node(tmp_path: Path) -> Iterator[FakeNode]:
         yield node
 
 
-def test_the_id_stays_the_same(run: Run) -> None:
-    code, first, _ = run("id")
+def test_the_id_stays_the_same(cli: Cli) -> None:
+    code, first, _ = cli("id")
     assert code == Exit.OK
     assert first.startswith("12D3KooW")
-    assert json.loads(run("id", "--json")[1])["peer_id"] == first.strip()
+    assert json.loads(cli("id", "--json")[1])["peer_id"] == first.strip()
 
 
-def test_a_run_from_file_to_manifest_to_invite(run: Run, run_file: Path) -> None:
-    code, out, _ = run("run", "create", run_file, "--json")
+def test_a_run_from_file_to_manifest_to_invite(cli: Cli, run_file: Path) -> None:
+    code, out, _ = cli("run", "create", run_file, "--json")
     assert code == Exit.OK
     created = json.loads(out)
     manifest, signed = decode_manifest(run_file.with_suffix(".manifest").read_bytes())
     assert manifest.name == "demo"
     assert signed.run_id.hex() == created["run_id"]
 
-    shown = json.loads(run("run", "show", created["manifest"], "--json")[1])
-    assert shown["creator"] == run("id")[1].strip()
+    shown = json.loads(cli("run", "show", created["manifest"], "--json")[1])
+    assert shown["creator"] == cli("id")[1].strip()
     assert shown["manifest"]["rounds"]["inner_steps"] == 5
-    assert "inner_steps = 5" in run("run", "show", created["manifest"])[1]
+    assert "inner_steps = 5" in cli("run", "show", created["manifest"])[1]
     invite = encode_invite(Invite(signed.run_id, (ADDRESS,)))
-    assert json.loads(run("run", "show", invite, "--json")[1])["addresses"] == [ADDRESS]
-    assert ADDRESS in run("run", "show", invite)[1]
+    assert json.loads(cli("run", "show", invite, "--json")[1])["addresses"] == [ADDRESS]
+    assert ADDRESS in cli("run", "show", invite)[1]
 
 
 def test_a_manifest_is_not_replaced_by_accident_and_names_the_data_directory_that_signed_it(
-    run: Run, run_file: Path, tmp_path: Path
+    cli: Cli, run_file: Path, tmp_path: Path
 ) -> None:
-    code, out, _ = run("run", "create", run_file)
+    code, out, _ = cli("run", "create", run_file)
     assert code == Exit.OK
     assert "--home" not in out
     before = run_file.with_suffix(".manifest").read_bytes()
-    code, _, err = run("run", "create", run_file)
+    code, _, err = cli("run", "create", run_file)
     assert (code, "--force" in err) == (Exit.BAD_INPUT, True)
     assert run_file.with_suffix(".manifest").read_bytes() == before
-    assert f" --home {tmp_path}/other" in run("run", "create", run_file, "--force", "--home", tmp_path / "other")[1]
+    assert f" --home {tmp_path}/other" in cli("run", "create", run_file, "--force", "--home", tmp_path / "other")[1]
 
 
-async def test_who_signs_in_a_directory_of_another_run_is_warned(run: Run, run_file: Path, tmp_path: Path) -> None:
-    assert "belongs to run" not in run("run", "create", run_file)[2]
+async def test_who_signs_in_a_directory_of_another_run_is_warned(cli: Cli, run_file: Path, tmp_path: Path) -> None:
+    assert "belongs to run" not in cli("run", "create", run_file)[2]
     (tmp_path / "home").mkdir(exist_ok=True)
     async with open_store(NodeSettings(home=tmp_path / "home").store) as store:
         await store.put_fact(MANIFEST_FACT, run_file.with_suffix(".manifest").read_bytes())
     other = tmp_path / "other.toml"
     other.write_text(run_file.read_text())
-    assert "belongs to run" in run("run", "create", other)[2]
+    assert "belongs to run" in cli("run", "create", other)[2]
 
 
 @pytest.mark.parametrize(
@@ -170,46 +170,46 @@ async def test_who_signs_in_a_directory_of_another_run_is_warned(run: Run, run_f
         (["status", "--colour"], Exit.USAGE, "--colour"),
     ],
 )
-def test_errors_have_a_code_and_say_what_to_do(run: Run, arguments: list[str], code: Exit, message: str) -> None:
-    got, _, err = run(*arguments)
+def test_errors_have_a_code_and_say_what_to_do(cli: Cli, arguments: list[str], code: Exit, message: str) -> None:
+    got, _, err = cli(*arguments)
     assert got == code
     assert message in err
     assert "Traceback" not in err
 
 
-def test_an_invite_may_be_longer_than_a_file_name(run: Run) -> None:
+def test_an_invite_may_be_longer_than_a_file_name(cli: Cli) -> None:
     invite = encode_invite(Invite(bytes(32), tuple(ADDRESS.replace("4001", f"400{number}") for number in range(8))))
     assert len(invite) > 255
-    assert run("run", "show", invite)[0] == Exit.OK
-    assert run("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
+    assert cli("run", "show", invite)[0] == Exit.OK
+    assert cli("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
 
 
-def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
-    code, out, _ = run("status")
+def test_status_and_peers_of_a_running_node(cli: Cli, node: FakeNode) -> None:
+    code, out, _ = cli("status")
     assert code == Exit.OK
     assert "inner steps of round 7" in out
-    assert json.loads(run("status", "--json")[1]) == json.loads(msgspec.json.encode(STATUS))
-    assert [line.split()[0] for line in run("peers")[1].splitlines() if "this node" in line] == [ALICE[-8:]]
-    assert [member["peer_id"] for member in json.loads(run("peers", "--json")[1])][:2] == [ALICE, BOB]
+    assert json.loads(cli("status", "--json")[1]) == json.loads(msgspec.json.encode(STATUS))
+    assert [line.split()[0] for line in cli("peers")[1].splitlines() if "this node" in line] == [ALICE[-8:]]
+    assert [member["peer_id"] for member in json.loads(cli("peers", "--json")[1])][:2] == [ALICE, BOB]
 
 
-def test_the_page_of_a_running_node_is_named_with_its_token(run: Run, node: FakeNode) -> None:
-    assert run("dashboard")[:2] == (Exit.OK, "http://127.0.0.1:8710/#secret\n")
-    assert json.loads(run("dashboard", "--json")[1])["token"] == "secret"
+def test_the_page_of_a_running_node_is_named_with_its_token(cli: Cli, node: FakeNode) -> None:
+    assert cli("dashboard")[:2] == (Exit.OK, "http://127.0.0.1:8710/#secret\n")
+    assert json.loads(cli("dashboard", "--json")[1])["token"] == "secret"
 
 
-def test_an_invite_of_a_running_node_names_it_and_its_members(run: Run, node: FakeNode) -> None:
-    invite = decode_invite(run("run", "invite")[1])
+def test_an_invite_of_a_running_node_names_it_and_its_members(cli: Cli, node: FakeNode) -> None:
+    invite = decode_invite(cli("run", "invite")[1])
     assert invite.run_id.hex() == STATUS.run.run_id
     # Loopback addresses are useless to others, and so are members that are gone.
     assert invite.addresses == (f"/ip4/192.168.1.5/tcp/4001/p2p/{ALICE}", f"/ip4/192.168.1.6/tcp/4002/p2p/{BOB}")
 
 
-def test_leave_waits_until_the_node_is_gone(run: Run, node: FakeNode) -> None:
-    code, out, _ = run("leave")
+def test_leave_waits_until_the_node_is_gone(cli: Cli, node: FakeNode) -> None:
+    code, out, _ = cli("leave")
     assert (code, out.splitlines()[-1]) == (Exit.OK, "left")
     with locked(node.home / "lock"):
-        assert run("status")[0] == Exit.NO_NODE
+        assert cli("status")[0] == Exit.NO_NODE
 
 
 def imported(names: Sequence[str], arguments: Sequence[str], home: Path) -> list[str]:

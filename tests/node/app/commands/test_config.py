@@ -18,11 +18,11 @@ from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
 
-from .conftest import Run
+from ...conftest import Cli
 
 
-def shown(run: Run, *arguments: str | Path) -> dict[str, Any]:
-    code, out, err = run("config", "show", "--json", *arguments)
+def shown(cli: Cli, *arguments: str | Path) -> dict[str, Any]:
+    code, out, err = cli("config", "show", "--json", *arguments)
     assert code == Exit.OK, err
     settings: dict[str, Any] = json.loads(out)["settings"]
     return settings
@@ -35,16 +35,16 @@ def file(home: Path) -> Path:
 
 
 def test_a_flag_goes_before_a_variable_before_what_is_kept_before_the_file_before_the_default(
-    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = [shown(run)["slow"]]
+    told = [shown(cli)["slow"]]
     file.write_text("slow = 2")
-    told.append(shown(run)["slow"])
+    told.append(shown(cli)["slow"])
     keep_limits(file.parent, {"slow": 2.5})
-    told += [shown(run)["slow"], shown(run, "--config", file)["slow"]]
+    told += [shown(cli)["slow"], shown(cli, "--config", file)["slow"]]
     monkeypatch.setenv("FARANDOLE_SLOW", "3")
-    told.append(shown(run)["slow"])
-    told.append(shown(run, "--slow", "4")["slow"])
+    told.append(shown(cli)["slow"])
+    told.append(shown(cli, "--slow", "4")["slow"])
     assert told == [
         {"value": 1.0, "source": "default"},
         {"value": 2.0, "source": "file"},
@@ -54,38 +54,38 @@ def test_a_flag_goes_before_a_variable_before_what_is_kept_before_the_file_befor
     ]
 
 
-def test_several_values_in_one_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_values_in_one_variable(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARANDOLE_LISTEN", "/ip4/1.2.3.4/tcp/1 /ip4/1.2.3.4/tcp/2")
     monkeypatch.setenv("FARANDOLE_QUIET_HOURS", "Sat-Sun 09:00-18:00 22:00 - 07:30 Mon 8:00-9:00")
-    settings = shown(run)
+    settings = shown(cli)
     assert settings["listen"]["value"] == ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"]
     assert settings["quiet_hours"]["value"] == ["Sat-Sun 09:00-18:00", "22:00 - 07:30", "Mon 8:00-9:00"]
 
 
-def test_hours_that_are_none_are_found_before_a_node_begins(run: Run) -> None:
+def test_hours_that_are_none_are_found_before_a_node_begins(cli: Cli) -> None:
     for hours in ("by night", "25:00-26:00", "22:00-07:30 and later"):
-        code, _, err = run("config", "show", "--quiet-hours", hours)
+        code, _, err = cli("config", "show", "--quiet-hours", hours)
         assert (code, "22:00-07:30 or 'Sat-Sun" in " ".join(err.split())) == (Exit.USAGE, True)
 
 
-def test_another_file_may_be_named(run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_may_be_named(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other.toml"
     file.write_text("threads = 2")
     other.write_text("threads = 3")
-    assert shown(run)["threads"]["value"] == 2
-    assert shown(run, "--config", other)["threads"]["value"] == 3
+    assert shown(cli)["threads"]["value"] == 2
+    assert shown(cli, "--config", other)["threads"]["value"] == 3
     monkeypatch.setenv("FARANDOLE_CONFIG", str(other))
-    assert shown(run)["threads"]["value"] == 3
+    assert shown(cli)["threads"]["value"] == 3
     # The home that a flag names has its own settings file.
     monkeypatch.delenv("FARANDOLE_CONFIG")
-    assert shown(run, "--home", tmp_path)["threads"]["source"] == "default"
-    assert run("config", "show", "--config", tmp_path / "none.toml")[0] == Exit.BAD_INPUT
+    assert shown(cli, "--home", tmp_path)["threads"]["source"] == "default"
+    assert cli("config", "show", "--config", tmp_path / "none.toml")[0] == Exit.BAD_INPUT
 
 
-def test_a_table_for_people(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_for_people(cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARANDOLE_THREADS", "2")
     file.write_text("slow = 2")
-    code, out, _ = run("config", "show")
+    code, out, _ = cli("config", "show")
     lines = [line.split() for line in out.splitlines()]
     assert code == Exit.OK
     assert ["slow", "2.0", "file"] in lines
@@ -93,44 +93,44 @@ def test_a_table_for_people(run: Run, file: Path, monkeypatch: pytest.MonkeyPatc
     assert ["relay", "true", "default"] in lines
 
 
-def test_a_file_is_made_checked_and_not_replaced_by_accident(run: Run, home: Path) -> None:
-    assert run("config", "init")[0] == Exit.OK
-    assert {told["source"] for told in shown(run).values()} == {"default"}
+def test_a_file_is_made_checked_and_not_replaced_by_accident(cli: Cli, home: Path) -> None:
+    assert cli("config", "init")[0] == Exit.OK
+    assert {told["source"] for told in shown(cli).values()} == {"default"}
     (home / "config.toml").write_text("slow = 2")
-    code, _, err = run("config", "init")
+    code, _, err = cli("config", "init")
     assert (code, "--force" in err) == (Exit.BAD_INPUT, True)
-    assert shown(run)["slow"]["source"] == "file"
-    assert run("config", "init", "--force")[0] == Exit.OK
+    assert shown(cli)["slow"]["source"] == "file"
+    assert cli("config", "init", "--force")[0] == Exit.OK
     assert "slow = 1.0" in (home / "config.toml").read_text()
 
 
-def test_no_command_begins_with_a_wrong_file(run: Run, file: Path) -> None:
+def test_no_command_begins_with_a_wrong_file(cli: Cli, file: Path) -> None:
     file.write_text('sloww = 2\nthreads = 0\nquiet_hours = ["Sat-Sun"]')
     for command in (["join"], ["relay"], ["doctor"], ["config", "show"]):
-        code, _, err = run(*command)
+        code, _, err = cli(*command)
         assert code == Exit.BAD_INPUT
         assert "did you mean slow?" in err
         assert "threads: expected a whole number of threads, at least 1, got 0" in err
         assert "quiet_hours: expected hours as 22:00-07:30" in err
 
 
-def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("0", "at least 1"), ("two", "a valid integer")):
         monkeypatch.setenv("FARANDOLE_THREADS", value)
-        code, _, err = run("join")
+        code, _, err = cli("join")
         assert (code, "FARANDOLE_THREADS" in err, expected in err) == (Exit.USAGE, True, True)
 
 
-def panels_of(run: Run, *command: str) -> dict[str, str]:
+def panels_of(cli: Cli, *command: str) -> dict[str, str]:
     """Return the text of each panel of a command's help, by title."""
-    code, out, _ = run(*command, "--help")
+    code, out, _ = cli(*command, "--help")
     assert code == Exit.OK
     _, *parts = re.split(r"^╭─ (.+?) ─+╮$", out, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
-    panels = panels_of(run, "join")
+def test_each_setting_is_in_the_panel_of_its_definition(cli: Cli) -> None:
+    panels = panels_of(cli, "join")
     assert list(panels) == ["Arguments", "Options", *PANELS]
     for setting in SETTINGS:
         if setting.flag and not setting.is_hidden:
@@ -140,17 +140,17 @@ def test_each_setting_is_in_the_panel_of_its_definition(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["join", "relay", "doctor"])
-def test_one_sentence_says_how_variables_are_called(run: Run, command: str) -> None:
-    out = run(command, "--help")[1]
+def test_one_sentence_says_how_variables_are_called(cli: Cli, command: str) -> None:
+    out = cli(command, "--help")[1]
     assert re.findall(r"FARANDOLE_\w+", out) == ["FARANDOLE_UPLOAD_MBIT"]
     assert "env var" not in out
 
 
-def test_it_takes_a_cap_and_a_running_node(run: Run, home: Path) -> None:
-    code, _, told = run("limit")
+def test_it_takes_a_cap_and_a_running_node(cli: Cli, home: Path) -> None:
+    code, _, told = cli("limit")
     assert code == Exit.USAGE
     assert "--upload-mbit" in told
-    code, _, told = run("limit", "--upload-mbit", "2")
+    code, _, told = cli("limit", "--upload-mbit", "2")
     assert code == Exit.NO_NODE
     assert str(home) in told
 

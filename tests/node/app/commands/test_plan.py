@@ -11,7 +11,7 @@ from farandole.node.base.exits import Exit
 from farandole.protocol.planning.needs import USUAL_RATE, needs_of
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 
-from .conftest import Run
+from ...conftest import Cli
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +35,21 @@ def manifest_in(path: Path) -> Manifest:
     ],
 )
 def test_a_model_is_planned_written_and_signed_as_it_was_planned(
-    run: Run, tmp_path: Path, model: str, gpu: int, upload: str
+    cli: Cli, tmp_path: Path, model: str, gpu: int, upload: str
 ) -> None:
     options = (model, "--gpu", f"{gpu}GB", "--upload", upload)
-    code, out, _ = run("run", "plan", *options)
+    code, out, _ = cli("run", "plan", *options)
     assert code == 0
     assert ": fits\n" in out
     assert all(
         "#" in line for line in out.split("[inner]\n")[1].splitlines() if "=" in line and line != "fragments = 1"
     )
     Path("run.toml").write_text(out)
-    plan: dict[str, Any] = json.loads(run("run", "plan", *options, "--json")[1])
+    plan: dict[str, Any] = json.loads(cli("run", "plan", *options, "--json")[1])
     assert plan["fits"]
     assert plan["needs"]["rate"] * 8 <= float(upload.removesuffix("Mbit")) * 1e6
 
-    code, _, err = run("run", "create", "run.toml")
+    code, _, err = cli("run", "create", "run.toml")
     assert code == 0
     assert "leaves these open" not in err
     signed = manifest_in(tmp_path / "run.manifest")
@@ -60,62 +60,62 @@ def test_a_model_is_planned_written_and_signed_as_it_was_planned(
         assert getattr(getattr(signed, section), field) == value
 
 
-def test_what_does_not_fit_is_an_exit_code(run: Run) -> None:
-    code, out, _ = run("run", "plan", "1B", "--upload", "1kbit")
+def test_what_does_not_fit_is_an_exit_code(cli: Cli) -> None:
+    code, out, _ = cli("run", "plan", "1B", "--upload", "1kbit")
 
     assert code == 1
     assert "does not fit (too little line)" in out
 
 
 @pytest.mark.parametrize("command", ["plan", "create"])
-def test_a_run_file_may_come_through_a_pipe_which_can_be_read_once(run: Run, tmp_path: Path, command: str) -> None:
+def test_a_run_file_may_come_through_a_pipe_which_can_be_read_once(cli: Cli, tmp_path: Path, command: str) -> None:
     outlet, inlet = os.pipe()
     os.write(inlet, b'name = "a"\nmodel = "125M"\n[outer]\ncodec = "fp32"\n')
     os.close(inlet)
     (tmp_path / "run.toml").symlink_to(f"/dev/fd/{outlet}")
-    code, out, err = run("run", command, "run.toml", "--json")
+    code, out, err = cli("run", command, "run.toml", "--json")
     os.close(outlet)
     assert code == 0, err
     assert "outer.codec" not in out
     assert "signed with" not in err
 
 
-def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(run: Run, tmp_path: Path) -> None:
+def test_creating_a_large_run_says_what_each_member_needs_and_the_remedy(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'name = "a"\nmodel = "125M"\n[outer]\ncodec = "int8"\nfragments = 1\n[rounds]\nexchange_seconds = 30\n'
     )
 
-    code, out, err = run("run", "create", "run.toml")
+    code, out, err = cli("run", "create", "run.toml")
     assert (code, out.splitlines()[0][:4]) == (0, "run ")
     assert "each member needs 96.7 Mbit/s up and down" in err
     assert "at 20 Mbit/s an exchange takes 50.8 s of the 10.5 s that it has" in err
     assert "Set outer.fragments = 2, rounds.round_seconds = 120.0, rounds.exchange_seconds = 120.0" in err
     assert manifest_in(tmp_path / "run.manifest").outer.fragments == 1
 
-    warnings = json.loads(run("run", "create", "run.toml", "--force", "--json")[1])["warnings"]
+    warnings = json.loads(cli("run", "create", "run.toml", "--force", "--json")[1])["warnings"]
     assert len(warnings) == 1
 
 
 def test_a_large_model_alone_gets_settings_with_which_homes_can_exchange_and_a_word_about_memory(
-    run: Run, tmp_path: Path
+    cli: Cli, tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text('name = "a"\nmodel = "1B"\n')
 
-    _, _, err = run("run", "create", "run.toml")
+    _, _, err = cli("run", "create", "run.toml")
     assert needs_of(manifest_in(tmp_path / "run.manifest")).rate <= USUAL_RATE
     assert "each member needs 37.5 GB of memory" in err
     assert "set model.num_stages" in err
 
 
 def test_a_module_of_ones_own_is_planned_once_it_is_allowed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = "own_model.convolutional:build"
     monkeypatch.syspath_prepend(Path(__file__).parents[4] / "examples" / "own_model")
     (tmp_path / "run.toml").write_text(f'name = "a"\nmodel = "{function}"\n')
 
-    code, _, err = run("run", "plan", "run.toml")
+    code, _, err = cli("run", "plan", "run.toml")
     assert (code, f"--allow-model {function}" in err) == (Exit.BAD_INPUT, True)
-    code, out, _ = run("run", "plan", "run.toml", "--allow-model", function)
+    code, out, _ = cli("run", "plan", "run.toml", "--allow-model", function)
     assert code == Exit.OK
     assert ": fits\n" in out

@@ -14,27 +14,19 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.inspect.sample import Sample
 from farandole.node.state.store import MANIFEST_FACT, open_store
-from farandole.node.store.consolidated.folder import consolidate, read_folder
+from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import SignedManifest, sign_manifest
-from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
+from ...conftest import Cli
 from ...daemons import farandole
-from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, save_stages, trained
-from .conftest import Run
+from ...store.consolidated.runs import KEY, MODELS, decoded, learner_of, manifest_for, pulled, save_stages, trained
 
 PROMPT = "def f(self, x):"  # 15 bytes, and the context is 16
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model"
-
-
-def folder_of(learner: Learner, signed: SignedManifest, to: Path) -> Path:
-    """Write a learner's weights as `checkpoint pull` does."""
-    stages = save_stages(learner, signed, to.with_name("run"), "replica")
-    consolidate(to, KEY, signed.encode(), [[stage] for stage in stages], required_vectors(NoLoCoConfig()))
-    return to
 
 
 async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
@@ -54,7 +46,7 @@ async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     signed = manifest_for({**MODELS["own"], "num_stages": 2})
-    return folder_of(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "model")
+    return pulled(signed, tmp_path / "model", trained(signed, b"a" * 32, steps=2, rounds=1)).path
 
 
 def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
@@ -65,15 +57,15 @@ def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
     return without_controls(bytes(tokens[len(prompt) :]).decode(errors="replace"))
 
 
-def test_a_folder_of_pull_continues_the_prompt(run: Run, model: Path) -> None:
+def test_a_folder_of_pull_continues_the_prompt(cli: Cli, model: Path) -> None:
     command = ("sample", model, "--prompt", PROMPT, "--tokens", 30)
-    code, text, says = run(*command)
+    code, text, says = cli(*command)
     assert code == Exit.OK
     assert text.startswith(PROMPT)
     assert 'of run "a", round 1, 2 inner steps' in says
     assert "this node's" not in says
-    assert run(*command, "--seed", 1)[1] != text == run(*command)[1]
-    told = json.loads(run(*command, "--json")[1])
+    assert cli(*command, "--seed", 1)[1] != text == cli(*command)[1]
+    told = json.loads(cli(*command, "--json")[1])
     assert PROMPT + told["text"] + "\n" == text
     assert told["run_id"] == read_folder(model).index.run_id.hex()
     assert without_controls(bytes(told["tokens"]).decode(errors="replace")) == told["text"]
@@ -96,27 +88,27 @@ async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Pa
     assert {path.name: path.stat().st_mtime_ns for path in (home / "checkpoints").iterdir()} == before
 
 
-def test_ctrl_c_ends_the_text(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_text(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pieces(text: Sample) -> Iterator[str]:
         yield "a token"
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Sample, "pieces", pieces)
-    code, out, err = run("sample", model)
+    code, out, err = cli("sample", model)
     assert (code, out) == (Exit.INTERRUPTED, "a token\n")
     assert "Traceback" not in err
 
 
 def test_escape_sequences_that_a_model_emits_are_shown_and_not_obeyed(
-    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set the title, move the cursor, C1 control sequence, carriage return, bell."""
     attack = "\x1b]0;mine\x07\x1b[2J\u009b31m\r\x08\u202eok\n\t"
     monkeypatch.setattr("farandole.training.model.generation.generate", lambda *_, **__: iter(attack.encode()))
     arguments = ("sample", model, "--prompt", attack)
-    told = json.loads(run(*arguments, "--json")[1])
+    told = json.loads(cli(*arguments, "--json")[1])
     assert bytes(told["tokens"]).decode() == attack
-    said = run(*arguments)[1]
+    said = cli(*arguments)[1]
     for printed in (said, told["text"]):
         assert "]0;mine" in printed
         assert "\ufffd[2J" in printed
@@ -124,36 +116,36 @@ def test_escape_sequences_that_a_model_emits_are_shown_and_not_obeyed(
         assert not set(printed) & set("\x1b\x07\x08\r\x7f\u009b\u202e")
 
 
-def test_without_a_run_or_a_checkpoint_it_says_what_to_do(run: Run, home: Path, tmp_path: Path) -> None:
-    code, out, says = run("sample")
+def test_without_a_run_or_a_checkpoint_it_says_what_to_do(cli: Cli, home: Path, tmp_path: Path) -> None:
+    code, out, says = cli("sample")
     assert (code, out) == (Exit.BAD_INPUT, "")
     assert "knows no run" in says
     assert "farandole join INVITE" in says
     assert not home.exists()
-    code, _, says = run("sample", tmp_path)
+    code, _, says = cli("sample", tmp_path)
     assert code == Exit.BAD_INPUT
     assert "holds no model" in says
 
 
-async def test_a_checkpoint_of_another_run_is_not_taken(home: Path, run: Run) -> None:
+async def test_a_checkpoint_of_another_run_is_not_taken(home: Path, cli: Cli) -> None:
     await node_of(home, manifest_for(MODELS["own"]), rounds=1)
     async with open_store(home / "store.sqlite") as store:
         await store.put_fact(MANIFEST_FACT, manifest_for(MODELS["own"], name="b").encode())
-    assert "is a checkpoint of another run" in run("sample")[2]
+    assert "is a checkpoint of another run" in cli("sample")[2]
 
 
-async def test_of_a_stage_alone_it_says_how_to_get_the_others(home: Path, tmp_path: Path, run: Run) -> None:
+async def test_of_a_stage_alone_it_says_how_to_get_the_others(home: Path, tmp_path: Path, cli: Cli) -> None:
     signed = manifest_for({**MODELS["own"], "num_stages": 2})
     await node_of(home, signed, rounds=0)
     _, second = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path / "run", "replica")
     second.rename(home / "checkpoints" / "stage-1-round-1.safetensors")
-    code, _, says = run("sample")
+    code, _, says = cli("sample")
     assert code == Exit.BAD_INPUT
     assert "this node holds a stage of 2" in says
     assert "farandole checkpoint pull --to model" in says
 
 
-def test_an_own_model_is_made_only_if_it_is_allowed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_model_is_made_only_if_it_is_allowed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = "own_model.convolutional:build_whole"
     monkeypatch.syspath_prepend(OWN_MODEL)
     model: dict[str, Any] = {"own": function, "context": 16, "config": {"width": 16, "depth": 2}}
@@ -162,31 +154,31 @@ def test_an_own_model_is_made_only_if_it_is_allowed(run: Run, tmp_path: Path, mo
     learner = build_learner(decoded(signed), run_id=signed.run_id, author=bytes(32), settings=settings)
     learner.learn()
     learner.round_end.apply(None)
-    folder = folder_of(learner, signed, tmp_path / "model")
-    code, _, says = run("sample", folder)
+    folder = pulled(signed, tmp_path / "model", learner).path
+    code, _, says = cli("sample", folder)
     assert code == Exit.BAD_INPUT
     assert f"--allow-model {function}" in says
     arguments = ("--prompt", PROMPT, "--tokens", 20, "--temperature", 0, "--json")
-    code, told, _ = run("sample", folder, "--allow-model", function, *arguments)
+    code, told, _ = cli("sample", folder, "--allow-model", function, *arguments)
     assert code == Exit.OK
     assert json.loads(told)["text"] == argmax_text(learner, PROMPT, 20)
 
 
-def test_a_tokenizer_that_is_not_here_is_asked_for(run: Run, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_here_is_asked_for(cli: Cli, tmp_path: Path) -> None:
     signed = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": "ab" * 32})
     learner = trained(manifest_for(MODELS["own"]), b"a" * 32, steps=1, rounds=1)
     learner.checkpoint.run_id = signed.run_id
-    folder = folder_of(learner, signed, tmp_path / "model")
-    code, _, says = run("sample", folder)
+    folder = pulled(signed, tmp_path / "model", learner).path
+    code, _, says = cli("sample", folder)
     assert code == Exit.BAD_INPUT
     assert "needs the tokenizer file with SHA-256 abab" in says
     assert "--tokenizer" in says
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
-    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("farandole.node.inspect.sample.available_bytes", lambda: 100_000_000)
-    code, _, says = run("sample", model)
+    code, _, says = cli("sample", model)
     assert code == Exit.BAD_INPUT
     assert "100 MB are free: stop other programs" in says

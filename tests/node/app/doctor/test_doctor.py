@@ -30,7 +30,6 @@ from farandole.node.base.errors import StrangerError
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
 from farandole.node.base.settings import NodeSettings
-from farandole.node.cli import main
 from farandole.node.inspect.machine import (
     check_data,
     check_disk,
@@ -62,6 +61,7 @@ from farandole.protocol.run.own_model import OwnModel
 from farandole.protocol.wire.identity import peer_id_of
 
 from ....patience import PATIENCE
+from ...conftest import Cli
 from ...hosts import open_home, open_relay, reserve
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
@@ -468,22 +468,17 @@ async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> 
 # Whole examinations
 
 
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *map(str, arguments)])
-    return int(ended.value.code or 0)
-
-
 def test_the_command_says_it_as_json_and_by_its_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # with the process that imports PyTorch
-    home = tmp_path / "home"
-    options = ("--home", home, "--listen", LOOPBACK, "--device", "cpu")
+    home = tmp_path / "another"
+    command = ("doctor", "--home", home, "--listen", LOOPBACK, "--device", "cpu")
     (tmp_path / "torch.py").write_text("raise SystemExit('another program')")  # it is not taken for PyTorch
     monkeypatch.chdir(tmp_path)
-    assert run(*options, "--json") == Exit.OK
-    diagnosis = msgspec.json.decode(capsys.readouterr().out, type=Diagnosis)
+    code, said, _ = cli(*command, "--json")
+    assert code == Exit.OK
+    diagnosis = msgspec.json.decode(said, type=Diagnosis)
     assert diagnosis.is_well
     assert diagnosis.schema == 1
     assert of(diagnosis, "torch").cause == "torch-fine"
@@ -491,8 +486,8 @@ def test_the_command_says_it_as_json_and_by_its_exit_code(
     assert not home.exists()
     load_or_create_key(home / "key")
     (home / "key").chmod(0o640)
-    assert run(*options) == Exit.NOT_WELL
-    assert "chmod 600" in capsys.readouterr().out
+    code, said, _ = cli(*command)
+    assert (code, "chmod 600" in said) == (Exit.NOT_WELL, True)
 
 
 def test_the_report_shows_failures_then_warnings_and_folds_what_passed() -> None:

@@ -14,7 +14,6 @@ import trio
 import trio.testing
 from blake3 import blake3
 
-from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.protocol.exchange.bulk import Proposal, decode_proposal
@@ -22,7 +21,7 @@ from farandole.protocol.exchange.pipe import Transfer
 from farandole.protocol.wire.framing import frame
 
 from ....patience import PATIENCE
-from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream, serve
+from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream
 
 
 class BulkStream(MemoryStream):
@@ -66,22 +65,15 @@ class BulkHost(MemoryHost):
     def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[tuple[str, int]]]:
         return contextlib.nullcontext(self.observed)
 
-    @property
-    def connections(self) -> BulkHost:
-        return self
-
     def remote_addresses(self, peer: bytes) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/{self.remote_port}"]
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> BulkStream:
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
         self.streams_opened += 1
-        remote = self.network.get(peer)
-        if remote is None or protocol not in remote.handlers:
-            raise PeerUnreachableError("nobody there")
-        assert isinstance(remote, BulkHost)
-        near, far = trio.testing.memory_stream_pair()
-        self.nursery.start_soon(serve, remote.handlers[protocol], BulkStream(far, self.author, remote))
-        return BulkStream(near, peer, self)
+        return await super().open_stream(peer, protocol, timeout)
+
+    def end_of(self, stream: trio.abc.Stream, peer: bytes, protocol: str) -> BulkStream:
+        return BulkStream(stream, peer, self)
 
 
 @dataclass

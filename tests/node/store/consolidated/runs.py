@@ -19,36 +19,13 @@ from farandole.protocol.run.rules import NoLoCoConfig, required_vectors
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.engine.learner import Learner, build_learner
 
+from ....protocol.run import test_families as families
+
 TOLERANCE = 1e-5
 VECTORS = required_vectors(NoLoCoConfig())
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)  # the same run each time
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": False,
-    "rope_theta": 500_000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-}
-GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": 256,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 32,
-}
+LLAMA: dict[str, Any] = {**families.LLAMA, "rope_theta": 500_000.0, "rope_scaling": families.LLAMA_3_ROPE}
+GPT2 = families.GPT2
 MODELS: dict[str, dict[str, Any]] = {
     "own": {"preset": "tiny", "context": 16},
     "llama": {"hf": LLAMA, "context": 16},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from farandole.protocol.run.manifest import SignedManifest
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS
 from farandole.training.engine.learner import Learner
 
+from ....tokenizer_files import SEPARATOR, write_words
 from .runs import GPT2, KEY, LLAMA, MODELS, VECTORS, assert_same_logits, manifest_for, pulled, save_stages, trained
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -67,21 +67,17 @@ def test_the_optimizers_state_is_no_hindrance(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"<|endoftext|>": 0, **{chr(byte): byte for byte in range(1, 256)}}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path, config = write_words(tmp_path, SEPARATOR, *map(chr, range(1, 256)))
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "run").mkdir()
-    digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
     signed = manifest_for(MODELS["own"])
     learner = trained(signed, b"a" * 32, steps=1, rounds=1)
-    named = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": digest})
+    named = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": config.sha256})
     learner.checkpoint.run_id = named.run_id
-    folder = exported(named, learner, tmp_path / "run", tokenizer=tmp_path / "tokenizer.json")
-    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    folder = exported(named, learner, tmp_path / "run", tokenizer=path)
+    assert (folder / "tokenizer.json").read_bytes() == path.read_bytes()
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    assert loaded.eos_token == "<|endoftext|>"
+    assert loaded.eos_token == SEPARATOR
     model = read_folder(tmp_path / "run" / "pulled")
     with pytest.raises(ConsolidatedError, match="is not the run's tokenizer"):
         export_hf(model, tmp_path / "no", tmp_path / "other.json")
