@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from farandole.node.base.exits import Exit
-from farandole.node.status.status import NodeStatus
 
 from .daemons import Daemon, farandole, joined, other_source
 from .small_runs import small_manifest, write_run
@@ -16,10 +15,6 @@ MANIFEST = small_manifest(
     rounds={"inner_steps": 10, "round_seconds": 2.0, "exchange_seconds": 5.0},
     audits=1.0,
 )
-
-
-def has_caught(status: NodeStatus, peer: str) -> bool:
-    return status.audits is not None and peer in status.audits.avoided
 
 
 async def met_again(daemon: Daemon, peer: str) -> None:
@@ -46,7 +41,7 @@ async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, 
             await mallory.says("step")
             peer = (await mallory.status()).peer_id
             for honest in (alice, bob):
-                status = await honest.until(lambda status: has_caught(status, peer))
+                status = await honest.until(lambda status: status.audits is not None and peer in status.audits.avoided)
                 assert status.audits is not None
                 assert set(status.audits.avoided) == {peer}
                 assert "gives something else" in status.audits.avoided[peer]

@@ -25,14 +25,6 @@ NUM_NODES = 3
 MAX_MEAN = 1.1
 
 
-def write_texts(folder: Path) -> None:
-    folder.mkdir()
-    rng = random.Random(1)
-    for name in range(NUM_FILES):
-        words = (rng.choice(("dance", "chain", "hand", "open", "free", "turn")) for _ in range(WORDS_A_FILE))
-        (folder / f"{name}.txt").write_text(" ".join(words))
-
-
 RUN: dict[str, object] = {
     "model": {**TINY, "context": 32},
     "inner": {"batch_size": 8},
@@ -63,8 +55,11 @@ async def num_done(daemon: Daemon, num: int) -> None:
 
 
 async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    write_texts(texts)
+    texts, rng = tmp_path / "texts", random.Random(1)
+    texts.mkdir()
+    for name in range(NUM_FILES):
+        words = rng.choices(("dance", "chain", "hand", "open", "free", "turn"), k=WORDS_A_FILE)
+        (texts / f"{name}.txt").write_text(" ".join(words))
     signed = write_run(tmp_path, small_manifest(**RUN))
     data = ("--data", str(texts), "--log-level", "debug")
 

@@ -23,7 +23,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
-from ..daemons import Daemon, joined
+from ..daemons import joined
 from ..small_runs import TINY, small_manifest, write_run
 from ..trainer_commands import prepare_for, save_after_round
 
@@ -109,10 +109,12 @@ async def test_a_node_without_room_trains_on_and_saves_later(
     kept = folder.files()
     assert len(kept) == 2
     async with joined(home, *options) as alice:
-        assert f"resumed at round {round_of(kept[0])}" in await alice.says("trainer ready")
+        assert f"resumed at round {kept[0].stem.rpartition('-')[2]}" in await alice.says("trainer ready")
         await alice.says("warning: the checkpoint of round", "No space left on device")
         await trio.run_process(["mount", "-o", "remount,size=200m", str(small_disk)])
-        await saved_after(alice, folder, kept[0])
+        with trio.fail_after(PATIENCE):
+            while folder.files()[0] == kept[0]:  # over several rounds
+                await alice.says("round", "inner step")
         await alice.until(lambda status: not status.disk)
         assert "No space left" not in str((await alice.status()).warnings), "that is over"
         assert await alice.end(signal.SIGTERM) == Exit.OK
@@ -126,14 +128,3 @@ async def test_a_newcomer_without_room_fetches_no_weights(manifest: Manifest, sm
             await bob.says("error: only", "more are needed at least; free some space")
             with trio.fail_after(PATIENCE):
                 assert await bob.process.wait() == Exit.TRAINER_FAILED
-
-
-def round_of(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
-
-
-async def saved_after(daemon: Daemon, folder: CheckpointFolder, old: Path) -> None:
-    """Wait, over several rounds, until there is a newer checkpoint."""
-    with trio.fail_after(PATIENCE):
-        while folder.files()[0] == old:
-            await daemon.says("round", "inner step")

@@ -26,7 +26,6 @@ from farandole.protocol.checkpoints.block_transfer import (
 )
 from farandole.protocol.checkpoints.blocks import SignedIndex, encode_signed_index, sign_index
 from farandole.protocol.exchange.pipe import CONTROL_KIND, MESSAGE_KIND, Pipe, Route
-from farandole.protocol.exchange.pipe import Event as PipeEvent
 from farandole.protocol.wire.framing import FrameParser, frame
 
 from ...patience import PATIENCE
@@ -84,7 +83,7 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
             pipe.receive_data(data)
             data = b""
             while (event := pipe.next_event()) is not None:
-                heard.append(given(event))
+                heard.append(decode_given(event) if isinstance(event, bytes) else event)
                 if isinstance(heard[-1], Give):
                     await stream.aclose()
                     return [*heard, "silence"]
@@ -92,10 +91,6 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
         return heard
     await stream.aclose()
     return [*heard, "silence"]
-
-
-def given(event: PipeEvent) -> Any:
-    return decode_given(event) if isinstance(event, bytes) else event
 
 
 QUESTION = say(BlockQuestion(RUN, 0, has_index=True))

@@ -29,10 +29,6 @@ def exchanges(*verdicts: str) -> list[ExchangeStatus]:
     ]
 
 
-def late(exchange: ExchangeStatus) -> ExchangeStatus:
-    return msgspec.structs.replace(exchange, late_seconds=8.0)
-
-
 def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
     found = headline(changed(recent_exchanges=exchanges("committed")), NOW)
     assert (found.level, found.remedy) == ("well", "")
@@ -144,7 +140,11 @@ def test_what_is_small_or_over_is_nobodys_business(changes: dict[str, object]) -
             "no exchange succeeds, the last 5 in a row failed: the contributions took too long -> farandole doctor",
         ),
         (
-            changed(recent_exchanges=[late(each) for each in exchanges(*["committed"] * 3)]),
+            changed(
+                recent_exchanges=[
+                    msgspec.structs.replace(each, late_seconds=8.0) for each in exchanges(*["committed"] * 3)
+                ]
+            ),
             "this machine is busy: judging takes 8.0 s, so only half of each contribution counts -> measure less",
         ),
         (

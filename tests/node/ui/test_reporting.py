@@ -14,7 +14,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.status.journal import MAX_EXCHANGES, Journal
 from farandole.node.ui.reporting import Reporter
-from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress, Signed
+from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.identity import peer_id_of
@@ -27,24 +27,17 @@ RUN_ID = b"r" * 32
 NUM_MEMBERS = 1_000
 
 
-def heard_of(number: int) -> list[Signed]:
-    """Return what a newcomer hears of a member."""
-    payloads = {
-        Kind.MEMBER: Member(device="cpu", addresses=("/ip4/127.0.0.1/tcp/9",) if number % 3 else ()),
-        Kind.PROGRESS: Progress(0, 0, 0, 0, 0),
-        Kind.BEAT: Beat(0, 0, 10_000_000, 10_000, b""),
-    }
-    now = time.time()
-    return [
-        authors.signed(number, kind, 0, authors.tick_at(kind, now), said, RUN_ID) for kind, said in payloads.items()
-    ]
-
-
 @asynccontextmanager
-async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple[Reporter, Host]]:
-    state, liveness = RunState(RUN_ID, b"c" * 32), Liveness()
-    state.merge(Delta(tuple(entry for number in range(num_members) for entry in heard_of(number))), time.time())
-    for number in range(num_members):
+async def reporter_of(journal: Journal) -> AsyncIterator[tuple[Reporter, Host]]:
+    state, liveness, now = RunState(RUN_ID, b"c" * 32), Liveness(), time.time()
+    for number in range(NUM_MEMBERS):
+        payloads = {
+            Kind.MEMBER: Member(device="cpu", addresses=("/ip4/127.0.0.1/tcp/9",) if number % 3 else ()),
+            Kind.PROGRESS: Progress(0, 0, 0, 0, 0),
+            Kind.BEAT: Beat(0, 0, 10_000_000, 10_000, b""),
+        }
+        for kind, said in payloads.items():
+            state.merge(Delta((authors.signed(number, kind, 0, authors.tick_at(kind, now), said, RUN_ID),)), now)
         liveness.beat(authors.author_of(number), 1, trio.current_time())
         if number:
             liveness.trust(authors.author_of(number))
@@ -62,7 +55,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
     async with (
-        reporter_of(journal, NUM_MEMBERS) as (reporter, host),
+        reporter_of(journal) as (reporter, host),
         open_host(authors.key_of(700), LOOPBACK) as other,
     ):
         await other.connect(host.author, host.addresses)

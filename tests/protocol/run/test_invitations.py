@@ -160,11 +160,6 @@ def admission_of(who: int, admission: Admission) -> Signed:
     return signed(who, Kind.ADMISSION, 0, tick_at(Kind.ADMISSION), AdmissionProof(encode(admission)))
 
 
-def revocation(*whom: int, index: int = 0) -> Signed:
-    keys = tuple(author_of(who) for who in whom)
-    return signed(CREATOR_NUMBER, Kind.REVOCATION, index, tick_at(Kind.REVOCATION), Revocation(keys))
-
-
 def invited_run() -> RunState:
     return RunState(RUN_ID, CREATOR, roster=roster())
 
@@ -174,12 +169,10 @@ def test_strangers_entries_are_not_taken_and_cost_nothing() -> None:
     report = state.merge(Delta(tuple(member(number) for number in range(10, 200))), NOW)
     assert set(report.outcomes) == {Outcome.UNINVITED}
     assert (state.authors, report.new, report.faults) == ([], [], [])
-    a, b = sorted((member(MALLORY, device="a"), member(MALLORY, device="b")), key=lambda item: entry_id_of(item))
+    a, b = sorted(
+        (member(MALLORY, device="a"), member(MALLORY, device="b")), key=lambda item: entry_id(item.author, item.body)
+    )
     assert state.merge(Delta((), (Proof(a, b),)), NOW).outcomes == [Outcome.UNINVITED]
-
-
-def entry_id_of(item: Signed) -> bytes:
-    return entry_id(item.author, item.body)
 
 
 def test_an_admission_opens_the_state_in_whatever_order_it_comes() -> None:
@@ -209,9 +202,10 @@ def test_a_revoked_member_is_dropped_with_its_guests_and_stays_out() -> None:
     of_anna = admit(invitation(quota=1), ANNA)
     of_ben = admit(sponsored(of_anna, ANNA, range(1)), BEN)
     items = (admission_of(ANNA, of_anna), admission_of(BEN, of_ben), member(ANNA), member(BEN))
-    roots = set()
+    roots, of_annas = set(), Revocation((author_of(ANNA),))
+    revoked = signed(CREATOR_NUMBER, Kind.REVOCATION, 0, tick_at(Kind.REVOCATION), of_annas)
     for seed in range(20):
-        shuffled = [*items, revocation(ANNA), admission_of(CLEO, admit(invitation(7, range(3, 4)), CLEO, 3))]
+        shuffled = [*items, revoked, admission_of(CLEO, admit(invitation(7, range(3, 4)), CLEO, 3))]
         random.Random(seed).shuffle(shuffled)
         state = invited_run()
         for item in shuffled:

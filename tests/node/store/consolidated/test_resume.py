@@ -48,14 +48,9 @@ def test_what_a_run_file_leaves_out_is_as_it_was(folder: Consolidated) -> None:
 EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
 
 
-def with_epochs(tmp_path: Path) -> Consolidated:
-    """Return a consolidated run in the second of three epochs."""
-    signed = manifest_for(MODELS["own"], data={"epochs": 3})
-    return pulled(signed, tmp_path / "pulled", trained(signed, b"a" * 32, steps=0), EPOCHS)
-
-
 def test_epochs_of_the_data_go_on_where_they_were_or_begin_anew_where_slices_are_others(tmp_path: Path) -> None:
-    folder = with_epochs(tmp_path)
+    signed = manifest_for(MODELS["own"], data={"epochs": 3})
+    folder = pulled(signed, tmp_path / "pulled", trained(signed, b"a" * 32, steps=0), EPOCHS)
     assert folder.epochs == EPOCHS
     after = resumed(folder, {"model": {"num_stages": 2}})
     assert after.start is not None
