@@ -8,19 +8,19 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.exits import Exit
 from farandole.node.base.system.processes import count_oom_kills
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
-from farandole.protocol.run.manifest import Manifest, sign_manifest
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.trainer import trainer_messages as messages
 
 from ...patience import PATIENCE
 from ..daemons import joined
-from ..small_runs import TINY, small_manifest
+from ..small_runs import TINY, small_manifest, write_run
 from ..trainer_commands import prepare_for
 
 BATCH = 64
@@ -45,12 +45,6 @@ def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
     return prepare_for(manifest, tmp_path / "checkpoints")
 
 
-def used(pid: int, what: str) -> int:
-    """Return a process's memory in bytes, as the kernel counts it."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1_024 for line in lines if line.startswith(f"{what}:"))
-
-
 async def train(trainer: Trainer) -> messages.Report:
     """Take one inner step."""
     await trainer.send(messages.Train(0, 1))
@@ -66,15 +60,14 @@ async def test_a_node_without_memory_for_a_batch_takes_it_in_parts(
 ) -> None:
     with pytest.raises(TrainerError, match="out of memory") as caught:
         async with open_trainer(prepare) as trainer:
-            limit = used(trainer.pid, "VmData") + ROOM
+            limit = psutil.Process(trainer.pid).memory_info().data + ROOM
             resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (limit, limit))
             await train(trainer)
     assert caught.value.cause == "memory"
 
-    run = tmp_path / "run.manifest"
-    run.write_bytes(sign_manifest(manifest, Ed25519PrivateKey.generate()).encode())
+    write_run(tmp_path, manifest)
     for life in range(2):
-        async with joined(tmp_path / "alice", str(run), "--device", "cpu") as alice:
+        async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--device", "cpu") as alice:
             resource.prlimit(alice.process.pid, resource.RLIMIT_DATA, (limit, limit))  # and of all its trainers
             await alice.says("trainer ready")
             if life == 0:

@@ -33,14 +33,10 @@ async def open_mesh(number: int) -> AsyncIterator[list[Host]]:
         yield hosts
 
 
-@pytest.fixture
-def no_laggards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for all asked peers."""
-    monkeypatch.setattr(dht_module, "LAGGARDS_TIMEOUT", PATIENCE)
-
-
-@pytest.mark.usefixtures("no_laggards")
-async def test_a_provider_is_found_through_one_bootstrap_peer_and_can_be_dialled() -> None:
+async def test_a_provider_is_found_through_one_bootstrap_peer_and_can_be_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dht_module, "LAGGARDS_TIMEOUT", PATIENCE)  # it waits for all asked peers
     async with open_mesh(8) as hosts:
         key, provider, seeker = os.urandom(32), hosts[3], hosts[6]
         await provider.dht.provide(key)

@@ -1,29 +1,9 @@
-"""What a node loads of py-libp2p, and the range of releases that it works with."""
+"""What a node loads of py-libp2p."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
-from importlib.metadata import version
-from pathlib import Path
-
-from packaging.requirements import Requirement
-
-ROOT = Path(__file__).parents[3]
-
-
-def required() -> Requirement:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (found,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "libp2p"]
-    return found
-
-
-def test_the_range_has_the_releases_that_were_tried_and_the_installed_one() -> None:
-    """In 0.7.0 and older the messages for relays differ from the specification."""
-    assert all(release in required().specifier for release in ["0.8.0", "0.8.1", version("libp2p")])
-    assert "0.7.0" not in required().specifier
-    assert "0.9.0" not in required().specifier
 
 
 def test_a_daemon_loads_no_http_or_dns_client_and_neither_tls_nor_yamux_of_libp2p() -> None:

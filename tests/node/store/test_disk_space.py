@@ -110,10 +110,6 @@ def test_saves_never_take_more_than_was_planned(tmp_path: Path, num_kept: int) -
     assert [path.name for path in CheckpointFolder(folder, 0).files()] == ["stage-0-round-5.safetensors"]
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 def test_a_stages_checkpoints_come_newest_first_and_what_else_lies_there_is_none(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", 1)
     assert folder.files() == []
@@ -134,7 +130,7 @@ def test_older_ones_go_with_their_index_and_other_stages_stay(tmp_path: Path) ->
         path.touch()
         index_of(path).touch()
     folder.keep([folder.file(1), folder.file(3)])
-    assert names(tmp_path) == {
+    assert {path.name for path in tmp_path.iterdir()} == {
         name for path in (folder.file(1), folder.file(3), other.file(1)) for name in (path.name, index_of(path).name)
     }
 

@@ -69,11 +69,6 @@ class Twin:
         return learner
 
 
-def round_of(words: str) -> int:
-    """Return the last outer step's round in a daemon's output."""
-    return int(words.partition("round ")[2].partition(":")[0])
-
-
 def trainers_of(daemon: Daemon) -> list[int]:
     """Return the trainers' process ids. A child belongs to a thread, and processes are started in separate threads."""
     lists = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
@@ -85,7 +80,7 @@ async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[
     said: dict[int, float] = {}
     for _ in range(num_rounds):
         line = await daemon.says("round", "inner step")
-        said[round_of(line)] = time.monotonic()
+        said[int(line.partition("round ")[2].partition(":")[0])] = time.monotonic()
     trainers = [os.pidfd_open(pid) for pid in trainers_of(daemon)]
     assert trainers
     killed_at = time.monotonic()

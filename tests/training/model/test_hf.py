@@ -54,10 +54,6 @@ def hf_model(name: str, num_stages: int = 1) -> ModelConfig:
     )
 
 
-def stages_of(name: str, num_stages: int) -> list[StageModule]:
-    return [build_stage(hf_model(name, num_stages), 7, stage) for stage in range(num_stages)]
-
-
 def of_transformers(name: str) -> Any:
     """The whole model as transformers makes it, still with weights that it has drawn."""
     from farandole.training.model.hf import hf_config
@@ -81,7 +77,7 @@ TOKENS = torch.arange(2 * 17).view(2, 17) * 7 % 64
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_stages_compute_what_transformers_computes(name: str, num_stages: int) -> None:
-    stages = stages_of(name, num_stages)
+    stages = [build_stage(hf_model(name, num_stages), 7, stage) for stage in range(num_stages)]
     whole = with_weights(of_transformers(name), stages)
 
     x = stages[0].embed(TOKENS[:, :-1])

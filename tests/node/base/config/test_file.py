@@ -16,17 +16,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config.toml"
 
 
-def uncommented(text: str) -> str:
-    return re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)
-
-
 def test_the_file_for_beginners_changes_nothing(path: Path) -> None:
     path.write_text(config_text())
     assert read_config(path) == {}
 
 
 def test_the_file_for_beginners_has_every_setting_with_its_default_or_an_example(path: Path) -> None:
-    path.write_text(uncommented(config_text()))
+    path.write_text(re.sub(r"^#(?! )", "", config_text(), flags=re.MULTILINE))
     assert set(read_config(path)) == {setting.name for setting in SETTINGS if not setting.is_hidden}
     for name, value in tomllib.loads(path.read_text()).items():
         default = getattr(NodeSettings(), name)
