@@ -260,17 +260,12 @@ async def test_trainers_crash_and_hang_and_a_node_is_told_twice_to_leave(
             assert await alice.end(signal.SIGTERM) == Exit.OK
 
 
-async def first_line(daemon: Daemon) -> Headline:
-    """Return the line that `farandole status` prints first."""
-    status = await daemon.status()
-    return headline(status, status.at)
-
-
 async def test_a_node_is_alone_then_well_and_then_alone_again(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("alone: no peer is live")
-        alone = await first_line(alice)
+        status = await alice.status()
+        alone = headline(status, status.at)
         assert alone == Headline("trouble", "training alone: there is no other live member in this run", alone.remedy)
         assert "farandole run invite" in alone.remedy
 

@@ -1,4 +1,5 @@
 import hashlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from farandole.training.engine.engine import Engine
 from farandole.training.engine.learner import DEFAULTS, Learner
 from farandole.training.model.model import build_model
 from farandole.training.outer.codec import Buffer
+from farandole.training.outer.contribution import DeviceCopier, Wait
 from farandole.training.screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
 
+from ..patience import PATIENCE
 from ..tolerance import TOLERANT
 
 RUN_ID = hashlib.sha256(b"a run").digest()
@@ -122,6 +125,27 @@ class Asking(ScreeningRule):
 
     def judge(self, partner: Partner) -> Verdict:
         return self._judge(partner)
+
+
+class LateCopier(DeviceCopier):
+    """Copies when it is waited for, as a busy stream may, and not before ``may_copy`` is set."""
+
+    depth = 2
+    is_aside = True
+
+    def __init__(self, may_copy: threading.Event | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self._may_copy = may_copy
+
+    def send(self, filled: Tensor, host: Tensor) -> Wait:
+        def wait() -> None:
+            assert self._may_copy is None or self._may_copy.wait(PATIENCE)
+            host.copy_(filled)
+
+        return wait
+
+    def keep(self, source: Tensor, host: Tensor) -> Wait:
+        return self.send(source.clone(), host)  # operations queued later may change the source
 
 
 @pytest.fixture(scope="session")

@@ -39,17 +39,7 @@ def test_exchanges_that_may_take_longer_than_rounds_are_refused() -> None:
         check_times(run, {"rounds.round_seconds"})
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rounds": {"round_seconds": 0, "inner_steps": 10}},
-        {"inner": {"total_steps": 1_001}},
-    ],
-)
-def test_what_works_is_not(settings: dict[str, Any]) -> None:
-    assert warnings(**settings) == []
-
-
-def test_the_example_is_not_warned_of() -> None:
+def test_what_works_and_the_example_are_not() -> None:
+    assert warnings(rounds={"round_seconds": 0, "inner_steps": 10}) == warnings(inner={"total_steps": 1_001}) == []
     settings = read_toml(ROOT / "examples" / "run.toml").values
     assert [*doubtful_settings(manifest_of(settings, ROOT, 0))] == []

@@ -64,17 +64,13 @@ def test_kill_at_every_call_leaves_the_old_checkpoint_or_the_new_one(
             assert not index_of(newest).exists(), "that of another file"
     assert seen == {before[folder.file(old).name], after[folder.file(new).name]}
     if case == "new":
-        assert_durable_before_the_old_goes(calls)
-
-
-def assert_durable_before_the_old_goes(calls: list[str]) -> None:
-    """Assert that the file is durable before it gets its name, and the name before the oldest goes, index first."""
-    kinds = [call.split()[0] for call in calls if not call.startswith("open")]
-    first_write, last_write = kinds.index("write"), len(kinds) - 1 - kinds[::-1].index("write")
-    assert set(kinds[first_write : last_write + 1]) == {"write"}
-    assert kinds[last_write + 1 :] == ["fsync", "replace", "fsync", "unlink", "unlink"]
-    removed = [call.split()[1] for call in calls[-2:]]
-    assert removed == ["stage-0-round-1.safetensors.index", "stage-0-round-1.safetensors"]
+        # The file is durable before it gets its name, and the name before the oldest goes, index first.
+        kinds = [call.split()[0] for call in calls if not call.startswith("open")]
+        first_write, last_write = kinds.index("write"), len(kinds) - 1 - kinds[::-1].index("write")
+        assert set(kinds[first_write : last_write + 1]) == {"write"}
+        assert kinds[last_write + 1 :] == ["fsync", "replace", "fsync", "unlink", "unlink"]
+        removed = [call.split()[1] for call in calls[-2:]]
+        assert removed == ["stage-0-round-1.safetensors.index", "stage-0-round-1.safetensors"]
 
 
 class Story:

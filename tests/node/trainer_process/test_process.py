@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -25,35 +24,13 @@ from farandole.training.engine import snapshot
 from farandole.training.engine.learner import HeldOutLoss, Learner, build_learner
 from farandole.training.engine.replica import Replica
 from farandole.training.outer import round_end
-from farandole.training.outer.contribution import DeviceCopier, Wait
+from farandole.training.outer.contribution import Wait
 from farandole.training.screening.rule import Accept, Partner, Refuse, Verdict
 
-from ...patience import PATIENCE
-from ...training.conftest import Asking, copy_without
+from ...training.conftest import Asking, LateCopier, copy_without
 from .conftest import Start, Trainer
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
-
-
-class LateCopier(DeviceCopier):
-    """Copies when it is waited for, and not before ``may_copy`` is set."""
-
-    depth = 2
-    is_aside = True
-
-    def __init__(self, may_copy: threading.Event) -> None:
-        super().__init__(torch.device("cpu"))
-        self._may_copy = may_copy
-
-    def send(self, filled: Tensor, host: Tensor) -> Wait:
-        def wait() -> None:
-            assert self._may_copy.wait(PATIENCE)
-            host.copy_(filled)
-
-        return wait
-
-    def keep(self, source: Tensor, host: Tensor) -> Wait:
-        return self.send(source.clone(), host)  # operations queued later may change the source
 
 
 BOB = b"b" * 32

@@ -5,32 +5,15 @@ import math
 import pytest
 import torch
 from blake3 import blake3
-from torch import Tensor
 
 from farandole.training.engine.learner import Learner
 from farandole.training.outer import codec, round_end
-from farandole.training.outer.contribution import Copier, DeviceCopier, Wait
+from farandole.training.outer.contribution import Copier, DeviceCopier
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train
+from ..conftest import ALICE, BOB, LateCopier, MakeReplica, refusal, sent, train
 
 EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
-
-
-class LateCopier(DeviceCopier):
-    """Copies no sooner than it is waited for, as a busy stream may."""
-
-    depth = 2
-    is_aside = True
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def send(self, filled: Tensor, host: Tensor) -> Wait:
-        def wait() -> None:
-            host.copy_(filled)
-
-        return wait
 
 
 @pytest.fixture(params=["staged", "late"])

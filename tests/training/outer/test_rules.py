@@ -37,10 +37,6 @@ def trained(make_replica: MakeReplica, author: bytes, settings: OuterConfig) -> 
     return replica
 
 
-def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: flat.clone() for name, flat in vectors.items()}
-
-
 def at_first(settings: OuterConfig, fast: Tensor, slow: Tensor) -> OwnVectors:
     """A replica with a state of its own, that its rule has not moved yet."""
     return OwnVectors(fast, slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors})
@@ -115,7 +111,7 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica, set
 def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeReplica, settings: OuterConfig) -> None:
     settings = replace(settings, fragments=3)
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
-    before = copies(alice.checkpoint.vectors())
+    before = {name: flat.clone() for name, flat in alice.checkpoint.vectors().items()}
 
     exchange(alice, bob, fragment=1)
 

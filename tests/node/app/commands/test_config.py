@@ -121,16 +121,9 @@ def test_a_wrong_variable_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
         assert (code, "FARANDOLE_THREADS" in err, expected in err) == (Exit.USAGE, True, True)
 
 
-def panels_of(cli: Cli, *command: str) -> dict[str, str]:
-    """Return the text of each panel of a command's help, by title."""
-    code, out, _ = cli(*command, "--help")
-    assert code == Exit.OK
-    _, *parts = re.split(r"^╭─ (.+?) ─+╮$", out, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
 def test_each_setting_is_in_the_panel_of_its_definition(cli: Cli) -> None:
-    panels = panels_of(cli, "join")
+    _, *parts = re.split(r"^╭─ (.+?) ─+╮$", cli("join", "--help")[1], flags=re.MULTILINE)
+    panels = dict(zip(parts[::2], parts[1::2], strict=True))
     assert list(panels) == ["Arguments", "Options", *PANELS]
     for setting in SETTINGS:
         if setting.flag and not setting.is_hidden:
