@@ -153,13 +153,11 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
-    from .play.report import course_lines, fault_lines, link_table, stage_lines, throughput_lines
+    from .play.report import course_lines, fault_lines, stage_lines, throughput_lines
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for line in course_lines(report):
         say(line)
-    if any(node.home for node in report.nodes):
-        console.print(link_table(report.nodes).rich())
     faults = [*fault_lines(report), *throughput_lines(report)] if report.faults else []
     for line in (*faults, *stage_lines(report)):
         say(line)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -97,8 +97,13 @@ def make_checkpoint(path: Path, size_mb: int) -> None:
 
 
 @contextlib.contextmanager
-def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[Nodes]:
-    """Open the nodes; the newcomer is in the first place."""
+def open_nodes(
+    source: Path, log: Path, places: Sequence[Location]
+) -> Iterator[tuple[Callable[[int], float], list[BenchWorker], list[str]]]:
+    """Open a newcomer, in the first place, and its donors.
+
+    Yields what fetches from the first so many donors and returns the seconds, the donors, and their addresses.
+    """
     command, names = worker_command("joining node"), ("newcomer", "donor 1", "donor 2")
     with contextlib.ExitStack() as stack:
         workers = [
@@ -109,25 +114,14 @@ def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[
         addresses = [answer["address"] for answer in opened]
         ask_all(workers, "meet", addresses=addresses)
         ask_all(workers[1:], "hold", path=str(source))
-        yield Nodes(workers[0], workers[1:], addresses[1:], source)
+        target = source.with_name("fetched.safetensors")
 
+        def fetch(num_donors: int) -> float:
+            target.unlink(missing_ok=True)
+            donors = addresses[1 : num_donors + 1]
+            return elapsed([workers[0].ask("fetch", path=str(source), target=str(target), donors=donors)])
 
-@dataclass(frozen=True)
-class Nodes:
-    """A newcomer and two donors; made by `open_nodes`."""
-
-    newcomer: BenchWorker
-    donors: list[BenchWorker]
-    addresses: list[str]
-    """The donors' addresses."""
-    source: Path
-
-    def fetch(self, num_donors: int) -> dict[str, Any]:
-        """Fetch from the first ``num_donors`` donors."""
-        target = self.source.with_name("fetched.safetensors")
-        target.unlink(missing_ok=True)
-        donors = self.addresses[:num_donors]
-        return self.newcomer.ask("fetch", path=str(self.source), target=str(target), donors=donors)
+        yield fetch, workers[1:], addresses[1:]
 
 
 def run(
@@ -162,10 +156,10 @@ def measure(
     try:
         make_checkpoint(source, size_mb)
         with contextlib.ExitStack() as stack:
-            nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
-            turns = {
-                "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
-                "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
+            fetch, _, _ = stack.enter_context(open_nodes(source, log, [Location()] * 3))
+            turns: dict[str, Callable[[], float]] = {
+                "two_donors_s": partial(fetch, 2),
+                "one_donor_s": partial(fetch, 1),
             }
             if cache is not None:
                 command = peer_command(obtain_python("hivemind", cache, say), "hivemind")
@@ -189,20 +183,20 @@ def measure(
 
 def measure_line(source: Path, size_mb: int, log: Path, places: Sequence[Location]) -> dict[str, float]:
     """Measure on a shaped line: both donors take rounds with each other, first alone, then while the newcomer joins."""
-    with open_nodes(source, log, places) as nodes:
+    with open_nodes(source, log, places) as (fetch, donors, addresses):
 
         def put_rounds(first: int) -> None:
             sizes = {"first": first, "count": NUM_ROUNDS, "size": ROUND_MB * MB}
-            for donor, partner in zip(nodes.donors, nodes.addresses[::-1], strict=True):
+            for donor, partner in zip(donors, addresses[::-1], strict=True):
                 donor.put("take_rounds", partner=partner, pause=ROUND_PAUSE, **sizes)
 
         def get_rounds() -> float:
-            return statistics.fmean(second for answer in get_all(nodes.donors) for second in answer["seconds"])
+            return statistics.fmean(second for answer in get_all(donors) for second in answer["seconds"])
 
         put_rounds(0)
         alone = get_rounds()
         put_rounds(NUM_ROUNDS)
-        seconds = elapsed([nodes.fetch(2)])
+        seconds = fetch(2)
         meanwhile = get_rounds()
     rate = min(DOWN_MBIT, 2 * UP_MBIT) * 1e6 / 8
     return {"link_over_ideal": seconds / (size_mb * MB / rate), "rounds_slower": meanwhile / alone - 1}

@@ -125,7 +125,7 @@ def run(
         seconds = taken[-1].seconds
         # A node's steps are counted by tokens: a newcomer's count of steps goes on from its donor's.
         num_steps = sum(node.tokens for node in play.nodes) / (manifest.inner.batch_size * manifest.model.context)
-        num_early = scenario.nodes - len(scenario.late_joiners)
+        num_early = scenario.nodes - len(scenario.named_by("join"))
         played = {NODES: (taken, seconds * num_early / num_steps)}
         bench.say("DiLoCo")
         played[DILOCO] = play_diloco(bench, scenario, interval, rate, seconds, samples)
@@ -201,7 +201,7 @@ def play_members(
             worker.put("begin", author=index, step_seconds=scenario.seconds_of_step(index), **own)
             return worker
 
-        first, *others = (index for index in range(scenario.nodes) if index not in scenario.late_joiners)
+        first, *others = (index for index in range(scenario.nodes) if index not in scenario.named_by("join"))
         members = {first: begin(first, {})}
         answer = members[first].get()
         members |= {index: begin(index, answer) for index in others}
@@ -260,7 +260,7 @@ def play_hivemind(
     ``interval``: seconds between two averages, if no member waits.
     """
     manifest = scenario.manifest(0.0)
-    early = [index for index in range(scenario.nodes) if index not in scenario.late_joiners]
+    early = [index for index in range(scenario.nodes) if index not in scenario.named_by("join")]
     speed = sum(1 / scenario.seconds_of_step(index) for index in early)
     settings = {
         "folders": [os.path.abspath(each) for each in sys.path],

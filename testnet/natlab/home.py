@@ -24,6 +24,9 @@ _MAX_LEASES: Final = 250
 INTERNET_IP: Final = "5.255.255.254"
 # Between a carrier and its customers (RFC 6598).
 CARRIER_IP, CUSTOMER_IP = "100.64.0.1", "100.64.0.2"
+# Buffer of a home router for a full uplink.
+_BUFFER: Final = "200ms"
+_BURST: Final = "16kb"
 # Routing tables of a home with a delay: for packets that it sends, and for packets that have been delayed.
 _UP_TABLE, _DOWN_TABLE = 1_000, 2_000
 
@@ -154,4 +157,4 @@ def _set_rate(namespace: Namespace, device: str, mbit: float | None) -> None:
     if mbit is None:
         namespace.run(f"tc qdisc del dev {device} root 2>&- || true")
     else:
-        namespace.shape(device, mbit)
+        namespace.run(f"tc qdisc replace dev {device} root tbf rate {mbit:g}mbit burst {_BURST} latency {_BUFFER}")

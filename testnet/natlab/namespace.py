@@ -36,9 +36,6 @@ _PACKAGES: Final = {
     "nft": "nftables",
     "miniupnpd": "miniupnpd-nftables",
 }
-# Buffer of a home router for a full uplink.
-_BUFFER: Final = "200ms"
-_BURST: Final = "16kb"
 # Holds a namespace, and prints a line when it has it.
 _HOLDER: Final = ("unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
 
@@ -79,10 +76,6 @@ class Namespace:
                 yield
             finally:
                 _set_namespace(own.fileno())
-
-    def shape(self, device: str, mbit: float) -> None:
-        """Limit a device's sending rate to ``mbit`` Mbit/s; raises `CommandError`."""
-        self.run(f"tc qdisc replace dev {device} root tbf rate {mbit:g}mbit burst {_BURST} latency {_BUFFER}")
 
 
 def _set_namespace(descriptor: int) -> None:

@@ -8,8 +8,6 @@ from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
-from farandole.protocol.wire.errors import FarandoleError
-
 # Each node is two Python processes of about 300 MB together; one machine holds no more.
 MAX_NODES: Final = 128
 
@@ -136,10 +134,6 @@ _ATTEMPTS: Final = 200
 _Kinds = Annotated[tuple[FaultKind, ...], msgspec.Meta(min_length=1)]
 
 
-class ChaosError(FarandoleError):
-    """There is no such schedule; the message says why."""
-
-
 class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A scenario's settings of its random faults."""
 
@@ -157,7 +151,7 @@ class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
-    """Draw the schedule's faults, in the order in which they begin; `ChaosError` if there is no room for them."""
+    """Draw the schedule's faults, in the order in which they begin; `ValueError` if there is no room for them."""
     rng = random.Random(f"chaos {seed}")
     nodes = chaos.nodes or tuple(range(num_nodes))
     begins_at = min(WARM_UP, WARM_UP_SHARE * chaos.seconds)
@@ -187,7 +181,7 @@ def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
                 faults.append(fault)
                 break
         else:
-            raise ChaosError(f"no room for {chaos.faults} faults among {len(nodes)} nodes in {chaos.seconds:g} s")
+            raise ValueError(f"no room for {chaos.faults} faults among {len(nodes)} nodes in {chaos.seconds:g} s")
     return tuple(sorted(faults, key=lambda fault: fault.after_start or 0.0))
 
 

@@ -85,7 +85,10 @@ def make_report(
 
 
 def _with_verdict(report: PlayReport, conditions: Iterable[Condition]) -> PlayReport:
-    reasons = [*report.reasons, *(each.reason for each in conditions if not each.is_met)]
+    reasons = [
+        *report.reasons,
+        *(f"{each.what}: {each.measured}, not {each.limit}" for each in conditions if not each.is_met),
+    ]
     return msgspec.structs.replace(report, reasons=reasons, verdict="fail" if reasons else "pass")
 
 
@@ -96,11 +99,6 @@ class Condition(NamedTuple):
     measured: str
     limit: str
     is_met: bool
-
-    @property
-    def reason(self) -> str:
-        """Return why it is a reason against a pass."""
-        return f"{self.what}: {self.measured}, not {self.limit}"
 
 
 def conditions_of_play(report: PlayReport, scenario: Scenario) -> Iterator[Condition]:
@@ -196,7 +194,7 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
         yield f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}"
     if node.restarts and not node.exchanges_since_restart:
         yield "exchanged with nobody after it was started again"
-    if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
+    if node.index in scenario.named_by("join") and node.losses and node.losses[0][0] == 0:
         yield "joined late and began in round 0: it got no weights from a peer"
     taken = {round_index for round_index, _ in node.losses}
     missed = [index for index in range(min(taken, default=0), scenario.rounds) if index not in taken]

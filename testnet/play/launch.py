@@ -181,7 +181,11 @@ class Testnet:
         targets = " ".join(
             f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.report.peer_id}" for node in self._nodes
         )
-        command = [sys.executable, "-m", f"farandole.testnet.zoo.{'daemon' if hostile.is_daemon else 'programs'}"]
+        command = [
+            sys.executable,
+            "-m",
+            f"farandole.testnet.zoo.{'daemon' if hostile.program == 'daemon' else 'programs'}",
+        ]
         environment = {PLAN: msgspec.json.encode(hostile).decode(), TARGETS: targets}
         return [
             self._make(number, self._options(number, "127.0.0.1", port), leash, command, environment)
@@ -302,7 +306,7 @@ class Testnet:
 
     @property
     def _early_nodes(self) -> list[NodeProcess]:
-        return [node for node in self._nodes if node.report.index not in self.scenario.late_joiners]
+        return [node for node in self._nodes if node.report.index not in self.scenario.named_by("join")]
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until it is so at a look at the nodes."""
@@ -344,7 +348,7 @@ class Testnet:
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
         """Start the first node, and when it can be dialled hostile ones and the others, one after the other."""
-        daemons = self._hostile if self.scenario.hostile and self.scenario.hostile.is_daemon else []
+        daemons = self._hostile if self.scenario.hostile and self.scenario.hostile.program == "daemon" else []
         first, *others = self._early_nodes
         self._say(f"starting {len(self._early_nodes)} nodes in {self.out / 'nodes'}")
         async with trio.open_nursery() as nursery:

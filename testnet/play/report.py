@@ -6,16 +6,15 @@ Fields are added, never renamed, as scripts read them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
 from farandole.node.base.figures import bits_per_byte, count, duration, loss
 from farandole.node.status.status import PipelineStatus, Resources
 
-from ..report.section import Grid
 from .fault import FaultReport
 
 
@@ -287,21 +286,3 @@ def throughput_lines(report: PlayReport) -> list[str]:
         if report.beside.spread is not None:
             lines[-1] += f", spread {report.beside.spread:.2f} of the clean one's"
     return lines
-
-
-# A table of the links between the homes of a testnet, as their two ends report them.
-
-_NONE: Final = "-"
-
-
-def link_table(nodes: Sequence[NodeReport]) -> Grid:
-    """Return a table of links: its cells are the path from the row's node to the column's; "-" if there is none."""
-    header = ["link to node", *(str(node.index) for node in nodes)]
-    rows = [
-        [
-            f"{node.index} {node.home}",
-            *(node.links.get(other.peer_id, _NONE) if other is not node else "" for other in nodes),
-        ]
-        for node in nodes
-    ]
-    return Grid("Links between homes, as the node of the row says", header, rows)

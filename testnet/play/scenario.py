@@ -16,7 +16,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
 
 from ..natlab.kinds import KINDS, KindError, kind_named
-from .fault import HOME_FAULTS, MAX_NODES, Chaos, ChaosError, Fault, FaultKind, draw_faults
+from .fault import HOME_FAULTS, MAX_NODES, Chaos, Fault, FaultKind, draw_faults
 
 MAX_FAULTS: Final = 1_000
 DEFAULT_NODES: Final = 8
@@ -79,11 +79,6 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     simulation."""
     min_exchanges: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Smallest number of exchanges among the honest members, as a share of the number that the honest alone had."""
-
-    @property
-    def is_daemon(self) -> bool:
-        """Return whether each reports its status, as a node does."""
-        return self.program == "daemon"
 
 
 # What more nodes on the same cores need more of.
@@ -194,11 +189,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield "max_exchange_over_ideal: say home, whose line it is"
         if self.min_partners >= self.nodes:
             yield f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
-
-    @property
-    def late_joiners(self) -> frozenset[int]:
-        """Return the nodes that a ``join`` fault starts."""
-        return self.named_by("join")
 
     def named_by(self, kind: FaultKind) -> frozenset[int]:
         """Return the nodes that faults of a kind name."""
@@ -341,5 +331,5 @@ def parse_scenario(settings: _Settings) -> Scenario:
     try:
         drawn = draw_faults(scenario.chaos, scenario.nodes, scenario.seed)
         return msgspec.convert(settings | {"fault": [*scenario.fault, *drawn]}, Scenario)
-    except (msgspec.ValidationError, ChaosError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise ScenarioError(f"chaos: {error}") from error

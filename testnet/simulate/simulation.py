@@ -77,19 +77,6 @@ class Simulation:
 
         self.call_after(period * self.rng.random(), repeat)
 
-    def at_most_every(self, seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a `run_until` condition that evaluates ``ask``, a slow one, at most once in ``seconds``."""
-        next_at = self.now
-
-        def question() -> bool:
-            nonlocal next_at
-            if self.now < next_at:
-                return False
-            next_at = self.now + seconds
-            return ask()
-
-        return question
-
     def record(self, *parts: bytes) -> None:
         """Add an event and its time to the trace."""
         self._trace.update(repr(self.now).encode())
@@ -101,19 +88,22 @@ class Simulation:
         """Return the hex hash of all recorded events; equal for equal runs."""
         return self._trace.hexdigest()
 
-    def run_until(self, end: float, done: Callable[[], bool] | None = None) -> bool:
-        """Run all calls up to virtual second ``end``, or until ``done()`` is true (evaluated after each call).
+    def run_until(self, end: float, done: Callable[[], bool] = lambda: False, every: float = 0.0) -> bool:
+        """Run all calls up to virtual second ``end``, or until ``done()`` is true; return whether it was.
 
-        Returns whether ``done()`` was reached; without ``done``, False.
+        It is evaluated after each call; a slow one at most once in ``every`` seconds.
         """
+        next_at = self.now
         while self._queue and self._queue[0][0] <= end:
             _, _, timer = heapq.heappop(self._queue)
             if timer.call is None:
                 continue
             self.now = timer.at
             timer.call()
-            if done is not None and done():
-                return True
+            if self.now >= next_at:
+                next_at = self.now + every
+                if done():
+                    return True
         self.now = max(self.now, end)
         return False
 
@@ -163,10 +153,6 @@ class Network:
     def kill(self, node: bytes) -> None:
         """End the node's life at once; messages on the way are lost. The owner must cancel the node's timers."""
         self._receivers.pop(node, None)
-
-    def is_alive(self, node: bytes) -> bool:
-        """Return whether the node is attached."""
-        return node in self._receivers
 
     def partition(self, groups: Iterable[Iterable[bytes]]) -> None:
         """Let only nodes of one group hear each other; nodes in no group form a group of their own together."""

@@ -380,11 +380,21 @@ class World:
             self.simulation.call_after(seconds * index / len(nodes), partial(publish, node))
         return written
 
-    def replace_one(self) -> None:
-        """Stop one living node, and let a new one join."""
-        self.simulation.rng.choice(self.living).stop()
-        self.add_node().start(self.contacts())
+    def replace(self, nodes: Sequence[SimulatedNode], seconds: float) -> None:
+        """Replace nodes one after another, evenly over the next ``seconds``: one dies, and a new node joins."""
+
+        def replace(node: SimulatedNode) -> None:
+            node.stop()
+            self.add_node().start(self.contacts())
+
+        for index, node in enumerate(nodes):
+            self.simulation.call_after(seconds * (index + 0.5) / len(nodes), partial(replace, node))
 
     def are_equal(self) -> bool:
         """Return whether all living nodes have one root."""
         return len({node.state.root for node in self.living}) == 1
+
+
+def delays_of(written: Sequence[tuple[Entry, float]], nodes: Sequence[SimulatedNode]) -> list[float]:
+    """Return the sorted seconds from each entry's writing to each of the nodes; infinity where it never arrived."""
+    return sorted(node.seen_at.get(entry.id, float("inf")) - at for entry, at in written for node in nodes)

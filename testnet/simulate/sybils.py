@@ -10,7 +10,6 @@ The measures are whether honest authors stay in every honest node's table, and h
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, Literal
@@ -26,7 +25,7 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.messagepack import encode
 
 from .simulation import UNIX_EPOCH
-from .state import RUN_ID, SimulatedNode, World, key_of
+from .state import RUN_ID, SimulatedNode, World, delays_of, key_of
 
 QUOTA: Final = 8
 """Seats that the hostile member may give away."""
@@ -72,7 +71,7 @@ class SybilOutcome:
     """Number of invented authors in the table that has the most."""
     are_equal: bool
     """Whether all tables hold the same invented authors."""
-    delays: tuple[float, ...]
+    delays: list[float]
     """Seconds from an entry's writing to its arrival at each node, sorted; infinity where it never arrived."""
     messages: float
     """Messages per node and second."""
@@ -176,7 +175,8 @@ def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
         liars = [world.add_node() for _ in range(NUM_LIARS if scenario.admission == "open" else 1)]
         for liar in liars:
             world.simulation.call_at(LIES_AT, partial(let_lie, world, liar, sybils))
-    _replace_some(world, honest, scenario)
+    num_replaced = round(scenario.replaced_a_minute * len(honest) * ENDS_AT / 60.0)
+    world.replace(world.simulation.rng.sample(honest, num_replaced), ENDS_AT)
     world.simulation.run_until(WRITES_AT)
     sent = {node.author: _sent(world, node) for node in honest}
     written = world.publish_all([node for node in honest if node.is_running], WRITE_SECONDS)
@@ -191,14 +191,7 @@ def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
         kept=kept / len(stayed) ** 2,
         most_invented=max(map(len, known)),
         are_equal=len(set(known)) == 1,
-        delays=tuple(
-            sorted(
-                node.seen_at.get(entry.id, float("inf")) - written_at
-                for entry, written_at in written
-                if entry.author in authors
-                for node in stayed
-            )
-        ),
+        delays=delays_of([each for each in written if each[0].author in authors], stayed),
         messages=sum(after[0] - before[0] for after, before in traffic) / len(stayed) / FOLLOWED_SECONDS,
         num_bytes=sum(after[1] - before[1] for after, before in traffic) / len(stayed) / FOLLOWED_SECONDS,
     )
@@ -207,16 +200,3 @@ def play(scenario: SybilScenario, seed: int) -> SybilOutcome:
 def _sent(world: World, node: SimulatedNode) -> tuple[int, int]:
     traffic = world.network.traffic[node.author]
     return traffic.messages, traffic.num_bytes
-
-
-def _replace_some(world: World, honest: Sequence[SimulatedNode], scenario: SybilScenario) -> None:
-    """Replace nodes one after another, evenly over the whole play: one dies, and a new node joins."""
-    replaced = round(scenario.replaced_a_minute * len(honest) * ENDS_AT / 60.0)
-    leavers = world.simulation.rng.sample(list(honest), replaced)
-
-    def replace(node: SimulatedNode) -> None:
-        node.stop()
-        world.add_node().start(world.contacts())
-
-    for index, node in enumerate(leavers):
-        world.simulation.call_at(ENDS_AT * (index + 0.5) / replaced, partial(replace, node))

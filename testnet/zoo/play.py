@@ -128,7 +128,7 @@ def _harm(scenario: Scenario, made: HostileReport) -> Iterator[str]:
             f"and {clean.honest_exchanges} alone: less than {hostile.min_exchanges:.0%}"
         )
     has_met = attacked.hostile_exchanges or attacked.hostile_touched
-    if hostile.is_daemon and not has_met and attacked.honest_exchanges >= clean.honest_exchanges:
+    if hostile.program == "daemon" and not has_met and attacked.honest_exchanges >= clean.honest_exchanges:
         yield "no honest member met a hostile one: nothing was tried"
 
 

@@ -93,11 +93,18 @@ class Peer:
         """Take inner steps, each at least as long as this member's, without end."""
         from safetensors.torch import save_file
 
-        from farandole.testnet.bench.worker.race import take_step
+        from farandole.training.inner.optimizer import learning_rate
+        from farandole.training.model.model import language_loss
 
         while True:
             began_at = time.monotonic()
-            take_step(self._module, self._optimizer, self._sampler, self._inner, self._num_steps)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate(self._num_steps, self._inner)
+            self._optimizer.zero_grad()
+            language_loss(self._module, torch.as_tensor(self._sampler.batch(self._num_steps))).backward()
+            if self._inner.clip:
+                torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._inner.clip)
+            self._optimizer.step()
             self._num_steps += 1
             self._num_epochs = self._optimizer.local_epoch
             if self._wanted is not None:

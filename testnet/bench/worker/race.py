@@ -20,34 +20,17 @@ from typing import Any, Final
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from farandole.node.base.system.tuning import TRAINING_NICENESS
-from farandole.protocol.run.manifest import InnerConfig, manifest_from_dict
+from farandole.protocol.run.manifest import manifest_from_dict
 from farandole.protocol.run.rules import NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.data.batches import Batches
 from farandole.training.engine.learner import build_learner
-from farandole.training.inner.optimizer import learning_rate
-from farandole.training.model.model import language_loss
 
 OUTER: Final = NoLoCoConfig(momentum="nesterov", alpha=0.9, beta=0.7, gamma=0.7, codec="fp32")
 # A contribution takes some seconds on these lines; a member that is gone is not waited for (`race`).
 GLOO_TIMEOUT: Final = timedelta(seconds=120)
 RUN_ID: Final = bytes(32)
-
-
-def take_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, sampler: Batches, inner: InnerConfig, step: int
-) -> None:
-    """Take inner step number ``step``, on the sampler's batch of that number; hivemind's members take it, too."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, inner)
-    optimizer.zero_grad()
-    language_loss(module, torch.as_tensor(sampler.batch(step))).backward()
-    if inner.clip:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), inner.clip)
-    optimizer.step()
 
 
 class DiLoCoMember:

@@ -19,7 +19,6 @@ from farandole.testnet.play.report import (
     NodeReport,
     PlayReport,
     course_lines,
-    link_table,
     throughput_lines,
 )
 from farandole.testnet.play.scenario import Scenario, parse_scenario
@@ -58,14 +57,6 @@ def judge(
 
 def node(index: int, **changes: Any) -> NodeReport:
     return msgspec.structs.replace(GOOD, index=index, **changes)
-
-
-def test_each_end_of_a_link_says_how_it_reaches_the_other() -> None:
-    near = node(0, home="open", links={"bob": "punched"})
-    far = node(1, home="symmetric", peer_id="bob", links={"alice": "relayed"})
-    table = link_table([near, far, node(2, peer_id="carol")])
-    assert table.header == ["link to node", "0", "1", "2"]
-    assert table.rows == [["0 open", "", "punched", "-"], ["1 symmetric", "relayed", "", "-"], ["2 ", "-", "-", ""]]
 
 
 def test_good_nodes_pass() -> None:

@@ -141,7 +141,7 @@ def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
         {"kind": "restart", "nodes": [5], "after_start": 9, "duration": 1},
     ]
     scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
-    assert scenario.late_joiners == {3}
+    assert scenario.named_by("join") == {3}
     assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
 
 

@@ -148,8 +148,7 @@ class Epochs:
     def play(self, seconds: float) -> float:
         """Run until the epochs are over, or for ``seconds``; return the virtual seconds that it took."""
         began_at = self.world.simulation.now
-        is_over = self.world.simulation.at_most_every(TICK_SECONDS, lambda: self.is_over)
-        self.world.simulation.run_until(began_at + seconds, is_over)
+        self.world.simulation.run_until(began_at + seconds, lambda: self.is_over, every=TICK_SECONDS)
         return self.world.simulation.now - began_at
 
     def missed(self, epoch: int = 0) -> int:

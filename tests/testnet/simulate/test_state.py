@@ -8,22 +8,15 @@ from functools import partial
 
 import pytest
 
-from farandole.protocol.state.entries import Delta, Entry, Kind, Member, Proof, Signed
+from farandole.protocol.state.entries import Delta, Kind, Member, Proof, Signed
 from farandole.testnet.simulate.simulation import UNIX_EPOCH
-from farandole.testnet.simulate.state import SimulatedNode, World
+from farandole.testnet.simulate.state import SimulatedNode, World, delays_of
 
 
 def settled(seed: int, num_nodes: int, **settings: object) -> World:
     world = World(seed, num_nodes, **settings)  # type: ignore[arg-type]
     world.settle()
     return world
-
-
-def latencies(world: World, entries: list[tuple[Entry, float]], nodes: list[SimulatedNode]) -> list[float]:
-    """Return the sorted seconds from each entry's writing to each of these nodes; infinity if it never arrived."""
-    return sorted(
-        node.seen_at.get(entry.id, float("inf")) - written_at for entry, written_at in entries for node in nodes
-    )
 
 
 def start(world: World, node: SimulatedNode) -> None:
@@ -38,13 +31,12 @@ def restart(world: World, node: SimulatedNode) -> None:
 def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int, num_entries: int) -> None:
     """The network loses 5 %, and a tenth of the nodes is replaced each minute."""
     world = settled(3, num_nodes, loss=0.05)
-    for step in range(num_nodes // 20):
-        world.simulation.call_at(30.0 * step / (num_nodes // 20), world.replace_one)
     stayed = set(world.nodes)
+    world.replace(world.simulation.rng.sample(world.nodes, num_nodes // 20), seconds=30.0)
     written = world.publish_all(world.nodes[:num_entries], seconds=15.0)
     world.simulation.run_until(40.0)
     living = [node for node in world.living if node in stayed and node.incarnation == 1]
-    delays = latencies(world, written, living)
+    delays = delays_of(written, living)
     assert delays[int(0.99 * len(delays))] <= 12.0
     traffic = [world.network.traffic[node.author] for node in living]
     assert sum(sent.messages for sent in traffic) / len(traffic) / 40.0 <= 20.0
@@ -70,7 +62,7 @@ def test_neighbours_that_withhold_delay_nobodys_entries_for_long() -> None:
     world.publish_all(world.nodes[24:], seconds=15.0)
     written = world.publish_all(victims, seconds=15.0)
     world.simulation.run_until(40.0)
-    delays = latencies(world, written, world.nodes[16:])
+    delays = delays_of(written, world.nodes[16:])
     assert delays[int(0.99 * len(delays))] <= 12.0
 
 
@@ -88,7 +80,7 @@ def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
     assert held_by_many
     for victim in victims:
         victim.stop()
-    assert world.simulation.run_until(35.0, done=world.simulation.at_most_every(1.0, world.are_equal))
+    assert world.simulation.run_until(35.0, done=world.are_equal, every=1.0)
     assert len(world.living) == num_nodes - len(victims)
     for node in world.living:
         assert all(node.state.get(entry.author, Kind.PROGRESS) is not None for entry in held_by_many)

@@ -50,13 +50,14 @@ def test_honest_authors_stay_and_reach_all_beside_four_times_as_many_invented_on
     num_seen = sum(len(written & node.seen_at.keys()) for node in everybody)
     assert num_seen >= 0.99 * len(written) * len(everybody)
     # Anti-entropy brings what pushes have lost; full tables compare a thirty-second of themselves at a time.
-    done = world.simulation.at_most_every(5.0, lambda: all(written <= node.seen_at.keys() for node in everybody))
-    assert world.simulation.run_until(240.0, done=done)
+    assert world.simulation.run_until(
+        240.0, done=lambda: all(written <= node.seen_at.keys() for node in everybody), every=5.0
+    )
 
     def are_newcomers_known() -> bool:
         return all(other.author in node.state for node in everybody for other in newcomers)
 
-    assert world.simulation.run_until(900.0, done=world.simulation.at_most_every(10.0, are_newcomers_known))
+    assert world.simulation.run_until(900.0, done=are_newcomers_known, every=10.0)
     print(f"newcomers are known to all {world.simulation.now - 40.0:.0f} s after they came")
     assert all(other.author in node.state for node in everybody for other in honest)
     assert all(len(invented & set(node.state.authors)) < len(invented) for node in everybody)
