@@ -18,9 +18,12 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.daemon import be_node, run_daemon
 from farandole.node.status.status import NodeStatus
 from farandole.node.ui.headline import Headline, headline
+from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.models import num_parameters
+from farandole.protocol.run.rules import encoded_bytes
 from farandole.protocol.wire.identity import peer_id_of
 
 from ..patience import PATIENCE
@@ -128,6 +131,27 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
                 await carol_again.says(bob.name, "is gone")
                 await carol_again.says("alone: no peer is live")
                 assert await carol_again.end(signal.SIGINT) == Exit.OK
+
+
+MESSAGES = 500
+"""Bytes of an exchange beside its contribution, at most."""
+
+
+async def test_nodes_average_momentum_too_while_they_train_on(tmp_path: Path, texts: Path) -> None:
+    """The contribution has it behind the weights, in as many bytes as the run's plan says."""
+    manifest = small_manifest(
+        inner={"batch_size": 2, "optimizer": "muon"},
+        outer={"kind": "plain", "codec": "int8", "momentum_codec": "int4"},
+        rounds={"round_seconds": 1.0, "exchange_seconds": 1.0, "overlap": True},
+    )
+    run = write_run(tmp_path, manifest)
+    async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
+        for daemon in (alice, bob):
+            status = await daemon.until(lambda status: status.exchanges_ok > 2)
+            done = [each for each in status.recent_exchanges if each.verdict == "committed"]
+            size = needs_of(manifest).contribution_bytes
+            assert all(size <= each.bytes_sent < size + MESSAGES for each in done)
+            assert size > encoded_bytes("int8", num_parameters(manifest.model)) + MESSAGES
 
 
 async def test_a_node_that_slept_comes_back_with_newer_weights(tmp_path: Path, texts: Path) -> None:
