@@ -9,20 +9,16 @@ import pytest
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
+from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.mesh import yamux as driver
 from farandole.node.mesh.yamux import Libp2pStream, MuxedConn, UnreadBudget
 from farandole.protocol.mesh.yamux import MAX_MESSAGE_BYTES, PIECE_BYTES
 
 from ...patience import PATIENCE
+from ...protocol.mesh.test_yamux import ACK, DATA, FIN, GO_AWAY, PING, RST, SYN, WINDOW_UPDATE, encode
+from ..base.test_bandwidth import num_counted
 
-DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
-SYN, ACK, FIN, RST = 1, 2, 4, 8
 PEER = bytes(32)
-
-
-def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> bytes:
-    return struct.pack("!BBHII", 0, kind, flags, stream_id, length) + data
 
 
 class Pipe:
@@ -68,11 +64,6 @@ async def open_conn(
             await wait_all_tasks_blocked()
             yield conn, far
             nursery.cancel_scope.cancel()
-
-
-def num_counted(shaper: Shaper) -> float:
-    """Return all bytes that it has counted, if its clock stands at 0."""
-    return shaper.per_second() * (METER_SECONDS - 1)
 
 
 async def receive_frame(far: trio.StapledStream) -> tuple[int, int, int, int]:

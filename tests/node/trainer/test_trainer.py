@@ -235,11 +235,7 @@ async def test_without_memory_for_a_snapshot_training_waits_for_the_save(
         assert size > LITTLE
     async with open_trainer(prepare(run=wide)) as trainer:
         await train_alone(trainer, 7)  # it waits, and needs no more memory than it has
-        used = next(
-            int(line.split()[1]) * 1_024
-            for line in Path(f"/proc/{trainer.pid}/status").read_text().splitlines()
-            if line.startswith("VmData:")
-        )
+        used = psutil.Process(trainer.pid).memory_info().data
         resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (used + LITTLE, resource.RLIM_INFINITY))
         await trainer.send(messages.Save())
         saved = await report_of(trainer, messages.Saved)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import distributed, nn
 
-from farandole.protocol.run.manifest import Manifest, ModelConfig
-from farandole.protocol.run.own_model import ExternalModel
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, ScreeningRules
 from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns, matching_parameters
@@ -22,12 +22,11 @@ from farandole.training.cluster.ranks import parameters_of
 from ...patience import PATIENCE
 from ...tolerance import TOLERANT
 from ..conftest import RUN_ID, sent, weights_of
+from ..ranks_program import manifest_of
 
 
 def manifest_for(module: nn.Module, screening: ScreeningRules = TOLERANT, **outer: Any) -> Manifest:
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
-    model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
-    return Manifest(name="a run", model=model, outer=NoLoCoConfig(**outer), screening=screening)
+    return replace(manifest_of(module, NoLoCoConfig(**outer)), screening=screening)
 
 
 class Script:
