@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import trio.testing
 from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh.host import Host
 from farandole.node.transfers import sketches as sketching
 from farandole.node.transfers.giver import Holding
 from farandole.node.transfers.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
@@ -43,17 +41,11 @@ def finding(holding: Holding) -> Callable[[int], Awaitable[Holding | None]]:
     return find_own
 
 
-@contextlib.asynccontextmanager
-async def newcomer_and_member(holding: Holding) -> AsyncIterator[tuple[Host, Host]]:
+async def test_a_members_sketch_is_that_of_its_file(tmp_path: Path) -> None:
+    holding = hold(tmp_path / "theirs", CONTENT)
     async with host_at_loopback() as newcomer, host_at_loopback() as member:
         SketchService(member, RUN, finding(holding)).register()
         newcomer.dialler.add_addresses(member.author, member.addresses)
-        yield newcomer, member
-
-
-async def test_a_members_sketch_is_that_of_its_file(tmp_path: Path) -> None:
-    holding = hold(tmp_path / "theirs", CONTENT)
-    async with newcomer_and_member(holding) as (newcomer, member):
         with trio.fail_after(PATIENCE):
             sketch = await ask_for_sketch(newcomer, member.author, QUESTION)
             assert sketch == values_of(await sketch_path(tmp_path / "theirs", SEED))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import trio
 
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.host import open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.status.journal import MAX_EXCHANGES, Journal
 from farandole.node.ui.reporting import Reporter
@@ -27,8 +25,8 @@ RUN_ID = b"r" * 32
 NUM_MEMBERS = 1_000
 
 
-@asynccontextmanager
-async def reporter_of(journal: Journal) -> AsyncIterator[tuple[Reporter, Host]]:
+def run_of_many() -> tuple[RunState, Liveness]:
+    """Return what a newcomer hears of a large run, of which it has reached all members but one."""
     state, liveness, now = RunState(RUN_ID, b"c" * 32), Liveness(), time.time()
     for number in range(NUM_MEMBERS):
         payloads = {
@@ -41,11 +39,7 @@ async def reporter_of(journal: Journal) -> AsyncIterator[tuple[Reporter, Host]]:
         liveness.beat(authors.author_of(number), 1, trio.current_time())
         if number:
             liveness.trust(authors.author_of(number))
-    async with (
-        host_at_loopback() as host,
-        open_connectivity(host, RUN_ID, Shaping()) as connectivity,
-    ):
-        yield Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host
+    return state, liveness
 
 
 async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> None:
@@ -55,9 +49,11 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
     async with (
-        reporter_of(journal) as (reporter, host),
+        host_at_loopback() as host,
+        open_connectivity(host, RUN_ID, Shaping()) as connectivity,
         open_host(authors.key_of(700), LOOPBACK) as other,
     ):
+        reporter = Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, *run_of_many())
         await other.connect(host.author, host.addresses)
         await anext(host.connections.events())
         status = reporter.status(max_members=64)
