@@ -66,10 +66,10 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
-    comparison = MethodComparison(nodes=2, steps=8, interval=2)
+    comparison = MethodComparison(nodes=2, steps=4, interval=2)
     texts, said = texts_by_kind(2), list[str]()
     windows = windows_held_out(texts, comparison.sizes.context)
-    plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate in (1.0, 2.0) for seed in (0, 1)]
+    plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate, seed in ((1.0, 0), (2.0, 1))]
 
     together = measure(comparison, plays, texts, windows, said.append)
 
@@ -78,7 +78,7 @@ def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
         assert (result.method, result.seed, result.rate) == (alone.method, alone.seed, alone.rate)
         for name in ("loss", "merged_loss", "spread"):
             assert getattr(result, name) == pytest.approx(getattr(alone, name), rel=1e-3)
-    assert [f"4 trials: step {step} of 8" in line for step, line in enumerate(said, 1)] == [True] * 8
+    assert [f"2 trials: step {step} of 4" in line for step, line in enumerate(said, 1)] == [True] * 4
 
 
 @pytest.mark.parametrize(

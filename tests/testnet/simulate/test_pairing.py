@@ -44,7 +44,7 @@ def test_nobody_waits_beyond_its_deadline_and_no_two_disagree(block: int) -> Non
         scenario = PairingScenario(
             num_nodes=2 + seed % 11,
             rounds=((BOXED, STEPS, OVERLAPPED) if seed % 2 else (BOXED, STEPS, SEVERAL))[seed % 3],
-            seconds=400.0,
+            seconds=300.0,
             step_seconds=UNEVEN if seed % 5 else EVEN,
             start_spread=30.0,
             loss=(0.0, 0.02, 0.1)[seed // 2 % 3],

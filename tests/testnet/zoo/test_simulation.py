@@ -19,11 +19,11 @@ from ...tolerance import TOLERANT
 STRICT = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
 
 
-def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> HostileOutcome:
+def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1, rounds: int = 8) -> HostileOutcome:
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=80, batch_size=8)
     outer = NoLoCoConfig(codec="bf16")
     manifest = Manifest("hostile", MODEL, inner=inner, outer=outer, screening=screening)
-    return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=12, steps=5))
+    return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=rounds, steps=5))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_honest_members_are_near_enough_for_a_newcomers_comparison(clean: Hostil
 
 
 def test_without_a_guard_one_liar_ruins_the_run(clean: HostileOutcome) -> None:
-    ruined = outcome_of("scale-3.9", TOLERANT)
+    ruined = outcome_of("scale-3.9", TOLERANT, rounds=12)
     assert ruined.hostile_refused < ruined.hostile_exchanges
     assert ruined.loss > 2 * clean.loss
 
