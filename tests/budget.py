@@ -19,17 +19,21 @@ SOURCES = (*PRODUCT, "testnet")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+def paths(layer: str) -> list[Path]:
+    """Return a layer's files. ``src`` has links to the other layers, which are not followed."""
+    folder = ROOT / layer
+    return sorted(path for path in folder.rglob("*.py") if path.resolve().is_relative_to(folder))
+
+
 @cache
 def files(layer: str) -> dict[Path, ast.Module]:
-    """Return a layer's files, parsed. ``src`` has links to the other layers, which are not followed."""
-    folder = ROOT / layer
-    paths = (path for path in folder.rglob("*.py") if path.resolve().is_relative_to(folder))
-    return {path: ast.parse(path.read_text()) for path in sorted(paths)}
+    """Return a layer's files, parsed."""
+    return {path: ast.parse(path.read_text()) for path in paths(layer)}
 
 
 def num_lines(layer: str) -> int:
     """Return the lines of a layer's files."""
-    return sum(path.read_text().count("\n") for path in files(layer))
+    return sum(path.read_text().count("\n") for path in paths(layer))
 
 
 def num_classes(layer: str) -> int:

@@ -28,7 +28,10 @@ INVITE = Invite(bytes(range(32)), (ADDRESS, f"/dns4/farandole.example/tcp/4001/p
 TEXT = encode_invite(INVITE)
 SHORT = encode_invite(Invite(bytes(range(32))))
 
-transports = st.from_regex(r"/ip4/[0-9]{1,3}\.1\.2\.3/tcp/[0-9]{1,5}|/dns4/[a-z.]{1,100}/tcp/1", fullmatch=True)
+ports = st.integers(0, 65_535)
+transports = st.builds("/ip4/{}/tcp/{}".format, st.ip_addresses(v=4), ports) | st.builds(
+    "/dns4/{}/tcp/{}".format, st.text(string.ascii_lowercase + ".", min_size=1, max_size=100), ports
+)
 peers = st.binary(min_size=32, max_size=32).map(peer_id_of)
 addresses = st.builds(lambda transport, peer: f"{transport}/p2p/{peer}", transports, peers)
 invites = st.builds(

@@ -128,12 +128,17 @@ def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(cod
     assert full[GPU].between == pytest.approx(states + moved, rel=0.001)
     verdict, learning = 4 * needs.num_parameters, 2 * needs.num_parameters + num_activations
     assert needs.all_on_gpu.device == pytest.approx(full[GPU].between + max(verdict, learning), rel=0.001)
+
+
+def test_muon_needs_less_and_a_loop_without_a_node_the_same() -> None:
+    model = msgspec.structs.replace(preset("10M"), num_layers=2, context=64)
+    manifest = Manifest(name="a", model=model)
+    num_parameters = needs_of(manifest).num_parameters
     with_muon = msgspec.structs.replace(manifest, inner=InnerConfig(optimizer="muon"))
     ends = parts_of(model).ends
-    states_of_muon = 12 * (needs.num_parameters - ends) + 16 * ends
+    states_of_muon = 12 * (num_parameters - ends) + 16 * ends
     assert held_by(partial(member_round, with_muon))[GPU].between == pytest.approx(states_of_muon, rel=0.001)
-    # A loop without a node uses the same memory.
-    assert held_by(partial(plain_round, manifest))[GPU].between == pytest.approx(states, rel=0.001)
+    assert held_by(partial(plain_round, manifest))[GPU].between == pytest.approx(16 * num_parameters, rel=0.001)
 
 
 def test_a_lean_trainer_takes_half_of_it_and_layers_computed_again_keep_their_inputs() -> None:
