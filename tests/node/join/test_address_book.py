@@ -15,23 +15,17 @@ from farandole.node.join import address_book
 from farandole.node.join.address_book import AddressBook
 from farandole.node.state.store import PeerRow, Store, StoreError, open_store
 
+from ..base.test_bandwidth import Clock
+
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
 HERE, THERE = "/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"
 
 
-@dataclass
-class Clock:
-    """Unix time, set by the test."""
-
-    now: float = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    clock = Clock()
+    clock.now = 1_800_000_000.0  # Unix time
+    return clock
 
 
 @pytest.fixture

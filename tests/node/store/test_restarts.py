@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 
@@ -69,19 +70,13 @@ class Twin:
         return learner
 
 
-def trainers_of(daemon: Daemon) -> list[int]:
-    """Return the trainers' process ids. A child belongs to a thread, and processes are started in separate threads."""
-    lists = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
-    return [int(child) for children in lists for child in children.read_text().split()]
-
-
 async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[dict[int, float], float]:
     """Play some rounds, then kill the node, its trainer with it or later; return the times of outer steps and death."""
     said: dict[int, float] = {}
     for _ in range(num_rounds):
         line = await daemon.says("round", "inner step")
         said[int(line.partition("round ")[2].partition(":")[0])] = time.monotonic()
-    trainers = [os.pidfd_open(pid) for pid in trainers_of(daemon)]
+    trainers = [os.pidfd_open(child.pid) for child in psutil.Process(daemon.process.pid).children()]
     assert trainers
     killed_at = time.monotonic()
     daemon.process.kill()

@@ -17,6 +17,7 @@ from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
 from farandole.protocol.wire.identity import public_bytes
 
+from ...protocol.checkpoints import test_blocks
 from ..parties import Handler, MemoryHost, serve
 
 RUN = b"r" * 32
@@ -54,16 +55,8 @@ def checkpoint_bytes(num_elements: int, seed: int = 1, round_index: int = 7) -> 
 
 def index_of(content: bytes, round_index: int = 7, key: Ed25519PrivateKey = KEY) -> Index:
     hashes = b"".join(hash_block(content[start : start + BLOCK_BYTES]) for start in range(0, len(content), BLOCK_BYTES))
-    return Index(
-        run_id=RUN,
-        author=public_bytes(key),
-        round=round_index,
-        inner_steps=350,
-        tokens=10_000,
-        size=len(content),
-        layout=b"l" * 32,
-        hashes=hashes,
-    )
+    author, size = public_bytes(key), len(content)
+    return test_blocks.index_of(author=author, stage=0, num_stages=1, round=round_index, size=size, hashes=hashes)
 
 
 def signed_index_of(content: bytes, round_index: int = 7) -> tuple[SignedIndex, Index]:
