@@ -54,17 +54,8 @@ _PACKAGES: Final = ("farandole", "tests", "torch.distributed.run")
 # Beginnings of names of variables that Python, the C library, torch, or modules of farandole read when they are loaded.
 _READ_EARLY: Final = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "MKL_CBWR", "CUDA", "CUBLAS", "TORCH_LOGS", "KMP_", "GOMP_", "LANG", "LC_"),
-    *(
-        "OTHER_SOURCE",
-        "TZ",
-        "TERM",
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "PY_COLORS",
-        "GITHUB_ACTIONS",
-        "LIBP2P_",
-        "_FARANDOLE_KEEP_PRIORITY",
-    ),
+    *("TZ", "TERM", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "LIBP2P_", "_FARANDOLE_KEEP_PRIORITY"),
+    "OTHER_SOURCE",
 )
 # Changes of these need no other process: output streams are made anew, and folders are added.
 _UNBUFFERED: Final = "PYTHONUNBUFFERED"

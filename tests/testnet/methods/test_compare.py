@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from farandole.node.base.exits import Exit
 from farandole.protocol.run.manifest import DataConfig
 from farandole.testnet import cli
+from farandole.testnet.methods import compare
 from farandole.testnet.methods.baselines import Method, methods
 from farandole.testnet.methods.compare import (
     HELD_OUT_SHARE,
@@ -35,6 +36,13 @@ from farandole.training.data.tokenizer import ByteTokenizer
 from ...token_arrays import array_of
 
 
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read an eighth of the text."""
+    monkeypatch.setattr(compare, "KIND_BYTES", 1 << 19)
+
+
+@pytest.mark.usefixtures("little_text")
 def test_a_comparison_prints_and_writes_each_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "compare.json"
     comparison = MethodComparison(nodes=2, steps=2, seeds=1, interval=1, words=["DiLoCo, heavy", "nobody"])
@@ -49,6 +57,7 @@ def test_a_comparison_prints_and_writes_each_method(tmp_path: Path, capsys: pyte
     assert "DiLoCo" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("little_text")
 def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "compare.json"
     run_compare(MethodComparison(nodes=2, steps=1, seeds=1, words=["DiLoCo, heavy", "nobody"]), out)
@@ -65,6 +74,7 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureF
     assert len(json.loads(out.read_text())["results"]) == 3, "other methods' results stay"
 
 
+@pytest.mark.usefixtures("little_text")
 def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
     comparison = MethodComparison(nodes=2, steps=4, interval=2)
     texts, said = texts_by_kind(2), list[str]()
@@ -229,6 +239,7 @@ def test_mixed_text_is_all_kinds_for_training_and_each_kind_for_measuring() -> N
         assert text.held_out is kinds[name].held_out
 
 
+@pytest.mark.usefixtures("little_text")
 def test_a_comparison_on_mixed_text_is_another_one(tmp_path: Path) -> None:
     out = tmp_path / "compare.json"
     settings = MethodComparison(nodes=2, steps=2, seeds=1, interval=2, words=("nobody averages",))
