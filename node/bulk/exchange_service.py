@@ -239,9 +239,11 @@ class ExchangeSession:
     async def _next(self) -> Control:
         """Return the next message; the protocol's table lets only allowed messages through."""
         try:
-            return await self._messages.receive()
+            message = await self._messages.receive()
         except trio.EndOfChannel:
             raise self.failure from None
+        await trio.lowlevel.checkpoint_if_cancelled()  # the partner's abort may have come right behind it
+        return message
 
     async def _hear(self, payload: bytes) -> None:
         message = self._exchange.receive(payload)

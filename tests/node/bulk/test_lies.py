@@ -123,6 +123,18 @@ async def test_an_abort_in_the_middle_ends_it_at_once_and_is_the_partners_word(
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
+async def test_an_abort_with_the_offer_ends_the_exchange_and_not_the_node(bob: Party, clock: MockClock) -> None:
+    """Who reads both at once has the offer in hand when it hears that there is nothing to answer."""
+
+    async def script(liar: Liar) -> None:
+        offer = liar.exchange.send(liar.exchange.offer)
+        await liar.stream.send_all(offer + liar.exchange.send(Aborted("out of memory")))
+
+    await meet_liar(bob, script)
+    assert bob.result.reason == "the partner aborted: out of memory"
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
 async def agree_on_channel(liar: Liar, pair: BulkPair) -> MemoryChannel:
     """Begin honestly, up to the agreement on a channel."""
     await liar.send(liar.exchange.offer)

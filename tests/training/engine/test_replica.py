@@ -222,9 +222,9 @@ def corrupt(raw: bytearray, value: float) -> bytes:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (lambda raw: raw[:-1], "take"),
-        (lambda raw: raw + b"\0", "take"),
-        (lambda raw: b"", "take"),
+        (lambda raw: raw[:-1], "bytes"),
+        (lambda raw: raw + b"\0", "bytes"),
+        (lambda raw: b"", "bytes"),
         (lambda raw: corrupt(raw, math.nan), "finite"),
         (lambda raw: corrupt(raw, -math.inf), "finite"),
         (lambda raw: corrupt(raw, 1e30), "norm"),
