@@ -242,9 +242,9 @@ class Contributor:
         frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
         if self._copier.is_aside:
             frozen.copy_(self._own.fast[part])
+        momentum = frozen.new_empty(0) if self.momentum is None else self.momentum.freeze(part)
         self._copier.fork()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        momentum = frozen.new_empty(0) if self.momentum is None else self.momentum.freeze(part)
         return Contribution(part, frozen, sent, memory, momentum)
 
     def num_bytes(self, part: slice) -> int:
