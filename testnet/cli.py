@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import how_to_add
@@ -77,63 +76,55 @@ def run_testnet(
             "--nat", help="Put nodes behind NAT of all kinds (Linux, root, nftables); try the scenario homes."
         ),
     ] = False,
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Leave out the scenario's faults; --beside compares with such a run.")
+    beside_clean: Annotated[
+        bool,
+        typer.Option(
+            "--beside-clean",
+            help="Compare with the scenario without its faults, played before in OUT-clean, once.",
+        ),
     ] = False,
-    beside: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of a run of the same scenario with --clean, to compare with."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end.")] = False,
 ) -> None:
     """Start real nodes as processes, cause the scenario's faults, and judge: exit code 0 only on a pass.
 
     Examples: [cyan]farandole testnet run demo[/cyan]; [cyan]farandole testnet run churn --out /tmp/churn[/cyan];
-    [cyan]farandole testnet run --nodes 9 --stages 3[/cyan];
-    [cyan]farandole testnet run chaos --clean --out out/clean[/cyan], then
-    [cyan]farandole testnet run chaos --beside out/clean[/cyan]
+    [cyan]farandole testnet run --nodes 9 --stages 3[/cyan]; [cyan]farandole testnet run flap --beside-clean[/cyan]
     """
     import trio
     from rich.console import Console
 
-    from .play.judge import check_clean, judged, load_report
-    from .play.launch import Testnet, write_report
+    from .play.judge import judged
+    from .play.launch import Testnet, play_once, write_report
     from .play.report import plot_losses
     from .play.scenario import load_scenario
 
     scenario = scenario or ("stages" if stages else "demo")
-    console = Console(stderr=as_json)
+    console = Console()
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     played = load_scenario(
-        scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, data=data or (), nat=nat, clean=clean, say=say
+        scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, data=data or (), nat=nat, say=say
     )
     folder = out or Path("out") / Path(scenario).stem
     if played.hostile is not None:
-        _run_hostile(played, folder, console, as_json=as_json)
-    clean_report = load_report(beside) if beside else None
-    if clean_report is not None:
-        check_clean(clean_report, str(played.run.get("name", "")), played.nodes)
+        _run_hostile(played, folder, console)
+    clean = None
+    if beside_clean:
+        clean = play_once(Testnet(played.clean, folder.absolute().with_name(f"{folder.name}-clean"), say))
     testnet = Testnet(played, folder.absolute(), say)
     report = trio.run(testnet.play)
-    write_report(report, folder)  # whatever comes of the comparison
-    if clean_report is not None:
-        report = judged(report, clean_report, played)
-        write_report(report, folder)
+    if clean is not None:
+        report = judged(report, clean, played)
+    write_report(report, folder)
     try:
         plot_losses(report, folder / "loss.png")
     except ImportError:
         typer.echo(f"no loss.png: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
     _print_verdict(report, folder, console)
-    if as_json:
-        import msgspec  # not for ``--help``, which all of farandole has
-
-        print_json(msgspec.to_builtins(report))
     if testnet.is_interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
     raise typer.Exit(Exit.OK if report.verdict == "pass" else Exit.VERDICT_FAILED)
 
 
-def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: bool) -> NoReturn:
+def _run_hostile(played: Scenario, folder: Path, console: Console) -> NoReturn:
     """Play it, compare it with the honest members alone, and end with the verdict."""
     if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
         raise FarandoleError("hostile members come with farandole's source alone: git clone, then make setup")
@@ -145,10 +136,6 @@ def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: b
     for reason in made.reasons:
         say(f"  - {reason}")
     console.print("[bold red]FAIL" if made.reasons else "[bold green]PASS")
-    if as_json:
-        import msgspec
-
-        print_json(msgspec.to_builtins(made))
     raise typer.Exit(Exit.VERDICT_FAILED if made.reasons else Exit.OK)
 
 

@@ -10,29 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import ssl
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import msgspec
 import typer
 from cryptography.hazmat.backends.openssl import backend
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.control import ControlError, NoNodeError, call
-from farandole.node.status.status import NodeStatus
-from farandole.protocol.run.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import manifest_from_dict, sign_manifest
 from farandole.training.outer.codec import encoded_size
 
-from ..natlab.groups import Leash, open_leash
-from ..natlab.namespace import held
 from .process import (
     MB,
     REQUIREMENTS,
@@ -250,13 +241,9 @@ def _error(answers: Sequence[dict[str, Any]]) -> float:
 # the programs' own processes. Nothing is measured before both are connected.
 
 REQUEST_BYTES: Final = 1_000
-# A busy machine takes this long to start a daemon.
-START_TIMEOUT: Final = 180.0
-LOOK_INTERVAL: Final = 0.1
 _RUN: Final = {
     "name": "bench-mesh",
     "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-    "data": {"source": "text"},
 }
 
 
@@ -266,11 +253,13 @@ def measure_mesh(folder: Path, size_mb: int, repeats: int, cache: Path | None, s
     Of each, in seconds: ``call``, a request of `REQUEST_BYTES`, whose answer is as long; ``push``, until as many bytes
     as asked for are at the other program, on a stream; ``fetch``, of a file of as many bytes, with its hashes.
     """
-    log = folder / "mesh.log"
+    log, manifest = folder / "mesh.log", (folder / "mesh.manifest").absolute()
     say("mesh: starting two daemons")
+    manifest.write_bytes(sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate()).encode())
+    places = [manifest.with_name(f"mesh-{name}") for name in ("first", "second")]
     with contextlib.ExitStack() as stack:
-        homes = stack.enter_context(_open_daemons(folder))
-        programs = [(OURS, worker_command("program"), [{"place": str(home)} for home in homes])]
+        ours = [{"manifest": str(manifest), "place": str(place)} for place in places]
+        programs: list[Any] = [(OURS, worker_command("program"), ours)]
         if cache is not None:
             programs.append((LATTICA, peer_command(obtain_python("lattica", cache, say), "lattica"), [{}, {}]))
         turns: dict[str, Turn] = {}
@@ -280,46 +269,6 @@ def measure_mesh(folder: Path, size_mb: int, repeats: int, cache: Path | None, s
             turns[who] = partial(_measure, pair, size_mb * MB)
         done = take_turns("mesh", turns, repeats, WARM_UPS, say)
     return {who: median_of(turns) for who, turns in done.items()}
-
-
-@contextlib.contextmanager
-def _open_daemons(folder: Path) -> Iterator[list[Path]]:
-    """Run two connected nodes, paused, and return their homes."""
-    signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
-    homes = [(folder / f"mesh-{name}").absolute() for name in ("first", "second")]
-    with open_leash() as leash, _running_node(leash, homes[0], signed, []):
-        address = _wait_for(homes[0], lambda status: bool(status.addresses)).addresses[0]
-        with _running_node(leash, homes[1], signed, ["--bootstrap", address]):
-            for home in homes:
-                _wait_for(home, lambda status: status.run.members_live >= 2)
-                call(home, "pause")
-            yield homes
-
-
-@contextlib.contextmanager
-def _running_node(
-    leash: Leash, home: Path, signed: SignedManifest, options: Sequence[str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    shutil.rmtree(home, ignore_errors=True)
-    manifest, text = (home.with_suffix(suffix) for suffix in (".manifest", ".txt"))
-    manifest.write_bytes(signed.encode())
-    text.write_text("Nobody trains on this text. " * 1_000)
-    command = [sys.executable, "-m", "farandole.node", "join", str(manifest), "--home", str(home), "--data", str(text)]
-    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns", "--no-upnp", *options]
-    with home.with_suffix(".log").open("wb") as output, held(command, leash, stdout=output, stderr=output) as process:
-        yield process
-
-
-def _wait_for(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
-    """Return the daemon's status as soon as it is so."""
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline:
-        with contextlib.suppress(NoNodeError, ControlError):
-            status = msgspec.convert(call(home, "status", max_members=0), NodeStatus)
-            if is_so(status):
-                return status
-        time.sleep(LOOK_INTERVAL)  # the daemon sends no event for this, so poll it
-    raise BenchError(f"the daemon of {home} does not come so far; see {home.with_suffix('.log')}")
 
 
 def _measure(pair: Sequence[BenchWorker], size: int) -> dict[str, float]:

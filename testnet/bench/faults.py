@@ -10,11 +10,10 @@ from typing import Annotated, Final
 
 import typer
 
-from ..play.judge import conditions_beside, conditions_of_play, judged, load_report
-from ..play.launch import REPORT_NAME, Testnet, play_and_report
-from ..play.report import PlayReport
+from ..play.judge import conditions_beside, conditions_of_play, judged
+from ..play.launch import Testnet, play_once
 from ..play.scenario import ScenarioError, load_scenario
-from .report import Bench, Claim, Out, Write, open_bench
+from .report import Claim, Out, Write, open_bench
 
 SCENARIOS: Final = {
     "starved": "two of 8 at 5 % of a processor for 60 s",
@@ -50,8 +49,9 @@ def run(
     reasons: list[str] = []
     with open_bench("faults", out, write, title="Faults") as bench:
         for name, scenario in played.items():
-            clean = _play(name, out / name / "clean", bench, clean=True) if name in BESIDE_CLEAN else None
-            play = _play(name, out / name / "faults", bench, clean=False)
+            folder = (out / name).absolute()
+            clean = play_once(Testnet(scenario.clean, folder / "clean", bench.say)) if name in BESIDE_CLEAN else None
+            play = play_once(Testnet(scenario, folder / "faults", bench.say))
             play = judged(play, clean, scenario) if clean else play
             wedged = sum(node.wedged for node in play.nodes)
             verdict = f"{play.verdict} in {play.seconds / 60:.1f} min, {wedged} wedged"
@@ -63,10 +63,3 @@ def run(
             ]
             reasons += [f"{name}: {reason}" for reason in play.reasons]
         bench.publish(claims, {}, misses=reasons)
-
-
-def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
-    if (folder / REPORT_NAME).exists():
-        bench.say(f"{name}: {folder / REPORT_NAME} is there already")
-        return load_report(folder)
-    return play_and_report(Testnet(load_scenario(name, clean=clean), folder.absolute(), bench.say))

@@ -25,21 +25,15 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
-import torch
 import typer
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.rules import SLOW
-from farandole.protocol.trainer.trainer_messages import TrainerSettings
-from farandole.training.engine.learner import build_learner
 
 from ..natlab.groups import open_leash
 from ..natlab.namespace import Location
 from ..play.launch import Testnet, play_and_report
-from ..play.merge import VALIDATION_BATCHES
+from ..play.merge import loss_of, mean_weights, measuring_learner
 from ..play.places import open_lodgings
 from ..play.process import NodeProcess
 from ..play.report import PlayReport
@@ -51,7 +45,6 @@ from .report import CACHE, OUT, Bench, Cache, Claim, Out, Write, open_bench
 SAMPLE_SECONDS: Final = 15.0
 # What the nodes should be at least, in times as fast to the last loss of DiLoCo.
 LEAST_GAIN: Final = 2.0
-_SLOW: Final = f"{SLOW}/"
 # By then a newcomer has loaded torch, on cores that others use.
 _PREPARE_SECONDS: Final = 15.0
 # Between two looks at the clock: hivemind's members train by themselves, and tell nothing.
@@ -77,18 +70,6 @@ class Replacement:
     seconds: float
     gone: int
     come: int
-
-
-def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the mean of the slow weights of some replicas, by parameter."""
-    sums: dict[str, Tensor] = {}
-    for path in checkpoints:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                if name.startswith(_SLOW):
-                    tensor = file.get_tensor(name)
-                    sums[name] = sums[name].add_(tensor) if name in sums else tensor
-    return {name.removeprefix(_SLOW): total / len(checkpoints) for name, total in sums.items()}
 
 
 def run(
@@ -152,7 +133,7 @@ def sampling(folder: Path, taken: list[Sample]) -> Callable[[Sequence[NodeProces
             return
         if paths := [path for node in live if (path := node.checkpoint) is not None]:
             taken.append(Sample(seconds - began_at, folder / f"{len(taken):03d}.safetensors"))
-            save_file(mean_weights(paths), taken[-1].weights)
+            save_file(mean_weights(paths)[0], taken[-1].weights)
 
     return watch
 
@@ -290,7 +271,7 @@ def play_hivemind(
             num_steps += answer["steps"] - steps_of[index]
             steps_of[index] = answer["steps"]
         samples.append(Sample(time.monotonic() - began_at, folder / f"hivemind-{len(samples):03d}.safetensors"))
-        save_file(mean_weights(files), samples[-1].weights)
+        save_file(mean_weights(files)[0], samples[-1].weights)
         epochs = max(answer["epochs"] for answer in saved)
         bench.say(f"hivemind: {epochs} averages, {samples[-1].seconds:.0f} of {seconds:.0f} s")
 
@@ -303,16 +284,8 @@ def play_hivemind(
 
 def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with their losses on held-out text, in nats a token."""
-    learner = build_learner(manifest, run_id=bytes(32), author=bytes(32), settings=TrainerSettings(device="cpu"))
-    weights = dict(learner.replica.module.named_parameters())
-    found = []
-    for sample in samples:
-        saved = load_file(sample.weights)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(saved[name] if name in saved else saved[_SLOW + name])
-        found.append(replace(sample, loss=learner.evaluate(VALIDATION_BATCHES)))
-    return found
+    learner = measuring_learner(manifest, bytes(32))
+    return [replace(sample, loss=loss_of(learner, load_file(sample.weights))) for sample in samples]
 
 
 def seconds_to(curve: Sequence[Sample], loss: float) -> float | None:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.protocol.run.models import num_parameters
-from farandole.protocol.wire.errors import FarandoleError
 
 from ..report.section import cell
 from .fault import FaultReport
-from .report import Beside, Merged, NodeReport, PlayReport, StageReport
+from .report import UNKNOWN, Beside, Merged, NodeReport, PlayReport, StageReport
 from .scenario import Scenario
 
 # Descriptors or tasks: one median may include two connections, and the tasks that serve them, that the other lacks.
 MAX_MORE: Final = 8
-_UNKNOWN: Final = "not known"
-
 _MICROBATCHES: Final = ("kept", "dropped", "rerouted", "taken_out", "refused")
 
 
@@ -210,37 +206,22 @@ def _mean(values: Iterable[float | None]) -> float | None:
 # A comparison of a play with faults with one without: throughput of the live nodes, and loss.
 
 
-class CleanReportError(FarandoleError):
-    """The report of the clean run cannot be had, or is of another run."""
-
-
-def check_clean(clean: PlayReport, name: str, num_nodes: int) -> None:
-    """Raise `CleanReportError` unless the report is of a clean play of this scenario with ``num_nodes`` nodes.
-
-    The check is for a caller that is about to play the scenario, which takes a while.
-    """
-    if clean.name != name or len(clean.nodes) != num_nodes or clean.faults:
-        raise CleanReportError("that is no report of the same scenario without faults (--clean)")
-
-
 def compare(report: PlayReport, clean: PlayReport) -> Beside:
-    """Return the comparison; `CleanReportError` if a play trained nothing, or the scenarios differ."""
-    check_clean(clean, report.name, len(report.nodes))
-    if not clean.tokens_per_given_second or report.tokens_per_given_second is None:
-        raise CleanReportError("nothing was trained in one of the two plays")
-    loss_above = None
-    if report.loss_merged is not None and clean.loss_merged:
-        loss_above = report.loss_merged / clean.loss_merged - 1
+    """Return the comparison with a play of the same nodes without faults."""
+    loss = _over(report.loss_merged, clean.loss_merged)
     others = {node.index for node in report.nodes} - {index for fault in report.faults for index in fault.nodes}
-    mine, theirs = _throughput(report, others), _throughput(clean, others)
     return Beside(
         clean.tokens_per_given_second,
         clean.loss_merged,
-        report.tokens_per_given_second / clean.tokens_per_given_second,
-        loss_above,
-        throughput_of_others=mine / theirs if mine is not None and theirs else None,
-        spread=report.spread / clean.spread if report.spread is not None and clean.spread else None,
+        _over(report.tokens_per_given_second, clean.tokens_per_given_second),
+        None if loss is None else loss - 1,
+        throughput_of_others=_over(_throughput(report, others), _throughput(clean, others)),
+        spread=_over(report.spread, clean.spread),
     )
+
+
+def _over(mine: float | None, clean: float | None) -> float | None:
+    return mine / clean if mine is not None and clean else None
 
 
 def _throughput(report: PlayReport, indices: Collection[int]) -> float | None:
@@ -257,28 +238,17 @@ def conditions_beside(beside: Beside, scenario: Scenario) -> Iterator[Condition]
         ("others, without a fault", others, scenario.min_throughput_of_others),
     ):
         if least:
-            words, is_met = cell(share, "{:.1%}", _UNKNOWN), share is not None and share >= least
+            words, is_met = cell(share, "{:.1%}", UNKNOWN), share is not None and share >= least
             yield Condition(f"tokens a second of the {whose}, of clean", words, f"at least {least:.1%}", is_met)
     if (most := scenario.max_spread_over_clean) is not None:
         is_met = spread is not None and spread <= most
-        yield Condition(
-            "spread of the weights, of clean", cell(spread, "{:.2f}", _UNKNOWN), f"at most {most:g}", is_met
-        )
+        yield Condition("spread of the weights, of clean", cell(spread, "{:.2f}", UNKNOWN), f"at most {most:g}", is_met)
     if (most := scenario.max_loss_above_clean) is not None:
         is_met = loss is not None and loss <= most
-        yield Condition("held-out loss beside clean", cell(loss, "{:+.1%}", _UNKNOWN), f"at most {most:+.1%}", is_met)
+        yield Condition("held-out loss beside clean", cell(loss, "{:+.1%}", UNKNOWN), f"at most {most:+.1%}", is_met)
 
 
 def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayReport:
-    """Return the report with the comparison, and with its reasons against a pass. Raises as `compare` does."""
+    """Return the report with the comparison, and with its reasons against a pass."""
     beside = compare(report, clean)
     return _with_verdict(msgspec.structs.replace(report, beside=beside), conditions_beside(beside, scenario))
-
-
-def load_report(path: Path) -> PlayReport:
-    """Load a play's ``report.json``, from its path or its folder; raises `CleanReportError`."""
-    path = path / "report.json" if path.is_dir() else path
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=PlayReport)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CleanReportError(f"cannot read the report {path}: {error}") from error

@@ -61,12 +61,11 @@ _PORTS: Final = range(20_000, 32_000)
 MANIFEST_NAME: Final = "run.manifest"
 REPORT_NAME: Final = "report.json"
 PICTURE_NAME: Final = "loss.png"
-MERGED_NAME: Final = "merged.safetensors"
 
 PLAN, TARGETS = "TESTNET_HOSTILE", "TESTNET_TARGETS"
 """Environment variables of hostile processes: the scenario's settings of them, and the addresses of all nodes."""
 
-Measure = Callable[[Manifest, bytes, Sequence[Path], Path, Sequence[str]], Merged]
+Measure = Callable[[Manifest, bytes, Sequence[Path], Sequence[str]], Merged]
 
 
 class TestnetError(FarandoleError):
@@ -406,7 +405,6 @@ class Testnet:
                     manifest,
                     signed.run_id,
                     checkpoints,
-                    self.out / MERGED_NAME,
                     self.scenario.data,
                     abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
                 )
@@ -436,7 +434,7 @@ def prepare_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).exists())):
         raise TestnetError(f"{out} holds other things: name a new folder with --out")
     try:
-        for name in (REPORT_NAME, PICTURE_NAME, MERGED_NAME, MANIFEST_NAME):
+        for name in (REPORT_NAME, PICTURE_NAME, MANIFEST_NAME):
             (out / name).unlink(missing_ok=True)
         if (out / "nodes").exists():
             shutil.rmtree(out / "nodes")
@@ -468,6 +466,25 @@ def play_and_report(testnet: Testnet) -> PlayReport:
         raise KeyboardInterrupt
     write_report(report, testnet.out)
     return report
+
+
+def play_once(testnet: Testnet) -> PlayReport:
+    """Return the report of an earlier play of the scenario in the testnet's folder; play it if there is none."""
+    path = testnet.out / REPORT_NAME
+    if path.exists():
+        report = load_report(testnet.out)
+        if (report.name, len(report.nodes)) == (testnet.scenario.run["name"], testnet.scenario.nodes):
+            testnet.say(f"{path} is there already")
+            return report
+    return play_and_report(testnet)
+
+
+def load_report(out: Path) -> PlayReport:
+    """Load a play's report from its folder; raises `TestnetError`."""
+    try:
+        return msgspec.json.decode((out / REPORT_NAME).read_bytes(), type=PlayReport)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TestnetError(f"cannot read {out / REPORT_NAME}: {error}") from error
 
 
 def write_report(report: PlayReport, out: Path) -> None:

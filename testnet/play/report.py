@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from farandole.node.base.figures import bits_per_byte, count, duration, loss
 from farandole.node.status.status import PipelineStatus, Resources
 
+from ..report.section import cell
 from .fault import FaultReport
+
+UNKNOWN: Final = "not known"
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -114,9 +117,9 @@ class StageReport(msgspec.Struct, frozen=True):
 class Beside(msgspec.Struct, frozen=True):
     """A comparison of this play with the same scenario without faults."""
 
-    tokens_per_given_second: float
+    tokens_per_given_second: float | None
     loss_merged: float | None
-    throughput: float
+    throughput: float | None
     """This run's tokens per given second, over the clean run's."""
     loss_above: float | None
     """Share by which this run's merged loss exceeds the clean run's; negative if it is lower."""
@@ -210,7 +213,7 @@ def course_lines(report: PlayReport) -> Iterator[str]:
 def stage_lines(report: PlayReport) -> Iterator[str]:
     """Yield one line per stage."""
     for stage in report.stages:
-        busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
+        busy = cell(stage.utilisation, "{:.1%}", UNKNOWN)
         yield (
             f"stage {stage.stage}: {stage.providers} nodes, {busy} busy of late; microbatches: {stage.kept} kept, "
             f"{stage.dropped} dropped, {stage.rerouted} sent another way, {stage.taken_out} taken out again"
@@ -275,14 +278,14 @@ def throughput_lines(report: PlayReport) -> list[str]:
         f"nodes' time: {parts}; given (not absent, frozen or finished) {duration(given)}",
         f"tokens a given second: {count(report.tokens_per_given_second or 0.0)}",
     ]
-    if report.beside is not None:
-        above = "not known" if report.beside.loss_above is None else f"{report.beside.loss_above:+.2%}"
+    if (beside := report.beside) is not None:
         lines.append(
-            f"beside the clean run: {report.beside.throughput:.2%} of its throughput "
-            f"({count(report.beside.tokens_per_given_second)} tokens a given second), held-out loss {above}"
+            f"beside the clean run: {cell(beside.throughput, '{:.2%}', UNKNOWN)} of its throughput "
+            f"({count(beside.tokens_per_given_second or 0.0)} tokens a given second), "
+            f"held-out loss {cell(beside.loss_above, '{:+.2%}', UNKNOWN)}"
         )
-        if report.beside.throughput_of_others is not None:
-            lines[-1] += f", nodes without a fault {report.beside.throughput_of_others:.2%}"
-        if report.beside.spread is not None:
-            lines[-1] += f", spread {report.beside.spread:.2f} of the clean one's"
+        if beside.throughput_of_others is not None:
+            lines[-1] += f", nodes without a fault {beside.throughput_of_others:.2%}"
+        if beside.spread is not None:
+            lines[-1] += f", spread {beside.spread:.2f} of the clean one's"
     return lines

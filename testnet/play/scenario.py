@@ -190,6 +190,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.min_partners >= self.nodes:
             yield f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
 
+    @property
+    def clean(self) -> Scenario:
+        """Return the scenario without its faults and hostile members."""
+        return msgspec.structs.replace(self, fault=(), chaos=None, hostile=None)
+
     def named_by(self, kind: FaultKind) -> frozenset[int]:
         """Return the nodes that faults of a kind name."""
         return frozenset(index for fault in self.fault if fault.kind == kind for index in fault.nodes)
@@ -240,14 +245,13 @@ def load_scenario(
     stages: int | None = None,
     data: Sequence[Path] = (),
     nat: bool = False,
-    clean: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Scenario:
     """Load a delivered scenario by its name, or a file; the other arguments replace its values.
 
     With ``nat`` the nodes are in homes, in the default ones if the scenario names none. With ``data`` they train on
-    that text, whose loss may be any. With ``clean`` it has no faults. ``say`` is called with each condition that is
-    dropped because there are too few nodes or rounds.
+    that text, whose loss may be any. ``say`` is called with each condition that is dropped because there are too few
+    nodes or rounds.
 
     Raises `ScenarioError`, `ManifestError` for its run settings, or `DataError` for text that is missing or too little.
     """
@@ -261,8 +265,6 @@ def load_scenario(
             settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
         if data:
             settings |= {"data": [str(path.absolute()) for path in data], "max_loss_merged": None}
-        if clean:
-            settings |= {"fault": [], "chaos": None, "hostile": None}
         scenario = parse_scenario(settings)
     if scenario.data:
         from farandole.training.data.dataset import Bring, build_sampler  # imports numpy

@@ -16,8 +16,7 @@ import msgspec
 
 from farandole.protocol.run.manifest import Manifest
 
-from ..play.judge import load_report
-from ..play.launch import Testnet, play_and_report
+from ..play.launch import Testnet, load_report, play_and_report
 from ..play.merge import measuring_learner
 from ..play.report import Merged, PlayReport
 from ..play.scenario import Scenario
@@ -59,9 +58,7 @@ def conduct_of(report: PlayReport) -> Conduct:
     return Conduct(loss, *counts)
 
 
-def measure_members(
-    manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path, data: Sequence[str]
-) -> Merged:
+def measure_members(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], data: Sequence[str]) -> Merged:
     """Measure the mean loss of the members' own weights, where other plays have the loss of their mean."""
     learner = measuring_learner(manifest, run_id, data)
     losses = [learner.evaluate(VALIDATION_BATCHES)]
@@ -105,8 +102,7 @@ def play_hostile(scenario: Scenario, out: Path, say: Callable[[str], None], clea
 def play_clean(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Path:
     """Play the honest alone in a folder, and return it; raises as `play_hostile` does."""
     say(f"alone: {scenario.nodes} honest nodes")
-    alone = msgspec.structs.replace(scenario, hostile=None)
-    play_and_report(Testnet(alone, folder, say, measure=measure_members))
+    play_and_report(Testnet(scenario.clean, folder, say, measure=measure_members))
     return folder
 
 

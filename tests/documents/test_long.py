@@ -43,16 +43,10 @@ SMALL: Final = {
 }
 
 
-def long_commands() -> list[tuple[Command, ...]]:
-    """Return each command of the pages, BENCHMARKS.md and the Makefile once; ``--beside`` runs follow their base."""
-    found: list[tuple[Command, ...]] = []
-    for command in _printed():
-        bare = Command(re.sub(r"^(sudo )?(\.venv/bin/)?", "", command.bare), (), command.line)
-        if "--beside" in bare.text:
-            found[-1] += (bare,)
-        elif all(bare.text != first.text for first, *_ in found):
-            found.append((bare,))
-    return found
+def long_commands() -> list[Command]:
+    """Return each command of the pages, BENCHMARKS.md and the Makefile once."""
+    bare = (Command(re.sub(r"^(sudo )?(\.venv/bin/)?", "", each.bare), (), each.line) for each in _printed())
+    return [*{command.text: command for command in bare}.values()]
 
 
 def _printed() -> Iterator[Command]:
@@ -88,27 +82,25 @@ def as_it_comes(name: str, folder: Path) -> Machine:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("commands", long_commands(), ids=lambda commands: commands[-1].text)
-async def test_what_takes_long_ends_well(commands: tuple[Command, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", long_commands(), ids=lambda command: command.text)
+async def test_what_takes_long_ends_well(command: Command, tmp_path: Path) -> None:
     for part, demand in NEEDS.items():
-        if re.search(part, commands[0].text):
+        if re.search(part, command.text):
             try:
                 demand()
             except FarandoleError as error:
                 pytest.skip(str(error))
     async with open_player(tmp_path, as_it_comes) as player:
-        for command in commands:
-            print((await player.type(small(command), patience=PATIENCE)).printed)
+        print((await player.type(small(command), patience=PATIENCE)).printed)
 
 
-@pytest.mark.parametrize("commands", long_commands(), ids=lambda commands: commands[-1].text)
-def test_what_takes_long_could_be_typed(commands: tuple[Command, ...]) -> None:
-    for command in commands:
-        check(small(command).words)
+@pytest.mark.parametrize("command", long_commands(), ids=lambda command: command.text)
+def test_what_takes_long_could_be_typed(command: Command) -> None:
+    check(small(command).words)
 
 
 def test_every_scenario_is_played() -> None:
-    texts = "\n".join(command.text for commands in long_commands() for command in commands)
+    texts = "\n".join(command.text for command in long_commands())
     typed = {name for name in scenario_names() if re.search(rf"testnet run (--nat )?{name}\b(?!-)", texts)}
     assert typed.isdisjoint(PLAYED_HERE)
     assert {*typed, *PLAYED_HERE, "stages"} == {*scenario_names()}

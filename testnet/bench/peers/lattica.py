@@ -53,8 +53,8 @@ class Peer:
         self._make_vector = vector
         self._folder = tempfile.TemporaryDirectory()  # removed with the process
 
-    def open(self, peers: list[str], index: int = 0, num_elements: int = 0, place: str = "") -> dict[str, Any]:
-        """Join the other peer, if there is one yet; ``place`` is for programs that have a node."""
+    def open(self, peers: list[str], index: int = 0, num_elements: int = 0) -> dict[str, Any]:
+        """Join the other peer, if there is one yet."""
         self._vector = self._make_vector(index, num_elements)
         self._mean = (self._make_vector(0, num_elements) + self._make_vector(1, num_elements)) / 2
         address = f"/ip4/127.0.0.1/tcp/{free_port()}"

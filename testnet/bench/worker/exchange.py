@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import socket
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import farandole
+from farandole.node.base.control import call
 from farandole.node.base.system.tuning import keep_memory
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import open_bulk
@@ -33,6 +37,7 @@ from farandole.protocol.run.rules import Codec
 from farandole.protocol.wire.identity import public_key_of
 from farandole.training.outer.codec import decode, encode, encoded_size
 
+from ...play.process import NODE_COMMAND
 from ..peers.peer import vector
 
 # What a benchmark's processes measure of themselves.
@@ -99,6 +104,7 @@ TIMEOUT: Final = 120.0
 _DIGEST: Final = bytes(32)
 LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
 PROTOCOL: Final = "/farandole/bench/1"
+_T = TypeVar("_T")
 
 
 async def accept(size: int, tokens: int, judge_by: float) -> str | None:
@@ -226,27 +232,30 @@ class ExchangingNode:
 
 
 class MeshProgram:
-    """A program that uses the mesh of the node in a data directory, and serves another such program."""
+    """A program with a node of its own, whose mesh it uses; it serves another such program."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        self._folder = Path()
+        self._stack = stack
 
-    def open(self, place: str, peers: list[str]) -> dict[str, Any]:
-        """Use the node in ``place``; ``peers`` are for programs that know none."""
+    def open(self, manifest: str, place: str, peers: list[str]) -> dict[str, Any]:
+        """Start a node in the folder ``place``; ``peers``: addresses of the other program's, if it has one yet."""
         self._folder = Path(place)
-        self._mesh = farandole.Mesh(home=place)
+        shutil.rmtree(place, ignore_errors=True)
+        command = [*NODE_COMMAND, "join", manifest, "--home", place, "--listen", LOOPBACK]
+        bootstrap = [part for peer in peers[:1] for part in ("--bootstrap", peer)]
+        node = subprocess.Popen([*command, *bootstrap], stdin=subprocess.DEVNULL)
+        self._stack.callback(node.kill)
+        self._mesh = _soon(lambda: farandole.Mesh(home=place))
         for name, serve in ((ECHO, _echo), (SINK, _sink)):
-            threading.Thread(target=_serve_all, args=[self._mesh.listen(name), serve], daemon=True).start()
-        return {"addresses": []}
+            listener = _soon(partial(self._mesh.listen, name))
+            threading.Thread(target=_serve_all, args=[listener, serve], daemon=True).start()
+        return {"addresses": self._mesh.status()["addresses"]}
 
     def connect(self) -> None:
-        """Wait until the other program can be called."""
-        while True:
-            with contextlib.suppress(IndexError, farandole.MeshError):
-                self._other = self._mesh.members()[0]
-                self._calls = self._mesh.open(self._other, ECHO, 5.0)
-                return
-            time.sleep(NAP)  # there is no event for it, so poll
+        """Wait until the other program can be called, and pause the node, whose trainer would compute."""
+        self._other = _soon(lambda: self._mesh.members()[0])
+        self._calls = _soon(lambda: self._mesh.open(self._other, ECHO, 5.0))
+        call(self._folder, "pause")
 
     def call(self, number: int, size: int) -> dict[str, Any]:
         """Send requests on one stream, one after the other; return the seconds until each answer."""
@@ -287,6 +296,14 @@ class MeshProgram:
         assert path.stat().st_size == size
         path.unlink()
         return {"started_at": started_at, "ended_at": ended_at}
+
+
+def _soon(act: Callable[[], _T]) -> _T:
+    """Return what comes of an act once the node, and its peer, can do it."""
+    while True:
+        with contextlib.suppress(IndexError, farandole.MeshError):
+            return act()
+        time.sleep(NAP)  # there is no event for it, so poll
 
 
 def _serve_all(listener: farandole.MeshListener, serve: Callable[[farandole.MeshStream], None]) -> None:

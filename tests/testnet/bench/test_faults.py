@@ -39,7 +39,8 @@ def halves(out: Path, loss_merged: float) -> None:
 def test_plays_that_are_there_are_judged_and_shown_not_played_again(tmp_path: Path) -> None:
     halves(tmp_path, loss_merged=2.02)
     growth = Growth(hours=0.6, memory=0.004, trainer_memory=-0.001, descriptors=1, tasks=0)
-    hour = msgspec.structs.replace(PLAY, name="hour", nodes=[node(0, growths=[growth]), node(1)])
+    nodes = [node(0, growths=[growth]), *map(node, range(1, 8))]
+    hour = msgspec.structs.replace(PLAY, name="hour", nodes=nodes)
     keep(hour, tmp_path / "hour" / "faults")
     line = [node(index, exchange_seconds=[3.0, 4.0, 5.0], exchange_bytes=1_000_000) for index in range(4)]
     keep(msgspec.structs.replace(PLAY, name="bad-line", nodes=line), tmp_path / "bad-line" / "faults")

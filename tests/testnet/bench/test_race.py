@@ -8,17 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from farandole.protocol.run.rules import SLOW
 from farandole.testnet.bench.process import BenchError, BenchWorker, ask_all, open_workers
-from farandole.testnet.bench.race import (
-    Replacement,
-    Sample,
-    mean_weights,
-    replacements,
-    seconds_to,
-)
+from farandole.testnet.bench.race import Replacement, Sample, replacements, seconds_to
 from farandole.testnet.bench.worker.race import OUTER
 from farandole.testnet.play.fault import Fault
 from farandole.testnet.play.scenario import load_scenario
@@ -52,15 +46,6 @@ def test_who_is_replaced_when() -> None:
     frozen = Fault("freeze", nodes=(0,), at_round=3, duration=1.0)
     with pytest.raises(BenchError, match="replaced"):
         replacements(msgspec.structs.replace(scenario, fault=(frozen,)))
-
-
-def test_the_mean_of_checkpoints_is_of_the_slow_weights(tmp_path: Path) -> None:
-    for number in range(2):
-        tensors = {f"{SLOW}/w": torch.full((3,), float(number)), "momentum/w": torch.ones(3)}
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-    mean = mean_weights([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
-    assert mean.keys() == {"w"}
-    assert mean["w"].tolist() == [0.5] * 3
 
 
 def average(members: list[BenchWorker], group: Path) -> None:

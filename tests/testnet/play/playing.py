@@ -20,7 +20,7 @@ def silent(text: str) -> None:
     """Say nothing."""
 
 
-def measure(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path, data: Sequence[str]) -> Merged:
+def measure(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], data: Sequence[str]) -> Merged:
     return Merged(loss_start=5.5, loss=2.5, spread=0.01)
 
 

@@ -52,5 +52,5 @@ def test_the_scenario_has_its_faults_unless_it_is_to_be_clean() -> None:
     chaos = load_scenario("chaos")
     assert chaos.chaos is not None
     assert chaos.fault == draw_faults(chaos.chaos, chaos.nodes, chaos.seed)
-    assert load_scenario("chaos", clean=True).fault == ()
+    assert chaos.clean.fault == ()
     assert load_scenario("chaos", seed=3).fault != chaos.fault

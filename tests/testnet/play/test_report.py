@@ -11,16 +11,9 @@ import trio
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
 from farandole.testnet.play.fault import FaultReport
-from farandole.testnet.play.judge import CleanReportError, compare, judged, load_report, make_report
-from farandole.testnet.play.launch import Testnet, write_report
-from farandole.testnet.play.report import (
-    Growth,
-    Merged,
-    NodeReport,
-    PlayReport,
-    course_lines,
-    throughput_lines,
-)
+from farandole.testnet.play.judge import judged, make_report
+from farandole.testnet.play.launch import Testnet, TestnetError, load_report
+from farandole.testnet.play.report import Growth, Merged, NodeReport, PlayReport, course_lines, throughput_lines
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
 from .reports import PASSED as CLEAN
@@ -207,19 +200,10 @@ def test_what_is_not_says_why(fields: dict[str, object], reason: str) -> None:
     assert report.reasons == [reason]
 
 
-def test_only_a_clean_play_of_the_same_scenario_will_do() -> None:
-    for other in (msgspec.structs.replace(CLEAN, name="demo"), played()):
-        with pytest.raises(CleanReportError, match="without faults"):
-            compare(played(), other)
-    with pytest.raises(CleanReportError, match="nothing was trained"):
-        compare(played(), msgspec.structs.replace(CLEAN, tokens_per_given_second=None))
-
-
-def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
-    write_report(played(), tmp_path)
-    assert load_report(tmp_path) == load_report(tmp_path / "report.json") == played()
-    with pytest.raises(CleanReportError, match="cannot read"):
-        load_report(tmp_path / "nowhere")
+def test_what_was_not_measured_is_not_known() -> None:
+    report = judged(played(tokens_per_given_second=None), CLEAN, SCENARIO)
+    assert report.reasons == ["tokens a second of the living, of clean: not known, not at least 97.7%"]
+    assert "beside the clean run: not known of its throughput" in throughput_lines(report)[-1]
 
 
 def test_the_nodes_that_no_fault_befell_are_compared_with_themselves() -> None:
@@ -239,36 +223,30 @@ def test_a_spread_that_stays_is_seen() -> None:
     ]
 
 
-def code_of_play_beside(report: PlayReport, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the exit code of a play whose result is ``report``, compared with the clean one by ``--beside``."""
+def test_a_clean_play_of_the_same_nodes_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plays: list[Path] = []
 
     async def play(testnet: Testnet) -> PlayReport:
         await trio.lowlevel.checkpoint()
-        testnet.out.mkdir()
-        return report
+        testnet.out.mkdir(exist_ok=True)
+        plays.append(testnet.out)
+        nodes = [played_node(index) for index in range(testnet.scenario.nodes)]
+        return msgspec.structs.replace(CLEAN, nodes=nodes, faults=[KILL] if testnet.scenario.fault else [])
 
     monkeypatch.setattr(Testnet, "play", play)
-    (tmp_path / "clean").mkdir()
-    write_report(msgspec.structs.replace(CLEAN, nodes=[played_node(0)]), tmp_path / "clean")
-    scenario = tmp_path / "scenario.toml"
-    scenario.write_text(f'nodes = 1\nmin_partners = 0\n[run]\nname = "{name}"\nmodel = "tiny"\n')
-    with pytest.raises(SystemExit) as end:
-        main(["testnet", "run", str(scenario), "--out", str(tmp_path / "out"), "--beside", str(tmp_path / "clean")])
-    return int(end.value.code or 0)
-
-
-def test_a_clean_report_of_something_else_is_refused_before_the_play(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of_play_beside(played(nodes=[played_node(0)]), "another", tmp_path, monkeypatch) != Exit.OK
-    assert "no report of the same scenario" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_play_that_cannot_be_compared_is_reported_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = played(nodes=[played_node(0)], tokens_per_given_second=None)
-    assert code_of_play_beside(report, CLEAN.name, tmp_path, monkeypatch) != Exit.OK
-    assert "nothing was trained" in capsys.readouterr().err
-    assert load_report(tmp_path / "out") == report
+    path = tmp_path / "chaos.toml"
+    path.write_text(
+        'min_throughput = 1.01\n[run]\nname = "chaos"\nmodel = "tiny"\n'
+        '[[fault]]\nkind = "kill"\nnodes = [1]\nat_round = 1\n'
+    )
+    out, clean = tmp_path / "out", tmp_path / "out-clean"
+    for nodes, expected in (("2", [clean, out]), ("2", [out]), ("3", [clean, out])):
+        plays.clear()
+        with pytest.raises(SystemExit) as end:
+            main(["testnet", "run", str(path), "--out", str(out), "--nodes", nodes, "--beside-clean"])
+        assert (end.value.code, plays) == (Exit.VERDICT_FAILED, expected)
+        report = load_report(out)
+        assert report.reasons == ["tokens a second of the living, of clean: 100.0%, not at least 101.0%"]
+    (clean / "report.json").write_text("no report")
+    with pytest.raises(TestnetError, match="cannot read"):
+        load_report(clean)

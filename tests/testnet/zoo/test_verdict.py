@@ -78,7 +78,7 @@ def test_the_scenarios_are_of_one_run_and_their_attacks_exist(name: str) -> None
     assert scenario.hostile is not None
     check_attack(scenario.hostile.attack)
     assert {**scenario.run, "name": ""} == {**SCENARIO.run, "name": ""}
-    assert load_scenario(name, clean=True).hostile is None
+    assert load_scenario(name).clean.hostile is None
 
 
 def test_an_unknown_attack_is_named() -> None:
