@@ -73,10 +73,6 @@ class Node:
                 await trio.sleep(POLL_INTERVAL)
         return status
 
-    async def hears_of_a_round(self, name: str) -> None:
-        """Wait for a heartbeat of the node with this name that reports a round: before it, the run seems to begin."""
-        await self.until(lambda status: any(row.peer_id.endswith(name) and row.round > 0 for row in status.members))
-
 
 class Daemon(Node):
     """A ``farandole join`` or ``relay``, or a program with a loop, in its own process."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import trio
@@ -15,8 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.reach.connectivity import RelayServer
+from farandole.node.mesh.reach.connectivity import Connectivity, RelayServer, open_connectivity
+from farandole.node.mesh.reach.reachability import Reachability
 from farandole.node.mesh.yamux import Libp2pStream
+from farandole.protocol.mesh.reachability import Verdict
 from farandole.protocol.mesh.relay import Limits
 
 from ..patience import PATIENCE
@@ -88,6 +91,19 @@ async def assert_answers(host: Host) -> None:
             await assert_echo(newcomer, host)
 
 
+@asynccontextmanager
+async def open_node(
+    listen: list[str] = LOOPBACK, verdict: Verdict | None = None, run_id: bytes = bytes(32)
+) -> AsyncIterator[tuple[Host, Connectivity]]:
+    """Open a host that finds out how it is reached, unless the test says so."""
+    reachability = Reachability(verdict) if verdict else None
+    async with (
+        open_host(Ed25519PrivateKey.generate(), listen) as host,
+        open_connectivity(host, run_id, Shaping(), limits=Limits(), reachability=reachability) as connectivity,
+    ):
+        yield host, connectivity
+
+
 @dataclass
 class Relay:
     """A host that relays."""
@@ -133,6 +149,39 @@ async def relayed_pair(
             bob.set_handler(ECHO, echo)
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
             yield relay, alice, bob
+
+
+class Line:
+    """A line to a port, which a test watches, freezes or cuts."""
+
+    def __init__(self, nursery: trio.Nursery, port: int) -> None:
+        self.is_frozen = False
+        self.ends: list[trio.SocketStream] = []
+        self.recorded: list[bytearray] = []
+        """What has come from each end."""
+        self._nursery, self._port = nursery, port
+
+    async def open(self) -> int:
+        """Return the port from which the line leads on."""
+        (listener,) = await self._nursery.start(partial(trio.serve_tcp, self._pass_on, 0, host="127.0.0.1"))
+        return int(listener.socket.getsockname()[1])
+
+    async def _pass_on(self, near: trio.SocketStream) -> None:
+        async with await trio.open_tcp_stream("127.0.0.1", self._port) as far, trio.open_nursery() as both:
+            self.ends += [near, far]
+            both.start_soon(self._copy, near, far)
+            both.start_soon(self._copy, far, near)
+
+    async def _copy(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
+        record = bytearray()
+        self.recorded.append(record)
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            async for data in source:
+                record += data
+                if self.is_frozen:
+                    await trio.sleep_forever()
+                await target.send_all(data)
+            await target.send_eof()
 
 
 async def until(condition: Callable[[], bool]) -> None:

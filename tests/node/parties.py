@@ -71,7 +71,7 @@ class MemoryStream(AlwaysWaits):
         await self._stream.send_all(data)
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        data = await self._stream.receive_some(self._faults.piece or max_bytes)
+        data = await self._stream.receive_some(max_bytes)
         await trio.sleep(self._faults.delay)
         return data
 
@@ -87,8 +87,6 @@ class Faults:
     """Bytes after which its connection breaks."""
     freeze_at: int | None = None
     """Bytes after which it sends nothing more."""
-    piece: int | None = None
-    """Most bytes received at once."""
     delay: float = 0.0
     """Additional delay of received data, in seconds."""
     num_channels: int = 1

@@ -42,13 +42,6 @@ class BulkPair:
         assert self.way(ALICE).num_acquired == num_channels
         assert trio.current_time() <= PATIENCE
 
-    def assert_aborted(self) -> None:
-        """Assert that neither committed, and that no channel is kept on which data may still arrive."""
-        assert not self.alice.result.committed
-        assert not self.bob.result.committed
-        assert not any(way.kept for way in self.ways)
-        assert trio.current_time() <= PATIENCE
-
 
 @pytest.fixture
 def network() -> dict[bytes, MemoryHost]:

@@ -4,8 +4,7 @@ import os
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import cast
 
@@ -37,7 +36,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes
 
 from ...patience import PATIENCE
-from ..hosts import ECHO, assert_answers, assert_echo, connected_pair, echo, host_at_loopback, port_of
+from ..hosts import ECHO, Line, assert_answers, assert_echo, connected_pair, echo, host_at_loopback, port_of
 
 MULTISTREAM = "/multistream/1.0.0"
 
@@ -121,34 +120,6 @@ async def test_a_peer_must_be_who_was_dialled() -> None:
         await alice.connect(bob.author, [bare])
 
 
-class Line:
-    """A line to a host, on which nothing may move any more."""
-
-    def __init__(self, nursery: trio.Nursery, port: int) -> None:
-        self.is_frozen = False
-        self.ends: list[trio.SocketStream] = []
-        self._nursery, self._port = nursery, port
-
-    async def open(self) -> str:
-        """Return the address from which the line leads to the host."""
-        (listener,) = await self._nursery.start(partial(trio.serve_tcp, self._pass_on, 0, host="127.0.0.1"))
-        return f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
-
-    async def _pass_on(self, near: trio.SocketStream) -> None:
-        async with await trio.open_tcp_stream("127.0.0.1", self._port) as far, trio.open_nursery() as both:
-            self.ends += [near, far]
-            both.start_soon(self._copy, near, far)
-            both.start_soon(self._copy, far, near)
-
-    async def _copy(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            async for data in source:
-                if self.is_frozen:
-                    await trio.sleep_forever()
-                await target.send_all(data)
-            await target.send_eof()
-
-
 # Handlers that fail
 
 
@@ -203,7 +174,7 @@ async def test_a_peer_whose_line_freezes_or_is_cut_is_given_up_even_with_a_full_
     ):
         bob.set_handler("/hold/1", hold)
         line = Line(nursery, port_of(bob))
-        await alice.connect(bob.author, [await line.open()])
+        await alice.connect(bob.author, [f"/ip4/127.0.0.1/tcp/{await line.open()}"])
         streams = [await alice.open_stream(bob.author, "/hold/1") for _ in range(40)]
         events = alice.connections.events()
         assert await anext(events) == (bob.author, True)

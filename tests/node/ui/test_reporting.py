@@ -9,7 +9,6 @@ import trio
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.status.journal import MAX_EXCHANGES, Journal
 from farandole.node.ui.reporting import Reporter
 from farandole.protocol.state.entries import Beat, Delta, Kind, Member, Progress
@@ -18,7 +17,7 @@ from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.identity import peer_id_of
 
 from ...protocol import authors
-from ..hosts import LOOPBACK, host_at_loopback
+from ..hosts import LOOPBACK, open_node
 from ..statuses import ended
 
 RUN_ID = b"r" * 32
@@ -49,8 +48,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
     async with (
-        host_at_loopback() as host,
-        open_connectivity(host, RUN_ID, Shaping()) as connectivity,
+        open_node(run_id=RUN_ID) as (host, connectivity),
         open_host(authors.key_of(700), LOOPBACK) as other,
     ):
         reporter = Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, *run_of_many())

@@ -24,7 +24,6 @@ from rich.console import Console
 from farandole.node.app.commands.doctor import diagnosis_screen
 from farandole.node.app.doctor.examination import Examination, conclude
 from farandole.node.app.doctor.peers import Knock, find_skew, judge_doors, judge_nat, make_doors
-from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, found
 from farandole.node.base.errors import StrangerError
 from farandole.node.base.exits import Exit
@@ -43,7 +42,6 @@ from farandole.node.inspect.machine import (
 from farandole.node.join.address_book import AddressBook, keep_ports
 from farandole.node.join.bootstrap import serve_manifest
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 from farandole.protocol.planning.needs import needs_of
@@ -62,7 +60,7 @@ from farandole.protocol.wire.identity import peer_id_of
 
 from ....patience import PATIENCE
 from ...conftest import Cli
-from ...hosts import open_home, open_relay, reserve
+from ...hosts import open_home, open_node, open_relay, reserve
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
@@ -90,9 +88,7 @@ def torch_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def open_peer(signed: SignedManifest = SIGNED) -> AsyncIterator[Host]:
     """Open a member of a run, as a newcomer sees it before it joins."""
-    key = Ed25519PrivateKey.generate()
-
-    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, signed.run_id, Shaping()):
+    async with open_node(run_id=signed.run_id) as (host, _):
         serve_manifest(host, signed.run_id, signed.encode())
         yield host
 

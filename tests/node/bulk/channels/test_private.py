@@ -15,36 +15,12 @@ from farandole.protocol.exchange.bulk import GREETING_BYTES, greeting
 from farandole.protocol.run.invite import NETWORK_KEY_BYTES, NONCE_BYTES, cipher_of
 from farandole.protocol.wire.record_layer import HEADER_BYTES, RECORD_BYTES, TAG_BYTES
 
-from ...hosts import host_at_loopback
+from ...hosts import Line, host_at_loopback
 from ...parties import ALICE, BOB, RUN_ID
 from .parties import Party, meet, move, two_parties
 
 KEY, OTHER_KEY = b"k" * NETWORK_KEY_BYTES, b"o" * NETWORK_KEY_BYTES
 FULL_HEADER = (RECORD_BYTES + TAG_BYTES).to_bytes(HEADER_BYTES, "big")
-
-
-class Watcher:
-    """Sits between a dialler and a port: passes on all bytes, and records each direction of each connection."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.recorded: list[bytearray] = []
-
-    async def serve(self, dialler: trio.SocketStream) -> None:
-        async with await trio.open_tcp_stream("127.0.0.1", self._port) as far, trio.open_nursery() as nursery:
-            nursery.start_soon(self._pass_on, dialler, far)
-            nursery.start_soon(self._pass_on, far, dialler)
-
-    async def _pass_on(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
-        record = bytearray()
-        self.recorded.append(record)
-        try:
-            while data := await source.receive_some():
-                record += data
-                await target.send_all(data)
-            await target.send_eof()
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return
 
 
 def lead_to(alice: Party, bob: Party, port: int) -> None:
@@ -63,20 +39,18 @@ def is_flat(data: bytes) -> bool:
 async def test_a_watcher_records_random_bytes_where_the_run_is_private(key: bytes, nursery: trio.Nursery) -> None:
     first, second = random.Random(1).randbytes(5 * RECORD_BYTES), random.Random(2).randbytes(5 * RECORD_BYTES)
     async with two_parties(network_key=key) as (alice, bob):
-        watcher = Watcher(bob.port)
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        lead_to(alice, bob, listeners[0].socket.getsockname()[1])
-        nursery.start_soon(trio.serve_listeners, watcher.serve, listeners)
+        line = Line(nursery, bob.port)
+        lead_to(alice, bob, await line.open())
         near, far = await meet(alice, bob)
         async with trio.open_nursery() as moving:
             moving.start_soon(move, near, far, first)
             moving.start_soon(move, far, near, second)
-        used = [bytes(record) for record in watcher.recorded if len(record) > RECORD_BYTES]
+        used = [bytes(record) for record in line.recorded if len(record) > RECORD_BYTES]
         assert len(used) == 2
         for record in used:
             assert (near.session in record) == (not key)
             assert (record.count(FULL_HEADER) >= 5) == (not key)
-        greetings = [bytes(record[: NONCE_BYTES + GREETING_BYTES]) for record in watcher.recorded]
+        greetings = [bytes(record[: NONCE_BYTES + GREETING_BYTES]) for record in line.recorded]
         assert any(near.session in each for each in greetings) == (not key)
         assert not key or all(left[:8] != right[:8] for left, right in itertools.combinations(greetings, 2))
         assert not key or all(map(is_flat, used))

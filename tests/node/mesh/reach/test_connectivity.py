@@ -1,54 +1,34 @@
 """Nodes on loopback that find out how they can be reached, use relays, and relay."""
 
-import contextlib
-from collections.abc import AsyncIterator
-
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio_typing import TaskStatus
 
-from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.dialler import Reservation
-from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach import reachability as reachability_module
 from farandole.node.mesh.reach.connectivity import (
     MAX_STRANGERS,
     NUM_RELAYS,
-    Connectivity,
     RelayKeeper,
-    open_connectivity,
 )
 from farandole.node.mesh.reach.reachability import Dialback, Examiner, Reachability, ask_time, tell_time
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
-from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import LOOPBACK, connected_pair, host_at_loopback, open_home, open_relay, until
+from ...hosts import connected_pair, host_at_loopback, open_home, open_node, open_relay, until
 
 RUN = bytes(32)
 HIDDEN = Verdict(ReachabilityKind.RELAY_ONLY)
 PUBLIC = Verdict(ReachabilityKind.PUBLIC)
 PAUSE = 0.2
-
-
-@contextlib.asynccontextmanager
-async def open_node(
-    listen: list[str] = LOOPBACK, verdict: Verdict | None = None, limits: Limits | None = None
-) -> AsyncIterator[tuple[Host, Connectivity]]:
-    key = Ed25519PrivateKey.generate()
-    reachability = Reachability(verdict) if verdict else None
-    async with (
-        open_host(key, listen) as host,
-        open_connectivity(host, RUN, Shaping(), limits=limits or Limits(), reachability=reachability) as connectivity,
-    ):
-        yield host, connectivity
 
 
 async def test_who_is_reached_by_peers_is_public_and_relays() -> None:

@@ -1,39 +1,29 @@
 """Hosts on loopback that meet over a relay and become direct. The lab has NAT (tests/testnet/natlab)."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from multiaddr import Multiaddr
 
-from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_parts import encode_delimited
-from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.punching import meet
-from farandole.node.mesh.reach.reachability import Dialback, Reachability
+from farandole.node.mesh.reach.reachability import Dialback
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 
-from ...hosts import LOOPBACK, open_relay, reserve, until
+from ...hosts import open_node, open_relay, reserve, until
 
 ECHO = "/echo/1"
 SYNC, CONNECT = (encode_delimited(HolePunch(type=kind)) for kind in (HolePunch.SYNC, HolePunch.CONNECT))
 
 
-@contextlib.asynccontextmanager
-async def open_puncher() -> AsyncIterator[tuple[Host, Connectivity]]:
-    """Open a host that listens, and does not announce its addresses."""
-    key = Ed25519PrivateKey.generate()
-    async with open_host(key, LOOPBACK) as host:
-        reachability = Reachability(Verdict(ReachabilityKind.PUNCHABLE))
-        async with open_connectivity(host, bytes(32), Shaping(), reachability=reachability) as connectivity:
-            yield host, connectivity
+# Opens a host that listens, and does not announce its addresses.
+open_puncher = partial(open_node, verdict=Verdict(ReachabilityKind.PUNCHABLE))
 
 
 async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:

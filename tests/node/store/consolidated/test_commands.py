@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from farandole.node.base.exits import Exit
-from farandole.node.cli import main
 from farandole.node.store.consolidated.folder import read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import InnerConfig, decode_manifest
 from farandole.protocol.wire.identity import peer_id_of
 
+from ...conftest import Cli
 from .runs import MODELS, manifest_for, pulled, save_stages, trained
 
 
@@ -22,78 +22,62 @@ def folder(tmp_path: Path) -> Path:
     return pulled(manifest_for({**MODELS["own"], "num_stages": 2}), tmp_path / "model").path
 
 
-def code_of(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["checkpoint", *(str(argument) for argument in arguments)])
-    return int(end.value.code or 0)
-
-
-def test_resume_writes_a_manifest_that_starts_from_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_writes_a_manifest_that_starts_from_it(folder: Path, tmp_path: Path, cli: Cli) -> None:
     run_file = tmp_path / "more.toml"
     run_file.write_text('name = "more"\n[outer]\ncodec = "int8"\n')
     out = tmp_path / "new.manifest"
-    arguments = ("resume", folder, run_file, "-o", out, "--home", tmp_path / "home")
-    assert code_of(*arguments) == Exit.OK
+    resume = ("checkpoint", "resume", folder, run_file)
+    code, said, _ = cli(*resume, "-o", out)
+    assert code == Exit.OK
     manifest, signed = decode_manifest(out.read_bytes())
     assert manifest.start is not None
     assert manifest.start.checkpoint == read_folder(folder).id
     assert (manifest.name, manifest.model.num_stages, manifest.outer.codec) == ("more", 1, "int8")
-    said = capsys.readouterr().out
     assert signed.run_id.hex() in said
     assert f"farandole join {out} --start {folder}" in said.replace("\n", " ")
-    assert code_of(*arguments) == Exit.BAD_INPUT
-    assert "there already" in capsys.readouterr().err
+    assert "there already" in cli(*resume, "-o", out)[2]
     run_file.write_text("model = '3M'")
-    assert code_of("resume", folder, run_file, "--home", tmp_path / "home") == Exit.BAD_INPUT
-    assert "more.toml:1: model: the checkpoint's is another one" in capsys.readouterr().err
+    code, _, error = cli(*resume)
+    assert (code, "more.toml:1: model: the checkpoint's is another one" in error) == (Exit.BAD_INPUT, True)
 
 
-def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of("export", folder, "--to", tmp_path / "hf") == Exit.OK
-    assert "model.safetensors" in capsys.readouterr().out
-    assert code_of("export", folder, "--to", tmp_path / "hf") == Exit.BAD_INPUT
+def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    export = ("checkpoint", "export", folder, "--to", tmp_path / "hf")
+    assert "model.safetensors" in cli(*export)[1]
+    assert cli(*export)[0] == Exit.BAD_INPUT
     run_file = tmp_path / "more.toml"
     run_file.write_text('name = "more"\n[model]\nnum_stages = 3\n[tokenizer]\nkind = "bytes"')
     to, out = tmp_path / "imported", tmp_path / "imported.manifest"
-    home = ("--home", tmp_path / "home")
-    assert code_of("import", tmp_path / "hf", run_file, "--to", to, "-o", out, *home) == Exit.OK
+    code, _, told = cli("checkpoint", "import", tmp_path / "hf", run_file, "--to", to, "-o", out)
+    assert (code, 'codec = "int8"' in told) == (Exit.OK, True)
     manifest, _ = decode_manifest(out.read_bytes())
     assert manifest.model.hf is not None
     assert manifest.model.num_stages == 3
-    assert 'codec = "int8"' in capsys.readouterr().err
     assert (manifest.outer.codec, manifest.inner) == ("int8", InnerConfig())
     verify_hashes(read_folder(to))
 
 
-def test_where_a_model_cannot_go_is_said_before_a_dial(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_model_cannot_go_is_said_before_a_dial(folder: Path, cli: Cli) -> None:
     nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(b'n' * 32)}"
-    pull = ("pull", encode_invite(Invite(bytes(32), (nobody,))), "--home", tmp_path / "home", "--no-mdns")
+    pull = ("checkpoint", "pull", encode_invite(Invite(bytes(32), (nobody,))), "--no-mdns")
     for to, says in ((folder, "there already"), (Path(), "no name for a new folder")):
-        assert code_of(*pull, "--to", to) == Exit.BAD_INPUT
-        said = capsys.readouterr().err
-        assert says in said
+        code, _, said = cli(*pull, "--to", to)
+        assert (code, says in said) == (Exit.BAD_INPUT, True)
         assert "dialling" not in said
 
 
-def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    home = tmp_path / "home"
+def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, home: Path, cli: Cli) -> None:
     (home / "checkpoints").mkdir(parents=True)
     signed = manifest_for(MODELS["own"])
     (whole,) = save_stages(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "run", "replica")
     whole.rename(home / "checkpoints" / "stage-0-round-1.safetensors")
     (home / "checkpoints" / "stage-0-round-2.safetensors").write_bytes(b"half")
     (home / "checkpoints" / "stage-0-round-0.safetensors").symlink_to(tmp_path / "removed a moment ago")
-    assert code_of("list", "--home", home, "--json") == Exit.OK
-    listed = json.loads(capsys.readouterr().out)
+    listed = json.loads(cli("checkpoint", "list", "--json")[1])
     assert listed["run"] is None
     here = {each["path"]: each for each in listed["here"]}
     assert here["stage-0-round-1.safetensors"]["inner_steps"] == 2
     assert "no safetensors file, or not whole" in here["stage-0-round-2.safetensors"]["problem"]
-    assert code_of("list", "--home", home) == Exit.OK
-    said = capsys.readouterr().out
-    assert "damaged" in said
+    code, said, _ = cli("checkpoint", "list")
+    assert (code, "damaged" in said) == (Exit.OK, True)
     assert "no node runs here" in said
