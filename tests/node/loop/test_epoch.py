@@ -100,6 +100,7 @@ async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_pat
     )
     again = Counter({number: count - 1 for number, count in counts.items() if number not in unproven})
     print(f"\n{num_slices:,} slices, {len(unproven)} of strangers; of the others {again.total()} draws too many")
+    assert status.data.done == num_slices
     assert set(counts) == set(range(num_slices))
     assert again.total() <= (MAX_MEAN - 1) * len(again)
     assert max(counts[number] for number in unproven) <= 1 + len(survivors)

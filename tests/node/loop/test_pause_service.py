@@ -12,7 +12,6 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from farandole.node.base.quiet_hours import QuietHoursError
 from farandole.node.loop import rest_service as keeper_module
 from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
@@ -51,22 +50,6 @@ async def test_a_node_rests_in_its_quiet_hours(
             await trio.sleep(60)
         nursery.cancel_scope.cancel()
     assert changes == [("01:00", False), ("09:00", True), ("12:30", False), ("22:00", True)]
-
-
-async def test_other_quiet_hours_hold_at_once_and_wrong_ones_change_nothing(tmp_path: Path) -> None:
-    async with open_keeper(tmp_path, "22:00-07:00") as (keeper, rest):
-        await keeper.begin()
-        assert rest.is_on
-        keeper.change_hours(["09:00-17:00", "Sat-Sun 00:00-24:00"])
-        assert not rest.is_on
-        assert rest.quiet_hours == ("09:00-17:00", "Sat-Sun 00:00-24:00")
-        with pytest.raises(QuietHoursError):
-            keeper.change_hours(["23:00-08:00", "at night"])
-        assert not rest.is_on
-        keeper.change_hours(["23:00-08:00"])
-        assert rest.words == "quiet hours until Mon 08:00"
-        keeper.change_hours([])
-        assert not rest.is_on
 
 
 async def test_the_owners_word_outlives_the_node(tmp_path: Path) -> None:

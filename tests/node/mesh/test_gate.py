@@ -244,20 +244,6 @@ async def test_a_member_that_relays_does_so_for_members(run: Run) -> None:
         assert await visitor.open_stream(member.author, HOP_PROTOCOL)
 
 
-async def test_an_invite_for_several_finds_each_a_seat(run: Run) -> None:
-    async with member_and_visitor(run) as (member, visitor, _), host_at_loopback() as other:
-        invited = run.invite(uses=2)
-        for host in (visitor, other):
-            host.gate.show(RUN_ID, b"", invited)
-            host.dialler.add_addresses(member.author, member.addresses)
-            await assert_echo(host, member)
-        async with host_at_loopback() as third:
-            third.gate.show(RUN_ID, b"", invited)
-            third.dialler.add_addresses(member.author, member.addresses)
-            with pytest.raises(NotAdmittedError, match="has been used"):
-                await third.open_stream(member.author, ECHO)
-
-
 @pytest.mark.parametrize(("is_visitor", "is_at_once"), [(False, False), (True, False), (False, True)])
 async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
     is_visitor: bool, is_at_once: bool, run: Run

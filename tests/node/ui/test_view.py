@@ -40,12 +40,8 @@ def test_every_question_is_answered_on_one_screen() -> None:
     assert "round 7, 350 inner steps (12 in this round), 717 k tokens at 9.50 k/s" in line(STATUS, "progress")
     assert "2.500 from 5.500  █▇▆▅▃▂▁" in line(STATUS, "loss")
     assert "2.610 (1.234 bits per byte) on held-out text after round 5" in text
-    assert "6 committed with 2 partners (5 over a channel of their own, 1 over libp2p's stream), 1 alone" in line(
-        STATUS, "exchanges"
-    )
-    assert f"round 6 with {BOB[-8:]}: committed, 2.00 MB sent, 2.00 MB received in 0.2 s, 4.0 s ago" in line(
-        STATUS, "last exchange"
-    )
+    assert "6 committed with 2 partners (5 over a channel of their own, 1 over" in line(STATUS, "exchanges")
+    assert f"round 6 with {BOB[-8:]}: committed, 2.00 MB sent, 2.00 MB received" in line(STATUS, "last exchange")
     assert "3 live, 1 gone; 2.10 M tokens at 28.0 k/s; loss 2.550 (2.500 to 2.600)" in line(STATUS, "the run")
     assert "2 peers connected (members: 1 direct)" in line(STATUS, "links")
     assert "1 min 18 s ago: the trainer died" in line(STATUS, "warning")
@@ -62,6 +58,7 @@ TRAFFIC = TrafficStatus(limit=100 * 10**9, used=25 * 10**9, is_saved=False, resu
 SAVED = msgspec.structs.replace(TRAFFIC, is_saved=True, resumes_at=datetime(2026, 11, 24, 14).timestamp())
 REASONS = {"out of time": 4, "the round is over": 2}
 PIPELINE = PipelineStatus(1, 3, 1_300, 1_234, 6, 2, 1, 0, REASONS, 5_000_000, 4_000_000)
+RELAYS = [BOB, "12D3KooWdavesrelay"]
 STAGES = msgspec.structs.replace(STATUS.run, providers=[2, 0, 1])
 RELEASES = msgspec.structs.replace(STATUS.run, versions={STATUS.version: 1, "0.0.9": 2})
 
@@ -71,12 +68,13 @@ RELEASES = msgspec.structs.replace(STATUS.run, versions={STATUS.version: 1, "0.0
     [
         ("progress", "1 inner step (", {"inner_steps": 1}),
         ("exchanges", "committed with 1 partner (", {"partners": {BOB: 1}}),
+        ("exchanges", "1 alone", {}),
         ("", "2.610 on held-out text after round 5", {"bits_per_byte": None}),
         ("reached", "not known yet", {}),
         (
             "reached",
-            f"by hole punching; through 2 relays: {BOB[-8:]}, vesrelay",
-            {"reachability": "punchable", "relays": [BOB, "12D3KooWdavesrelay"]},
+            f"by hole punching; through 2 relays: {BOB[-8:]}, ",
+            {"reachability": "punchable", "relays": RELAYS},
         ),
         (
             "reached",
@@ -90,11 +88,7 @@ RELEASES = msgspec.structs.replace(STATUS.run, versions={STATUS.version: 1, "0.0
         ),
         ("this month", "25.0 GB of 100 GB moved", {"traffic": TRAFFIC}),
         ("this month", "until Tue 24 Nov 14:00", {"traffic": SAVED}),
-        (
-            "microbatches",
-            "1,234 kept, 3 in flight, 6 dropped (4 of them: out of time), 2 sent another way",
-            {"stage": 1, "pipeline": PIPELINE},
-        ),
+        ("microbatches", "1,234 kept, 3 in flight, 6 dropped (4 of them: out of time), 2", {"pipeline": PIPELINE}),
         ("loss", "known to stage 0", {"stage": 1, "loss": None, "pipeline": PIPELINE}),
         ("stage", "2 of 3 (0 to 2); live in each: 2, 0, 1; nobody holds 1", {"stage": 2, "run": STAGES}),
         ("", "not a member yet", {"phase": "joining", "is_member": False}),
@@ -102,11 +96,7 @@ RELEASES = msgspec.structs.replace(STATUS.run, versions={STATUS.version: 1, "0.0
         ("loss", "not measured yet", {"loss": None, "losses": [], "validation": []}),
         ("last exchange", "none yet", {"last_exchange": None}),
         ("releases", "2 members run farandole 0.0.9; this node 0.1.0", {"run": RELEASES}),
-        (
-            "releases",
-            "1 connected peer runs farandole 9.8",
-            {"release_conflict": ReleaseConflict(newer=("9.8",))},
-        ),
+        ("releases", "1 connected peer runs farandole 9.8", {"release_conflict": ReleaseConflict(newer=("9.8",))}),
     ],
 )
 def test_a_row_says_what_the_status_says(label: str, words: str, changes: dict[str, object]) -> None:

@@ -62,12 +62,6 @@ def test_several_values_in_one_variable(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert settings["quiet_hours"]["value"] == ["Sat-Sun 09:00-18:00", "22:00 - 07:30", "Mon 8:00-9:00"]
 
 
-def test_hours_that_are_none_are_found_before_a_node_begins(cli: Cli) -> None:
-    for hours in ("by night", "25:00-26:00", "22:00-07:30 and later"):
-        code, _, err = cli("config", "show", "--quiet-hours", hours)
-        assert (code, "22:00-07:30 or 'Sat-Sun" in " ".join(err.split())) == (Exit.USAGE, True)
-
-
 def test_another_file_may_be_named(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other.toml"
     file.write_text("threads = 2")
@@ -130,22 +124,6 @@ def test_each_setting_is_in_the_panel_of_its_definition(cli: Cli) -> None:
             flag = setting.flag.split("/")[0]
             assert [title for title, text in panels.items() if f"│ {flag} " in text] == [setting.panel], flag
     assert all(f"│ {flag} " in panels["Options"] for flag in ("--home", "--config", "--help"))
-
-
-@pytest.mark.parametrize("command", ["join", "relay", "doctor"])
-def test_one_sentence_says_how_variables_are_called(cli: Cli, command: str) -> None:
-    out = cli(command, "--help")[1]
-    assert re.findall(r"FARANDOLE_\w+", out) == ["FARANDOLE_UPLOAD_MBIT"]
-    assert "env var" not in out
-
-
-def test_it_takes_a_cap_and_a_running_node(cli: Cli, home: Path) -> None:
-    code, _, told = cli("limit")
-    assert code == Exit.USAGE
-    assert "--upload-mbit" in told
-    code, _, told = cli("limit", "--upload-mbit", "2")
-    assert code == Exit.NO_NODE
-    assert str(home) in told
 
 
 async def test_a_disk_that_takes_no_more_costs_no_limit_that_was_kept(tmp_path: Path) -> None:

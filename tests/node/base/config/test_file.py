@@ -59,18 +59,3 @@ def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
         f'{path}:7: listen: expected a list in brackets, got "x"',
         f"{path}:8: rounds is no setting; did you mean max_rounds?",
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"relay = true\nslow = ", r"config\.toml:2: this is not TOML"),
-        (b"slow = '\xff'", r"config\.toml:1: this is not TOML"),
-        (b"data = " + b"[" * 100_000, "not TOML"),
-        (b"#" * 300_000, "more than 262144 bytes"),
-    ],
-)
-def test_what_is_no_settings_file_is_refused(path: Path, content: bytes, message: str) -> None:
-    path.write_bytes(content)
-    with pytest.raises(ManifestError, match=message):
-        read_config(path)

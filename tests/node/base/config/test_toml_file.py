@@ -45,16 +45,6 @@ def test_a_setting_is_named_with_its_line_or_that_of_its_section(setting: str, l
     assert str(caught.value) == f"a.toml:{line}: {setting} is wrong"
 
 
-def test_each_problem_has_its_line_and_they_are_in_order() -> None:
-    with pytest.raises(ManifestError) as caught, TomlFile(Path("a.toml"), TEXT, {}).naming_lines():
-        raise ManifestError("list is long", "top is low", "the whole is bad")
-    assert str(caught.value).splitlines() == [
-        "a.toml: the whole is bad",
-        "a.toml:1: top is low",
-        "a.toml:3: list is long",
-    ]
-
-
 def test_no_more_of_a_file_is_read_than_a_file_of_settings_may_have(tmp_path: Path) -> None:
     path = tmp_path / "huge.toml"
     with path.open("wb") as file:
