@@ -21,10 +21,10 @@ import trio
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.run.invite import decode_invite
+from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import short_name
 
-from .base.backoff import pauses
 from .base.control import ControlError
 from .base.nurseries import open_service_nursery
 from .daemon import open_control, open_mesh

@@ -20,10 +20,10 @@ import trio
 
 from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, encode_invite
 from farandole.protocol.state.entries import Kind, Notice
+from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import replacing
 
-from .base.backoff import pauses
 from .base.bandwidth import Shaping
 from .base.settings import DEFAULT_LISTEN, NodeSettings
 from .inspect.peek import VISIT_SECONDS, Visit, open_visit

@@ -36,12 +36,12 @@ from farandole.protocol.exchange.bulk import (
     is_greeting,
 )
 from farandole.protocol.mesh.dialling import MIN_PORT, Address
+from farandole.protocol.wire.backoff import Backoff
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.messagepack import SESSION_BYTES, encode
 
-from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
@@ -156,7 +156,7 @@ class BulkService:
                 return fit
         if self._reach is not None and self._reach.is_out_of_reach(peer):
             return None
-        if not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
+        if not self._backoff.is_due(peer, trio.current_time(), self._path(peer)):
             return None
         channel: BulkChannel | None = None
         reason = "no answer, or no way, in time"
@@ -167,12 +167,11 @@ class BulkService:
             reason = str(error)
         finally:  # also when the caller's time is up, which may be less
             if channel is None:
-                count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
+                pause = self._backoff.note_failure(peer, trio.current_time(), self._path(peer))
                 logger.info(
-                    "no bulk channel with %s (%s), %s: exchanges go over the stream; for %.0f s no channel is tried",
+                    "no bulk channel with %s (%s): exchanges go over the stream; for %.0f s no channel is tried",
                     short_name(peer),
                     reason,
-                    "for the first time" if count == 1 else f"{count} times in a row",
                     pause,
                 )
         return channel

@@ -20,9 +20,9 @@ from typing import Annotated, Final
 import msgspec
 import trio
 
+from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES
 
-from ..base.backoff import pauses
 from ..mesh.host import Host
 from ..state.store import Store, StoreError
 from ..status.journal import Journal

@@ -72,11 +72,9 @@ class TrainerSession:
     def __post_init__(self) -> None:
         self._encoded = SharedCounter(self.trainer.outgoing)
         self._arrived = SharedCounter(self.trainer.incoming)
-        self._queue, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
-
-    def tell(self, command: messages.Command) -> None:
-        """Queue a command, for `write`."""
-        self._queue.send_nowait(command)
+        queue, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
+        self.tell = queue.send_nowait
+        """Queues a command, for `write`."""
 
     async def write(self) -> None:
         """Send what is queued, all that waits in one write, until cancelled or the trainer is gone."""

@@ -22,11 +22,11 @@ from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange,
 
 from farandole.protocol.mesh.dialling import unicast_ip
 from farandole.protocol.mesh.kademlia import local_name
+from farandole.protocol.wire.backoff import Backoff
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of
 from farandole.protocol.wire.latest import Latest
 
-from ..base.backoff import Backoff
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import NEIGHBOUR_DIAL_TIMEOUT
@@ -187,13 +187,13 @@ class Mdns:
             connected = self._host.connected
             if len(connected & self.neighbours.keys()) >= MAX_CONNECTED:
                 return
-            if peer in connected or not self._backoff.is_due(peer, addresses, trio.current_time()):
+            if peer in connected or not self._backoff.is_due(peer, trio.current_time(), addresses):
                 continue
             try:
                 await self._host.connect(peer, addresses, timeout=NEIGHBOUR_DIAL_TIMEOUT)
             except PeerUnreachableError as error:
                 logger.debug("a neighbour did not answer: %s", error)
-                self._backoff.note_failure(peer, addresses, trio.current_time())
+                self._backoff.note_failure(peer, trio.current_time(), addresses)
             else:
                 self._backoff.note_success(peer)
 

@@ -18,9 +18,9 @@ import trio
 
 from farandole.protocol.run.releases import ReleaseConflict, Standing, is_incomplete, standing
 from farandole.protocol.state.liveness import Liveness
+from farandole.protocol.wire.backoff import Backoff
 from farandole.protocol.wire.identity import short_name
 
-from ..base.backoff import Backoff
 from ..base.causes import release_words
 from ..base.errors import PeerUnreachableError
 from ..base.project import VERSION
@@ -73,7 +73,7 @@ class ConnectionKeeper:
         while True:
             connected, now = self._host.connected, trio.current_time()
             everyone, reached = self._membership.everyone, self._membership.reached
-            due = {peer for peer in everyone - connected if self._backoff.is_due(peer, (), now)}
+            due = {peer for peer in everyone - connected if self._backoff.is_due(peer, now)}
             num_wanted = max(0, min(TARGET_CONNECTIONS, len(reached)) - len(connected & reached))
             num_new = min(MAX_DIALS, max(0, TARGET_REACHED - len(reached)))
             async with trio.open_nursery() as nursery:
@@ -88,7 +88,7 @@ class ConnectionKeeper:
         try:
             await self._host.connect(peer, timeout=SUSPICION_DIAL_TIMEOUT)
         except PeerUnreachableError:
-            self._backoff.note_failure(peer, (), trio.current_time())
+            self._backoff.note_failure(peer, trio.current_time())
             return False
         self._backoff.note_success(peer)
         self._liveness.trust(peer)

@@ -125,13 +125,9 @@ class Schedule:
 
     # Microbatches
 
-    def may_begin(self, now: float) -> bool:
-        """Return whether a microbatch may be begun."""
-        return self._begins_for(now) is not None
-
     def begin(self, now: float) -> InnerStep:
         """Begin a microbatch, and return the inner step that it is for. Call `may_begin` first."""
-        inner_step = self._begins_for(now)
+        inner_step = self.may_begin(now)
         assert inner_step is not None, "it was asked before"
         inner_step.num_begun += 1
         inner_step.num_open += 1
@@ -143,7 +139,8 @@ class Schedule:
         self._ages.append(age)
         self._arrived_at = now
 
-    def _begins_for(self, now: float) -> InnerStep | None:
+    def may_begin(self, now: float) -> InnerStep | None:
+        """Return the inner step for which a microbatch may be begun; None if none may."""
         if not self.is_open:
             return None
         is_over = self._is_over(now)
@@ -159,7 +156,7 @@ class Schedule:
 
     def move_on(self, now: float) -> Move | None:
         """Make the move that is due when the current step has nothing under way, and return it; None if none is due."""
-        if not self.is_open or self._is_stepping or self.current.num_open or self._begins_for(now) is self.current:
+        if not self.is_open or self._is_stepping or self.current.num_open or self.may_begin(now) is self.current:
             return None
         if self.current.num_kept:
             self._is_stepping = True
@@ -247,24 +244,18 @@ class Microbatch:
     number: int = 0
     """Number of a held-out microbatch at its origin."""
     inward: Hop | None = None
-    """The hop it came from; None where it was drawn."""
+    """The hop it came from; where it was drawn, the hop by which it came back."""
     onward: Hop | None = None
     """The next hop."""
-    homeward: Hop | None = None
-    """The hop by which it came back to its origin."""
-    tried: set[bytes] = field(default_factory=set)
-    """Hops that refused or lost it."""
+    tried: list[bytes] = field(default_factory=list)
+    """The peer of each hop that refused or lost it."""
     sender: bytes = b""
     """The peer that sent its newest activations or gradient."""
-    num_lost: int = 0
-    """Number of times that a hop refused or lost it."""
     begun_at: float = math.inf
     sent_at: float = math.inf
     ask_at: float = math.inf
     has_begun: bool = False
     """Whether the trainer holds something of it."""
-    is_working: bool = False
-    """Whether the trainer has a job for it."""
     is_kept: bool | None = None
     """Whether its gradient is kept; None: it has not ended."""
     inner_step: InnerStep | None = None
@@ -298,9 +289,7 @@ class Microbatches:
 
     def outcome(self, ticket: bytes) -> bool | None:
         """Return whether a microbatch drawn here is kept; None if it has not ended, False if it is unknown."""
-        microbatch = self.by_ticket.get(ticket)
-        is_undecided = microbatch is not None and microbatch.is_kept is None
-        return None if is_undecided else self.outcomes.get(ticket, False)
+        return self.outcomes.get(ticket, None if ticket in self.by_ticket else False)
 
 
 @dataclass(slots=True)
@@ -417,17 +406,6 @@ class MicrobatchJobs:
                 return job, microbatch
         return None
 
-    def give(self, job: Job, microbatch: Microbatch) -> None:
-        """Note that the trainer has been given a job."""
-        microbatch.is_working = True
-        self.given.append((job, microbatch))
-
-    def done(self) -> tuple[Job, Microbatch]:
-        """Note that the trainer's oldest job is done, and return it."""
-        job, microbatch = self.given.popleft()
-        microbatch.is_working = False
-        return job, microbatch
-
     def discard(self, microbatch: Microbatch) -> None:
         """Discard the waiting jobs of a microbatch."""
         for waiting in self._waiting.values():
@@ -460,26 +438,22 @@ class Dialling:
         """Note that a link to the next stage was lost, or could not be opened."""
         self.not_before[peer] = now + RETRY_INTERVAL
 
-    def next_hops(self, links: Iterable[MicrobatchLink], nodes: frozenset[bytes], now: float) -> list[bytes]:
-        """Choose nodes of the next stage to open links to now: drawn at random, up to `MAX_NEXT_HOPS` in all."""
-        known = self._known(links)
-        candidates = sorted(
-            peer for peer in nodes if (peer, False) not in known and self.not_before.get(peer, -math.inf) <= now
-        )
-        num_wanted = max(0, min(MAX_NEXT_HOPS - len(known), len(candidates)))
-        return self._begin(self._rng.sample(candidates, num_wanted), is_return=False)
+    def choose(
+        self, links: Iterable[MicrobatchLink], peers: Iterable[bytes], now: float, *, is_return: bool
+    ) -> list[bytes]:
+        """Choose the peers to open links to now: all origins, or nodes of the next stage.
 
-    def origins(self, links: Iterable[MicrobatchLink], wanted: set[bytes]) -> list[bytes]:
-        """Return the origins among ``wanted`` to which links are opened now."""
-        known = self._known(links)
-        return self._begin([peer for peer in wanted if (peer, True) not in known], is_return=True)
-
-    def _known(self, links: Iterable[MicrobatchLink]) -> set[tuple[bytes, bool]]:
-        return {(link.peer, link.is_return) for link in links if link.is_upstream} | self._under_way
-
-    def _begin(self, peers: list[bytes], *, is_return: bool) -> list[bytes]:
-        self._under_way.update((peer, is_return) for peer in peers)
-        return sorted(peers)
+        These are drawn at random, up to `MAX_NEXT_HOPS` in all.
+        """
+        known = {(link.peer, link.is_return) for link in links if link.is_upstream} | self._under_way
+        chosen = [
+            peer for peer in peers if (peer, is_return) not in known and self.not_before.get(peer, -math.inf) <= now
+        ]
+        if not is_return:
+            num_wanted = max(0, min(MAX_NEXT_HOPS - len(known), len(chosen)))
+            chosen = self._rng.sample(sorted(chosen), num_wanted)
+        self._under_way.update((peer, is_return) for peer in chosen)
+        return sorted(chosen)
 
 
 def grant(

@@ -222,15 +222,12 @@ class Pipeline:
                 microbatch.onward = None
                 if microbatch.step not in GIVEN_BACK:
                     self._lose_hop(microbatch, link.peer, "a later stage's node was lost")
-            elif link.is_return:
-                microbatch.homeward = None
-                self._drop(microbatch, "the last stage's node was lost")
+                continue
+            microbatch.inward = None
+            if microbatch.step is LinkStep.DONE:  # its origin may have its gradient
+                microbatch.ask_at = self._now
             else:
-                microbatch.inward = None
-                if microbatch.step is LinkStep.DONE:  # its origin may have its gradient
-                    microbatch.ask_at = self._now
-                else:
-                    self._drop(microbatch, "an earlier stage's node was lost")
+                self._drop(microbatch, f"{'the last' if link.is_return else 'an earlier'} stage's node was lost")
 
     def _grant(self) -> None:
         has_way_on = self._is_last or any(link.is_upstream for link in self._links.values())
@@ -241,12 +238,11 @@ class Pipeline:
             self._ahead,
             num_free=len(self._microbatches.free_slots) if has_way_on else 0,
             num_waiting=self._num_coming(),
-            is_starving=not self._jobs.given and self._schedule.may_begin(self._now),
+            is_starving=not self._jobs.given and self._schedule.may_begin(self._now) is not None,
         )
         # Credits travel with a gradient that the trainer is about to finish, unless they are waited for.
-        gradients = {
-            microbatch.inward[0] for job, microbatch in self._jobs.given if job == "backward" and microbatch.inward
-        }
+        given = [each for job, each in self._jobs.given if job == "backward" and self._stage]
+        gradients = {each.inward[0] for each in given if each.inward}
         for number, link in self._links.items():
             may_wait = number in gradients and link.num_told > link.num_forwarded
             if not link.is_upstream and link.num_told < link.credits and not may_wait:
@@ -267,13 +263,11 @@ class Pipeline:
             is_gone = link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops
             if is_gone or self._avoidance.is_avoided(link.peer, self._now):
                 self._hang_up(number)
-        links = self._links.values()
         if self._is_last:
-            origins = {microbatch.origin for microbatch in self._microbatches.at(LinkStep.ROUTING)}
-            peers = self._dialling.origins(links, origins)
+            wanted = {microbatch.origin for microbatch in self._microbatches.at(LinkStep.ROUTING)}
         else:
-            hops = frozenset(hop for hop in self._nodes.next_hops if not self._avoidance.is_avoided(hop, self._now))
-            peers = self._dialling.next_hops(links, hops, self._now)
+            wanted = {hop for hop in self._nodes.next_hops if not self._avoidance.is_avoided(hop, self._now)}
+        peers = self._dialling.choose(self._links.values(), wanted, self._now, is_return=self._is_last)
         self._outputs += [machine.OpenLink(peer, self._is_last) for peer in peers]
         later = (*self._dialling.not_before.values(), *self._avoidance.until(self._now))
         self._change_links_at = min((at for at in later if at > self._now), default=math.inf)
@@ -311,15 +305,15 @@ class Pipeline:
             return
         if link.is_return:
             microbatch = self._microbatches.by_ticket[forward.ticket]
-            microbatch.homeward, microbatch.step = (number, index), LinkStep.HOME_COMING
+            microbatch.step = LinkStep.HOME_COMING
         else:
             seconds = min(forward.seconds_left, self._config.microbatch_seconds)
             self._schedule.note_arrival(self._config.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
             microbatch = self._microbatches.add(forward.ticket, forward.origin, deadline, LinkStep.COMING)
             microbatch.is_held_out = forward.is_held_out
-            microbatch.inward = (number, index)
-        link.open[index], microbatch.sender = microbatch, link.peer
+        link.open[index] = microbatch
+        microbatch.inward, microbatch.sender = (number, index), link.peer
 
     def _problem(self, forward: wire.Forward, link: MicrobatchLink) -> str:
         """Return why a microbatch cannot be taken; an empty string if it can."""
@@ -357,17 +351,11 @@ class Pipeline:
             self._drop(microbatch, reason)
 
     def _hop_settled(self, microbatch: Microbatch, link: MicrobatchLink, is_kept: bool) -> None:
-        if link.is_return:
-            self._leave(microbatch.homeward)
-            microbatch.homeward = None
-            if not is_kept:
-                self._drop(microbatch, "dropped on its way")
-            return
         self._leave(microbatch.inward)
         microbatch.inward = None
         if is_kept and microbatch.step is LinkStep.DONE:
             self._end(microbatch, is_kept=True)
-        else:
+        elif not (is_kept and link.is_return):  # the origin decides by itself
             self._drop(microbatch, "dropped on its way")
 
     def _be_told(self, peer: bytes, message: wire.Question | wire.Answer) -> None:
@@ -414,10 +402,9 @@ class Pipeline:
 
     def _lose_hop(self, microbatch: Microbatch, peer: bytes, reason: str) -> None:
         """Seek another next hop, if no gradient has come back yet."""
-        microbatch.tried.add(peer)
-        microbatch.num_lost += 1
+        microbatch.tried.append(peer)
         is_ahead = microbatch.step is LinkStep.OUT or (microbatch.step is LinkStep.RETURNING and self._stage > 0)
-        if is_ahead and not self._is_last and microbatch.num_lost < MAX_ATTEMPTS:
+        if is_ahead and not self._is_last and len(microbatch.tried) < MAX_ATTEMPTS:
             microbatch.step = LinkStep.ROUTING
             self.counts.rerouted += 1
         else:
@@ -427,7 +414,7 @@ class Pipeline:
 
     def _give_work(self) -> None:
         while self._schedule.is_open and len(self._jobs.given) < MAX_JOBS:
-            following = self._jobs.take(may_begin=self._schedule.may_begin(self._now))
+            following = self._jobs.take(may_begin=self._schedule.may_begin(self._now) is not None)
             if following is not None:
                 self._work(*following)
             elif self._can_draw() and (self._held_out.waiting or self._schedule.may_begin(self._now)):
@@ -454,7 +441,7 @@ class Pipeline:
                 microbatch.inner_step = self._schedule.begin(self._now)
                 self.counts.begun += 1
             microbatch.step, microbatch.has_begun, microbatch.begun_at = LinkStep.STARTING, True, self._now
-        self._jobs.give(job, microbatch)
+        self._jobs.given.append((job, microbatch))
         is_following = microbatch.inner_step is self._schedule.following
         sender = microbatch.sender if job in JUDGED else b""
         self._outputs.append(
@@ -462,7 +449,7 @@ class Pipeline:
         )
 
     def _worked(self, event: messages.Worked) -> None:
-        job, microbatch = self._jobs.done()
+        job, microbatch = self._jobs.given.popleft()
         problem = event.problem
         if problem and job in ("draw", "forward"):
             microbatch.has_begun = False  # the trainer holds nothing of it
@@ -482,20 +469,20 @@ class Pipeline:
             self._end(microbatch, is_kept=False)
         elif job == "tail":
             microbatch.step = LinkStep.HOME_OUT
-            self._send_back(microbatch.homeward, microbatch)
+            self._send_back(microbatch)
         elif microbatch.origin == self._author:
             self._end(microbatch, is_kept=True)
         else:
             microbatch.step = LinkStep.DONE
             microbatch.ask_at = microbatch.deadline - GRACE_SECONDS
-            self._send_back(microbatch.inward, microbatch)
+            self._send_back(microbatch)
         if job in JUDGED:
             seconds = self._avoidance.note_judged(microbatch.sender, event.is_outlier, self._now)
             self._avoid(microbatch.sender, problem, seconds)
 
-    def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
-        assert hop is not None, "who has lost the way back is dropped"
-        link, index = hop
+    def _send_back(self, microbatch: Microbatch) -> None:
+        assert microbatch.inward is not None, "who has lost the way back is dropped"
+        link, index = microbatch.inward
         self._outputs.append(machine.Send(link, wire.Gradient(index), microbatch.slot))
 
     # The end of a microbatch
@@ -520,10 +507,9 @@ class Pipeline:
             self.counts.dropped += 1
             self.counts.note(reason)
             self.counts.taken_out += microbatch.step in SUMMED
-        is_untouched = microbatch.step in UNTOUCHED
-        for hop, untouched in ((microbatch.inward, is_untouched), (microbatch.homeward, False)):
-            if hop is not None:
-                self._outputs.append(machine.Send(hop[0], wire.Dropped(hop[1], reason, untouched)))
+        if microbatch.inward is not None:
+            link, index = microbatch.inward
+            self._outputs.append(machine.Send(link, wire.Dropped(index, reason, microbatch.step in UNTOUCHED)))
         self._end(microbatch, is_kept=False)
 
     def _end(self, microbatch: Microbatch, *, is_kept: bool) -> None:
@@ -535,18 +521,18 @@ class Pipeline:
         if microbatch.onward is not None and microbatch.onward[0] in self._links:
             number, index = microbatch.onward
             self._outputs.append(machine.Send(number, wire.Settled(index, is_kept)))
-        for hop in (microbatch.onward, microbatch.inward):
+        for hop in (microbatch.onward, microbatch.inward if self._stage else None):
             if hop is not None and hop[0] in self._links and not self._schedule.is_draining_over(self._now):
                 self._note_end(microbatch, self._links[hop[0]].peer, is_kept=is_kept)
-        for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
-            self._leave(hop)
-        microbatch.onward = microbatch.inward = microbatch.homeward = None
+        self._leave(microbatch.onward)
+        self._leave(microbatch.inward)
+        microbatch.onward = microbatch.inward = None
         if microbatch.origin == self._author:
             self._microbatches.outcomes[microbatch.ticket] = is_kept
             if microbatch.is_held_out and self._held_out.note_end(microbatch.number):
                 self._outputs.append(self._held_out.validate)
         self._jobs.discard(microbatch)
-        if not microbatch.is_working:
+        if all(given is not microbatch for _, given in self._jobs.given):
             self._settle(microbatch)
 
     def _settle(self, microbatch: Microbatch) -> None:

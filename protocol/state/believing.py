@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from ..wire.backoff import Backoff
 from ..wire.identity import PUBLIC_KEY_BYTES
 from ..wire.latest import Latest
 from .entries import MAX_SUSPECTS, PARTNER_BYTES, Suspects
@@ -59,19 +60,17 @@ class Credit:
     """A record of which peers are believed, by their number of false claims. ``now`` is monotonic, in seconds."""
 
     def __init__(self) -> None:
-        self._doubts: Latest[bytes, tuple[int, float]] = Latest(MAX_DOUBTED)  # peer -> how often, and until when
+        self._doubts = Backoff(FIRST_DOUBT, MAX_DOUBT, MAX_DOUBTED)
 
     def lose(self, peers: Iterable[bytes], now: float) -> None:
         """Note a false claim of each peer. A peer that is doubted already is skipped: this is the same claim again."""
         for peer in peers:
-            if not self.is_good(peer, now):
-                continue
-            number = self._doubts.get(peer, (0, 0.0))[0] + 1
-            self._doubts[peer] = number, now + min(FIRST_DOUBT * 2.0 ** min(number - 1, 30), MAX_DOUBT)
+            if self.is_good(peer, now):
+                self._doubts.note_failure(peer, now)
 
     def is_good(self, peer: bytes, now: float) -> bool:
         """Return whether a peer is believed."""
-        return peer not in self._doubts or self._doubts[peer][1] <= now
+        return self._doubts.is_due(peer, now)
 
 
 # Proven members: the ones whose claims count, because exchanges with them were committed.

@@ -22,11 +22,11 @@ from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
+from farandole.protocol.wire.backoff import Backoff
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes, short_name
 from farandole.protocol.wire.latest import Latest
 
-from ...base.backoff import Backoff
 from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
@@ -145,7 +145,7 @@ class RelayKeeper:
             self._rng.shuffle(connected)
             await self._ask_some(self._due(connected))
         if self._are_missing:
-            found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer, ()))
+            found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer))
             await self._ask_some(self._due([*self._former, *found])[:MAX_STRANGERS])
 
     async def _find(self) -> list[bytes]:
@@ -163,7 +163,7 @@ class RelayKeeper:
     def _due(self, peers: Iterable[bytes]) -> list[bytes]:
         """Return the peers that may be asked now, in the same order, each once."""
         now, holds = trio.current_time(), self._host.relays.holds
-        return [peer for peer in dict.fromkeys(peers) if not holds(peer) and self._backoff.is_due(peer, (), now)]
+        return [peer for peer in dict.fromkeys(peers) if not holds(peer) and self._backoff.is_due(peer, now)]
 
     async def _ask_some(self, peers: list[bytes]) -> None:
         def is_far(peer: bytes) -> bool:
@@ -184,7 +184,7 @@ class RelayKeeper:
             await self._host.relays.reserve(relay)
         except PeerUnreachableError as error:
             logger.debug("no relay: %s", error)
-            self._backoff.note_failure(relay, (), trio.current_time())
+            self._backoff.note_failure(relay, trio.current_time())
             return
         self._backoff.note_success(relay)
         if len(self._host.relays.reservations) > NUM_RELAYS:  # others were asked at once, and have agreed before

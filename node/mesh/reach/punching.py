@@ -21,10 +21,10 @@ from typing import Final
 import trio
 
 from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, Address, offer, targets
+from farandole.protocol.wire.backoff import Backoff
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
-from ...base.backoff import Backoff
 from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
 from ..addresses import dial_target, multiaddr_of
@@ -69,7 +69,7 @@ class Puncher:
         async with trio.open_nursery() as nursery:
             while True:
                 for peer in connections.connected:
-                    is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
+                    is_due = self._backoff.is_due(peer, trio.current_time(), self._path())
                     if connections.is_direct(peer):
                         connections.retire_relayed(peer, RETIRE_AFTER)
                     elif connections.is_called_by(peer) and is_due and self._may_begin(peer):
@@ -99,7 +99,7 @@ class Puncher:
                 logger.info("direct with %s after %.1f s", short_name(peer), trio.current_time() - began)
                 self._backoff.note_success(peer)
             elif peer in self._host.connected:
-                _, pause = self._backoff.note_failure(peer, self._path(), trio.current_time())
+                pause = self._backoff.note_failure(peer, trio.current_time(), self._path())
                 logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
 
     def is_out_of_reach(self, peer: bytes) -> bool:

@@ -23,9 +23,9 @@ from xml.sax.saxutils import escape, unescape
 import trio
 
 from farandole.protocol.mesh.dialling import Address
+from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.errors import FarandoleError
 
-from ...base.backoff import pauses
 from ...base.system.processes import read_proc
 from ..addresses import OwnAddresses
 from ..host import Host
