@@ -19,7 +19,6 @@ import msgspec
 import trio
 
 from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, encode_invite
-from farandole.protocol.state.entries import Kind, Notice
 from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import replacing
@@ -27,6 +26,7 @@ from farandole.training.base.durable import replacing
 from .base.bandwidth import Shaping
 from .base.settings import DEFAULT_LISTEN, NodeSettings
 from .inspect.peek import VISIT_SECONDS, Visit, open_visit
+from .loop.rest_service import notice_words, notices_of
 from .status.journal import Journal
 from .status.status import MemberStatus, RunStatus
 from .ui.dashboard.app import PAGE, page_file
@@ -43,7 +43,6 @@ WRITE_INTERVAL: Final = 30.0
 FIRST_PAUSE, MAX_PAUSE = 10.0, 600.0
 # A visitor's pass is good for `VISIT_SECONDS`.
 REVISIT_AFTER: Final = VISIT_SECONDS / 2
-_COMMANDS: Final = {"pause": "paused by its creator", "stop": "stopped by its creator"}
 PAGE_CAUSE: Final = "page"
 # The web server may be another user.
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
@@ -96,7 +95,8 @@ class PublicPage:
         members = [msgspec.structs.replace(member, addresses=[]) for _, member in known]
         members.sort(key=lambda member: (-member.tokens, member.peer_id))
         run = run_status(self._run_id, visit.manifest.name, gossip.state, members)
-        await trio.to_thread.run_sync(self.write, members, run, _notice(visit), time.time())
+        notice = notice_words(*notices_of(gossip.state))
+        await trio.to_thread.run_sync(self.write, members, run, notice, time.time())
 
     def _write(self, name: str, data: bytes) -> None:
         path = self._folder / name
@@ -106,15 +106,6 @@ class PublicPage:
         with replacing(path) as file:
             file.write(data)
         path.chmod(_FILE_MODE)
-
-
-def _notice(visit: Visit) -> str:
-    """Return what the creator's newest notice says; empty if there is none."""
-    notices = list(visit.gossip.state.entries(Kind.NOTICE))
-    if not notices:
-        return ""
-    newest: Notice = max(notices, key=lambda entry: entry.written_at).payload
-    return ": ".join(part for part in (_COMMANDS.get(newest.action, ""), newest.text) if part)
 
 
 async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: PublicPage, journal: Journal) -> None:

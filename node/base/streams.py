@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.framing import FrameParser
+from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import peer_id_of
 
 from .errors import PeerUnreachableError
@@ -90,7 +90,7 @@ def expecting_answer(peer: bytes, timeout: float) -> Iterator[None]:
             yield
     except trio.TooSlowError as error:
         raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
-    except (RemoteProtocolError, trio.BrokenResourceError) as error:
+    except (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
         raise PeerUnreachableError(f"{peer_id_of(peer)} gives no answer: {error!r}") from error
 
 
@@ -136,3 +136,13 @@ async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:
             raise RemoteProtocolError("the stream ended before its frame")
         parser.receive_data(data)
     return payload
+
+
+async def ask(host: StreamHost, peer: bytes, protocol: str, question: bytes, max_bytes: int) -> bytes:
+    """Ask a peer over a stream of its own; return its answer, a frame of at most ``max_bytes``."""
+    stream = await host.open_stream(peer, protocol)
+    try:
+        await stream.send_all(frame(question, len(question)))
+        return await receive_frame(stream, FrameParser(max_bytes))
+    finally:
+        await stream.aclose()

@@ -49,7 +49,7 @@ from farandole.protocol.wire.messagepack import encode
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.figures import duration, mbit, size
-from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, counted, receive_frame
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, ask, counted, receive_frame
 from ..status.status import NO_STREAM, NOT_BEGUN
 from .negotiation import BulkService
 from .pipe import BulkPipe, Outgoing, Patience
@@ -300,9 +300,9 @@ class ExchangeService:
         self._shaping = shaping or Shaping()
         self._outcomes = Outcomes()
         self._running: dict[ExchangeSession, trio.CancelScope] = {}
-        self._one_ended = trio.Event()
+        self._one_ended = trio.lowlevel.ParkingLot()
         self._expected: dict[bytes, ExchangeSession] = {}
-        self._expected_more = trio.Event()
+        self._expected_more = trio.lowlevel.ParkingLot()
         self._unclaimed: Counter[bytes] = Counter()
         host.set_handler(EXCHANGE_PROTOCOL, self._serve_exchange)
         host.set_handler(RESOLVE_PROTOCOL, self._serve_resolve)
@@ -315,7 +315,7 @@ class ExchangeService:
     async def wait_quiet(self) -> None:
         """Wait until no contributions are under way."""
         while self._running:
-            await self._one_ended.wait()
+            await self._one_ended.park()
 
     async def run(
         self,
@@ -346,8 +346,7 @@ class ExchangeService:
                 await take_part(start, session, exchange.pipe)
         finally:
             del self._running[session]
-            self._one_ended.set()
-            self._one_ended = trio.Event()
+            self._one_ended.unpark_all()
             session.close()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
@@ -397,8 +396,7 @@ class ExchangeService:
 
     async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> None:
         self._expected[start.session] = session
-        self._expected_more.set()
-        self._expected_more = trio.Event()
+        self._expected_more.unpark_all()
         try:
             with trio.move_on_at(session.offer_by):
                 await session.arrived.wait()
@@ -426,7 +424,7 @@ class ExchangeService:
             first = await receive_frame(stream, parser)
             name = decode_first(first).session
             while name not in self._expected:
-                await self._expected_more.wait()
+                await self._expected_more.park()
             session = self._expected[name]
         if session is None or session.peer != peer or session.stream is not None:
             return  # it is another peer's, or has its stream
@@ -441,12 +439,9 @@ class ExchangeService:
                 trio.move_on_after(RESOLVE_TIMEOUT),
                 contextlib.suppress(PeerUnreachableError, trio.BrokenResourceError, RemoteProtocolError),
             ):
-                stream = await self._host.open_stream(start.peer, RESOLVE_PROTOCOL, RESOLVE_TIMEOUT)
-                try:
-                    await stream.send_all(frame(encode((start.session,)), MAX_RESOLVE_BYTES))
-                    (outcome,) = decode_answer(await receive_frame(stream, FrameParser(MAX_RESOLVE_BYTES)))
-                finally:
-                    await stream.aclose()
+                question = encode((start.session,))
+                answer = await ask(self._host, start.peer, RESOLVE_PROTOCOL, question, MAX_RESOLVE_BYTES)
+                (outcome,) = decode_answer(answer)
                 if outcome != "undecided":
                     return outcome
             await trio.sleep(RESOLVE_INTERVAL)

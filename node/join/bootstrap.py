@@ -31,7 +31,7 @@ from ..base.causes import DIAL_MOVED
 from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.figures import plural
 from ..base.settings import NodeSettings
-from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, receive_frame
+from ..base.streams import DIAL_TIMEOUT, Stream, StreamHost, ask, expecting_answer, receive_frame
 from ..mesh.addresses import PRIVATE, distance_class, hosts_of
 from ..mesh.host import Host
 from ..state.gossip import GossipService
@@ -320,16 +320,8 @@ async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
 
     Raises `PeerUnreachableError` if this peer does not give it; another may.
     """
-    try:
-        with trio.fail_after(ANSWER_TIMEOUT):
-            stream = await host.open_stream(peer, MANIFEST_PROTOCOL)
-            try:
-                await stream.send_all(frame(run_id, RUN_ID_BYTES))
-                raw = await receive_frame(stream, FrameParser(2 * MAX_MANIFEST_BYTES))
-            finally:
-                await stream.aclose()
-    except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
-        raise PeerUnreachableError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
+    with expecting_answer(peer, ANSWER_TIMEOUT):
+        raw = await ask(host, peer, MANIFEST_PROTOCOL, run_id, 2 * MAX_MANIFEST_BYTES)
     if not raw:
         raise PeerUnreachableError("this peer is not in the run")
     return raw

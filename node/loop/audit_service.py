@@ -53,7 +53,7 @@ class AuditService:
     _fetched: tuple[SignedIndex, Index] | None = None
     _accusations: dict[bytes, Accusation] = field(default_factory=dict)  # own ones that must be published
     _avoided: dict[bytes, machine.Avoid] = field(default_factory=dict)
-    _changed: trio.Event = field(default_factory=trio.Event)
+    _waiting: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
 
     def __post_init__(self) -> None:
         self._audits = Audits(self.author, self.rate)
@@ -73,7 +73,7 @@ class AuditService:
 
     async def avoided_changed(self) -> None:
         """Wait until another member is avoided."""
-        await self._changed.wait()
+        await self._waiting.park()
 
     # The trainer
 
@@ -195,8 +195,7 @@ class AuditService:
                         continue
                     self._avoided[author] = output
                     journal.blame(author, "accused", reason)
-                    changed, self._changed = self._changed, trio.Event()
-                    changed.set()
+                    self._waiting.unpark_all()
                 case machine.Denounce(claim, path):
                     if claim.signed is not None and self._fetched is not None:
                         self.provider.keep_proof(Path(path), *self._fetched)

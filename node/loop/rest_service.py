@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 import msgspec
 import trio
 
 from farandole.protocol.state.entries import Kind, Notice
+from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.quiet_hours import parse_quiet_hours, quiet_until
@@ -35,7 +37,7 @@ class Rest:
         self.quiet_hours: tuple[str, ...] = ()
         """The quiet hours that this node keeps, for display."""
         self._reasons: dict[str, str] = {}
-        self._changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()
 
     @property
     def is_on(self) -> bool:
@@ -51,12 +53,11 @@ class Rest:
         """Set a reason; ``words`` describe it, and what ends it, for display. Empty words end it."""
         if words != self._reasons.get(reason, ""):
             self._reasons[reason] = words
-            changed, self._changed = self._changed, trio.Event()
-            changed.set()
+            self._waiting.unpark_all()
 
     async def changed(self) -> None:
         """Wait until the reasons or their words change."""
-        await self._changed.wait()
+        await self._waiting.park()
 
 
 PAUSED_FACT: Final = "paused"
@@ -155,7 +156,6 @@ class NoticeError(FarandoleError):
 class NoticeBoard:
     """One node's view of the creator's notices. ``is_ignored``: the owner trains whatever they say."""
 
-    creator: bytes
     author: bytes
     gossip: GossipService
     rest: Rest
@@ -169,13 +169,11 @@ class NoticeBoard:
     @property
     def words(self) -> str:
         """Return the text of the creator's notices, for display; empty: none."""
-        state, message = self._shown
-        told = [_words(state)] if state is not None and state.action in _ACTIONS else []
-        return "; ".join([*told, message.text] if message is not None and message.text else told)
+        return notice_words(*self._shown)
 
     async def publish(self, action: str, text: str) -> None:
         """Write a notice; it leaves within seconds. Raises `NoticeError`."""
-        if self.author != self.creator:
+        if self.author != self.gossip.state.creator:
             raise NoticeError("only the run's creator can do this: run it where the creator's node runs")
         try:
             notice = msgspec.convert([action, text], Notice)
@@ -190,8 +188,8 @@ class NoticeBoard:
             self.look(is_training=True)
             # A pause or a stop must not expire while the creator's node is there: renewed at each start, and daily.
             state, now = self._shown[0], trio.current_time()
-            holds = state is not None and state.action in _ACTIONS
-            if state is not None and holds and self.author == self.creator and now - self._renewed_at >= RENEW_INTERVAL:
+            is_own = self.author == self.gossip.state.creator and state is not None and state.action in _ACTIONS
+            if state is not None and is_own and now - self._renewed_at >= RENEW_INTERVAL:
                 self._renewed_at = now
                 await self.gossip.publish(Kind.NOTICE, STATE_SLOT, state)
             with trio.move_on_after(NOTICE_INTERVAL):
@@ -199,10 +197,8 @@ class NoticeBoard:
 
     def look(self, *, is_training: bool) -> None:
         """Take in the notices that hold now; at first before training starts, so in a stopped run no trainer starts."""
-        payload = self.gossip.state.payload
-        state = payload(self.creator, Notice, STATE_SLOT)
-        message = payload(self.creator, Notice, MESSAGE_SLOT)
-        (last_state, last_message), self._shown = self._shown, (state, message)
+        (last_state, last_message), self._shown = self._shown, notices_of(self.gossip.state)
+        state, message = self._shown
         if message is not None and message != last_message:
             self.journal.say(f"the run's creator says: {message.text}")
         if state == last_state:
@@ -219,6 +215,18 @@ class NoticeBoard:
         else:
             holds = state is not None and state.action in _ACTIONS
             self.rest.set(NOTICE_REASON, f"{words} ({_ANYWAY})" if holds else "")
+
+
+def notices_of(state: RunState) -> tuple[Notice | None, Notice | None]:
+    """Return the creator's notice that holds now, and the newest message."""
+    of_slot = partial(state.payload, state.creator, Notice)
+    return of_slot(STATE_SLOT), of_slot(MESSAGE_SLOT)
+
+
+def notice_words(state: Notice | None, message: Notice | None) -> str:
+    """Return the text of the creator's notices, for display; empty: none."""
+    told = [_words(state)] if state is not None and state.action in _ACTIONS else []
+    return "; ".join([*told, message.text] if message is not None and message.text else told)
 
 
 def _words(state: Notice | None) -> str:

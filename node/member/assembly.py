@@ -98,7 +98,7 @@ def make_member(
         )
         credentials.admit_self()
     is_ignored = settings.ignore_notices
-    notices = NoticeBoard(signed.creator, host.author, gossip, daemon.rest, journal, is_ignored=is_ignored)
+    notices = NoticeBoard(host.author, gossip, daemon.rest, journal, is_ignored=is_ignored)
     needed = [SYNC_PROTOCOL, PUSH_PROTOCOL, PAIRING_PROTOCOL, EXCHANGE_PROTOCOL, *([ACTIVATIONS_PROTOCOL] * is_cut)]
     releases = ReleaseWatch(host, journal, needed)
     announcer = Announcer(

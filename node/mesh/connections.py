@@ -277,7 +277,7 @@ class ConnectionPool:
         self._needs: list[Callable[[bytes], bool]] = []
         self._shut_out = Latest[bytes, float](MAX_SHUT_OUT)  # until when
         self._flooded = FloodedNetworks()
-        self._changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()
         nursery.start_soon(self.turns.run)
 
     @property
@@ -328,7 +328,7 @@ class ConnectionPool:
         if len(siblings) > MAX_CONNECTIONS_PER_PEER:
             siblings[0].muxed.end()
         self._nursery.start_soon(conn.run)
-        self._note_change()
+        self._waiting.unpark_all()
         return conn
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
@@ -352,7 +352,7 @@ class ConnectionPool:
             siblings.remove(conn)
         if not siblings:
             self.by_peer.pop(conn.peer, None)
-        self._note_change()
+        self._waiting.unpark_all()
 
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
         """Keep connections to peers for which this is true when there are too many. Each call adds peers.
@@ -408,11 +408,7 @@ class ConnectionPool:
 
     async def wait_for_change(self) -> None:
         """Wait until a connection is opened or closed."""
-        await self._changed.wait()
-
-    def _note_change(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        await self._waiting.park()
 
     # How a peer's streams travel
 

@@ -283,7 +283,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
         self.protocol = ""
         """The protocol that both ends have agreed on; empty before."""
         self._conn = conn
-        self._changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()
         self._is_closed = False
 
     @property
@@ -344,7 +344,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
                 self._conn.note_change()
                 continue
             has_waited = True
-            await (self._conn.wait_for_room() if self.state.has_credit else self._changed.wait())
+            await (self._conn.wait_for_room() if self.state.has_credit else self._waiting.park())
         if not has_waited:  # each pass through the event loop costs a tenth of what a message of bulk does
             await trio.lowlevel.checkpoint()
 
@@ -363,7 +363,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
                 return b""
             if self.state.is_reset:
                 raise self._broken()
-            await self._changed.wait()
+            await self._waiting.park()
         data = self.state.read(max_bytes, trio.current_time())
         self._conn.note_change()
         return data
@@ -392,8 +392,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
 
     def wake(self) -> None:
         """Wake readers and writers after a change of state."""
-        self._changed.set()
-        self._changed = trio.Event()
+        self._waiting.unpark_all()
 
     def _broken(self) -> trio.BrokenResourceError:
         return trio.BrokenResourceError(f"{self.protocol}: stream reset or connection lost")

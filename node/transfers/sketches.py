@@ -43,7 +43,7 @@ from farandole.training.engine.sketch import Read, Sketcher, header_of
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..base.streams import Stream, StreamHost, receive_frame
+from ..base.streams import Stream, StreamHost, ask, expecting_answer, receive_frame
 from .block_file import BlockFile
 from .giver import Holding
 from .receiver import Downloads
@@ -130,15 +130,8 @@ async def ask_for_sketch(host: StreamHost, member: bytes, question: SketchQuesti
 
     Raises `PeerUnreachableError` if it cannot be asked, or does not answer as it must.
     """
-    try:
-        stream = await host.open_stream(member, SKETCH_PROTOCOL)
-        try:
-            await stream.send_all(frame(encode(question), MAX_QUESTION_BYTES))
-            return decode_answer(await receive_frame(stream, FrameParser(MAX_ANSWER_BYTES)))
-        finally:
-            await stream.aclose()
-    except (trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
-        raise PeerUnreachableError(f"no sketch from this peer: {error}") from error
+    with expecting_answer(member, math.inf):
+        return decode_answer(await ask(host, member, SKETCH_PROTOCOL, encode(question), MAX_ANSWER_BYTES))
 
 
 # Comparison of a checkpoint that is being fetched

@@ -213,7 +213,7 @@ def _part(kind: Any, value: Any, key: str) -> tuple[Any, Any]:
 
 def _struct_of(kind: Any, value: Mapping[str, Any]) -> Any:
     """Return the struct that a section is; of several, its tag names the one."""
-    structs = [part for part in members_of(kind) if _is_struct(part)]
+    structs: list[Any] = [each for each in members_of(kind) if isinstance(each, type(msgspec.Struct))]
     named = [each for each in structs if each.__struct_config__.tag == value.get(each.__struct_config__.tag_field)]
     if len(structs) == 1 or named:
         return (named or structs)[0]
@@ -226,10 +226,6 @@ def _fields(struct: Any) -> dict[str, Any]:
     config = struct.__struct_config__
     tag = {config.tag_field: Literal[config.tag]} if config.tag_field else {}
     return tag | {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
-
-
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _split(kind: Any) -> tuple[Any, list[msgspec.Meta]]:

@@ -100,7 +100,7 @@ class Reachability:
         self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
         self.is_examined = verdict is not None
         """Whether peers have been asked, and have not reached this node at once: they may still try."""
-        self._changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()
 
     @property
     def kind(self) -> ReachabilityKind:
@@ -121,8 +121,7 @@ class Reachability:
 
     def _note_examined(self) -> None:
         self.is_examined = True
-        self._changed.set()
-        self._changed = trio.Event()
+        self._waiting.unpark_all()
 
     @property
     def needs_relays(self) -> bool:
@@ -133,7 +132,7 @@ class Reachability:
 
     async def changed(self) -> None:
         """Wait until there is a new verdict, or doubt."""
-        await self._changed.wait()
+        await self._waiting.park()
 
 
 class Dialback:
@@ -144,7 +143,7 @@ class Dialback:
         self._probes = Latest[Key, _Probe](MAX_PROBES)
         self._dialling: Counter[str] = Counter()
         self._num_asking = 0
-        self._none_asking = trio.Event()
+        self._none_asking = trio.lowlevel.ParkingLot()
         self.holed_at = -math.inf
         """When the listening port last opened a connection: until the router forgets it, an inbound connection may have
         come through that hole."""
@@ -169,8 +168,7 @@ class Dialback:
         finally:
             self._num_asking -= 1
             if not self._num_asking:
-                self._none_asking.set()
-                self._none_asking = trio.Event()
+                self._none_asking.unpark_all()
 
     @contextlib.asynccontextmanager
     async def observed_by(
@@ -184,7 +182,7 @@ class Dialback:
         `PeerUnreachableError` if the connection, or the answer, then takes longer than ``timeout`` seconds.
         """
         while self._num_asking:
-            await self._none_asking.wait()
+            await self._none_asking.park()
         self.holed_at = trio.current_time()
         probe = self._probes[peer, port] = self._probes.get((peer, port)) or _Probe()
         probe.num_users += 1
