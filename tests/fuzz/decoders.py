@@ -55,7 +55,7 @@ from ..protocol import authors
 from ..protocol.exchange import test_fuzz as exchanges
 from ..protocol.exchange.sides import Side
 from ..protocol.run.test_manifest import manifest as a_manifest
-from ..protocol.stages.activations import test_fuzz as links
+from ..protocol.stages.activations import conversations as links
 from ..protocol.stages.activations.sides import Side as LinkSide
 from .samples import samples
 
@@ -160,8 +160,8 @@ def hear_exchange(data: bytes) -> object:
     return side
 
 
-def hear_link(data: bytes, *, is_upstream: bool) -> object:
-    return links.expose(LinkSide(is_upstream, links.FUZZ_SIZE), data, 100)
+def hear_link(data: bytes, *, is_upstream: bool) -> None:
+    links.expose(LinkSide(is_upstream, links.FUZZ_SIZE), data, 100)
 
 
 def hear_yamux(data: bytes, *, is_initiator: bool) -> object:

@@ -66,7 +66,6 @@ class Node:
         self.is_alive = True
         self.is_frozen = False
         self.round, self.is_followed = 0, False
-        self.frozen: list[machine.Event] = []
         self.memory: dict[int, bytes] = {}  # slot -> received data
         self.out: dict[int, bytes] = {}  # slot -> data to send: the ticket and the kind of data
         self.tickets: dict[int, bytes] = {}
@@ -77,7 +76,6 @@ class Node:
         self.measured: list[int] = []
         self.num_measured = 0  # number of times that the pipeline finished with it
         self.falsifies = ""  # "activations" or "gradients": the others' trainers find outliers
-        self.num_forward = 0
         self.avoided: dict[bytes, str] = {}
         self.kept: list[bytes] = []
         self.steps: list[int] = []
@@ -91,10 +89,7 @@ class Node:
         return self.sums[0] | self.sums[1]
 
     def handle(self, event: machine.Event) -> None:
-        if not self.is_alive:
-            return
-        if self.is_frozen:
-            self.frozen.append(event)
+        if not self.is_alive or self.is_frozen:
             return
         for output in self.pipeline.handle(event, self.world.now):
             self.carry_out(output)
@@ -178,7 +173,6 @@ class Node:
             if job.sender and world_falsifies(job):
                 self.handle(Worked("an outlier", is_outlier=True))
                 return
-            self.num_forward += work == "forward"
             if work in ("draw", "forward"):
                 assert slot not in self.began.keys() | self.held_out
                 if job.is_held_out:
@@ -319,10 +313,7 @@ class World(Simulation):
             self.call_at(when, partial(self.receive, wire_, other, frame))
 
     def receive(self, wire_: Wire, node: Node, frame: bytes) -> None:
-        if wire_.is_closed or not node.is_alive:
-            return
-        if node.is_frozen:
-            self.call_after(0.1, lambda: self.receive(wire_, node, frame))
+        if wire_.is_closed or not node.is_alive or node.is_frozen:
             return
         end = wire_.ends[node.author]
         end.receive_data(frame)

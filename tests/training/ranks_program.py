@@ -8,9 +8,7 @@ JUDGES is "losses" if the loop computes some, by which contributions are judged.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -24,7 +22,6 @@ from torch import distributed, nn
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.rules import NoLoCoConfig
-from farandole.training.base.errors import DivergedError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.cluster.ranks import (
     Follower,
@@ -213,56 +210,6 @@ def begin_from_seed(kind: str, num_ranks: int) -> str:
     return hash_of([whole_of(parameter) for parameter in module.parameters()])
 
 
-def engine_after_a_step(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks) -> ExternalEngine:
-    engine = ExternalEngine(Loop(module, ranks=ranks), manifest_of(module, outer), Turns(), run_id=RUN_ID)
-    ranks.tell(Order.STEP)
-    engine.round_end.count_step(1)
-    return engine
-
-
-def lose_numbers(kind: str, num_ranks: int) -> str:
-    """Have the last rank's weights diverge; returns what rank 0 says of it."""
-    module = build()
-    cut(module, kind, num_ranks)
-    ranks, said = open_ranks(), ""
-    if ranks.is_leader:
-        engine = engine_after_a_step(module, NoLoCoConfig(codec="int8"), ranks)
-        try:
-            engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
-        except DivergedError as error:
-            said = str(error).replace(" ", "_")
-        ranks.tell(Order.OVER)
-        return said
-    follower = Follower(ranks, module, None)
-    follower.begin()
-    if distributed.get_rank() == num_ranks - 1:
-        with torch.no_grad():
-            local_of(next(module.parameters())).fill_(math.nan)
-    follower.end()
-    return said
-
-
-def lose_rank(kind: str, num_ranks: int) -> str:
-    """Have the last rank die between two steps; returns what rank 0 says of it."""
-    module = build()
-    cut(module, kind, num_ranks)
-    ranks = open_ranks()
-    if not ranks.is_leader:
-        follower = Follower(ranks, module, None)
-        follower.begin()
-        if distributed.get_rank() == num_ranks - 1:
-            os._exit(0)
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            follower.end()
-        os._exit(0)
-    engine = engine_after_a_step(module, NoLoCoConfig(), ranks)
-    try:
-        engine.round_end.contribute(bytearray(engine.round_end.contribution_bytes))
-    except RuntimeError as error:
-        print(type(error).__name__, "\n", flush=True)
-    os._exit(0)
-
-
 def save_with_pytorch(kind: str, num_ranks: int) -> str:
     """Save the weights as docs/your-own-loop.md shows it, beside the file where the ranks meet."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -274,7 +221,7 @@ def save_with_pytorch(kind: str, num_ranks: int) -> str:
     return "saved"
 
 
-OTHERS = {"seed": begin_from_seed, "diverging": lose_numbers, "lost": lose_rank, "saved": save_with_pytorch}
+OTHERS = {"seed": begin_from_seed, "saved": save_with_pytorch}
 
 CASES = (
     NoLoCoConfig(codec="fp32"),

@@ -123,7 +123,7 @@ def test_who_has_left_is_believed_what_it_was_good_for() -> None:
 
 def test_bits_count_when_most_of_those_who_were_met_say_them() -> None:
     claims, done = claims_of()
-    for author in (GHOST, BOB):
+    for author in (GHOST, BOB, BOB):  # saying it twice does not count twice
         for index, lease in bits(SECTIONS.all):
             claims.hear(author, index, lease, STANDING)
     pass_time(claims, 10)

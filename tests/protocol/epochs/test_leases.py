@@ -157,19 +157,6 @@ def test_who_comes_back_goes_on_where_it_was_and_who_was_asleep_lets_go() -> Non
     assert alice.leased != leased or alice.entries[0].leases
 
 
-def test_an_epoch_follows_the_median_not_the_one_who_is_far_ahead() -> None:
-    alice = Node(live=[BOB, CAROL], num_epochs=9)
-    alice.hear(BOB, (0, Lease(2**31 - 1, CORPUS)))
-    alice.hear(CAROL, (0, Lease(3, CORPUS)))
-    alice.tick()
-    assert alice.leases.epoch == 3
-    dave = b"d" * 32
-    alice.live |= {dave}
-    alice.hear(dave, (0, Lease(2, CORPUS)))
-    alice.tick()
-    assert alice.leases.epoch == 3
-
-
 def test_who_has_another_text_shares_nothing_and_is_noticed() -> None:
     alice = Node(live=[BOB])
     alice.hear(BOB, (0, Lease(1, OTHER_TEXT, (LeasedSlices(0, 20, 20),))))
@@ -205,20 +192,6 @@ def test_a_peer_has_two_leases_at_a_time() -> None:
     alice.tick()
     ((_, bob),) = alice.leases._respected()
     assert bob.mask.bit_count() == 40
-
-
-def test_bits_count_when_enough_authors_say_them() -> None:
-    others = [bytes([number]) * 32 for number in range(1, 6)]
-    alice = Node(live=others)
-    for author in others:
-        alice.hear(author, (0, Lease(0, CORPUS)))
-    for number, author in enumerate(others[:3]):
-        alice.tick()
-        assert not alice.leases.done.is_complete, f"only {number} say so"
-        for _ in range(2):  # saying it twice does not count twice
-            alice.hear(author, *bits((1 << NUM_SLICES) - 1))
-    alice.tick()
-    assert alice.leases.done.is_complete
 
 
 def test_what_an_unmet_author_says_to_be_done_is_leased_last_and_trained_on() -> None:

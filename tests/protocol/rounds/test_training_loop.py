@@ -52,16 +52,6 @@ def make_loop(rounds: RoundConfig, max_rounds: int | None = None, num_fragments:
     return TrainingLoop(config, Pairing(b"a" * 32, rounds, random.Random(1), num_fragments), Supervisor(16))
 
 
-def test_every_state_can_be_reached_and_left() -> None:
-    reached, border = {machine.LoopState.IDLE}, [machine.LoopState.IDLE]
-    while border:
-        new = machine.FOLLOWING[border.pop()] - reached
-        reached |= new
-        border += new
-    assert reached == set(machine.LoopState)
-    assert all(machine.FOLLOWING[state] for state in machine.LoopState if state is not machine.LoopState.OVER)
-
-
 @dataclass
 class Trainer:
     """A trainer process as the loop sees it; refuses commands that a real one could not obey."""

@@ -110,13 +110,6 @@ def test_fields_out_of_bounds_are_refused(fields: dict[str, object]) -> None:
 NETWORK_KEY, NONCE = bytes(range(NETWORK_KEY_BYTES)), bytes(NONCE_BYTES)
 
 
-def test_holders_of_the_key_read_what_was_written_in_whatever_pieces() -> None:
-    sender, receiver = cipher_of(NETWORK_KEY, NONCE), cipher_of(NETWORK_KEY, NONCE)
-    pieces = [sender.update(piece) for piece in (b"", b"a", b"rather more", bytes(100_000))]
-    assert b"".join(receiver.update(bytes([byte])) for byte in b"".join(pieces[:3])) == b"arather more"
-    assert receiver.update(pieces[3]) == bytes(100_000)
-
-
 def test_another_key_nonce_run_or_creator_gives_another_stream() -> None:
     keys, nonces = (NETWORK_KEY, bytes(32)), (NONCE, b"n" * 32)
     assert len({cipher_of(key, nonce).update(bytes(32)) for key in keys for nonce in nonces}) == 4

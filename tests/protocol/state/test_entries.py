@@ -20,7 +20,6 @@ from farandole.protocol.state.entries import (
     Checker,
     CheckpointNotice,
     Commitment,
-    Delta,
     Kind,
     Lease,
     LeasedSlices,
@@ -39,11 +38,10 @@ from farandole.protocol.state.entries import (
     fit_member,
     payload_size,
 )
-from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import SMALL_ORDER_KEYS
 
-from ..authors import CREATOR, NOW, RUN_ID, beat, flipped, member, notice, sign_body, signed, tick_at
+from ..authors import CREATOR, RUN_ID, beat, flipped, member, notice, sign_body, signed
 
 CHECKER = Checker(RUN_ID, CREATOR)
 BIG = 2**56
@@ -195,14 +193,3 @@ def test_a_flipped_bit_never_passes_for_another_entry(bit: int, item: Signed) ->
     if forged != item:
         with pytest.raises(RemoteProtocolError):
             CHECKER.check(forged)
-
-
-def test_an_old_pause_that_is_played_again_does_not_undo_a_resume() -> None:
-    state = RunState(RUN_ID, CREATOR)
-    pause = signed(255, Kind.NOTICE, 0, tick_at(Kind.NOTICE, NOW - 60), Notice("pause"))
-    resume = signed(255, Kind.NOTICE, 0, tick_at(Kind.NOTICE), Notice("resume"))
-    state.merge(Delta((pause,)), NOW)
-    assert state.payload(CREATOR, Notice) == Notice("pause")
-    for entries in ((resume,), (pause,), (pause, resume), (resume, pause)):
-        state.merge(Delta(entries), NOW)
-        assert state.payload(CREATOR, Notice) == Notice("resume")

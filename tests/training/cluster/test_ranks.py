@@ -97,16 +97,6 @@ def test_a_run_begins_with_what_a_cluster_has_saved(tmp_path: Path) -> None:
         assert torch.equal(stored[f"slow/{name}"], parameter), name
 
 
-def test_weights_that_are_no_numbers_in_one_rank_end_the_round_in_all(tmp_path: Path) -> None:
-    [[[leader], _], *_] = play("diverging-fsdp", 4, tmp_path)
-    assert "diverged" in leader
-
-
-def test_a_rank_that_dies_ends_the_round(tmp_path: Path) -> None:
-    [[[leader], *_], *_] = play("lost-fsdp", 4, tmp_path)
-    assert leader == "RuntimeError"
-
-
 @pytest.mark.parametrize(
     ("environment", "meet"),
     [

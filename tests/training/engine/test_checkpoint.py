@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -171,19 +170,6 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
         newcomer.learn()
         moved = float((newcomer.round_end.fast_weights() - before).abs().max())
         assert moved < rate_of(member)
-
-
-def test_others_can_read_the_file(saved: Path, make_replica: MakeReplica) -> None:
-    node = make_replica()
-    node.checkpoint.load(saved)
-
-    tensors = safetensors.torch.load_file(saved)
-
-    assert set(tensors) == {
-        f"{v}/{n}" for v in ("slow", "momentum", "mean", "square") for n in node.checkpoint.layout.names
-    }
-    slow = torch.cat([tensors[f"slow/{name}"].flatten() for name in node.checkpoint.layout.names])
-    assert torch.equal(slow, node.round_end.slow_weights())
 
 
 def test_a_failed_save_leaves_the_old_file(

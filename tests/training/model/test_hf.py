@@ -9,18 +9,16 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.run.families import hf_config_from_dict
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.manifest import ModelConfig
 from farandole.protocol.run.models import names_of_stage, num_parameters, parts_of, preset, shapes_of, stage_parameters
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
-from farandole.training.data.dataset import Text
 from farandole.training.model.model import StageModule, cross_entropy
 from farandole.training.model.stages import build_module, build_stage
 
 from ...protocol.run import test_families as families
-from ..conftest import RUN_ID, MakeReplica, manifest_of
-from ..engine.test_stage_worker import by_name, learn, workers_of
+from ..conftest import RUN_ID, manifest_of
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -96,22 +94,6 @@ def test_stages_compute_what_transformers_computes(name: str, num_stages: int) -
     for parameter, gradient in gradients.items():
         assert gradient is not None
         assert torch.equal(gradient, expected_gradients[parameter]), parameter
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["llama-3", "gpt2"])
-def test_stages_learn_what_the_whole_learns_bit_for_bit(
-    make_replica: MakeReplica, inner: InnerConfig, text: Text, name: str, recompute: bool
-) -> None:
-    model, inner = hf_model(name), replace(inner, clip=0.0)  # stages clip each for itself
-    workers = workers_of(model, inner, text, 3, recompute=recompute)
-    whole = make_replica(module=build_module(model, 7), inner_settings=inner)
-    losses = [(learn(workers), float(whole.learn())) for _ in range(10)]
-    assert all(ours == theirs for ours, theirs in losses)
-    assert losses[-1][0] < losses[0][0] - 0.1
-    expected, learnt = whole.checkpoint.layout.views(whole.round_end.fast_weights()), by_name(workers)
-    assert learnt.keys() == expected.keys()
-    assert all(torch.equal(weights, expected[part]) for part, weights in learnt.items())
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gpt2-untied"])

@@ -66,13 +66,6 @@ def test_a_step_alone_says_why_the_exchange_failed() -> None:
     ended = alice.handle(ExchangeEnded(session, BOB, committed=False, reason="127 MB did not fit into 30 s"), 69.0)
     assert ended == [GoAlone(7, "the exchange failed: 127 MB did not fit into 30 s")]
 
-    alice, session = exchanging()
-    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True, reason="the connection broke"), 42.0)
-    _, proposal = only_proposal(alice)
-    alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
-    ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
-    assert ended[-1] == GoAlone(7, "the exchange failed: the connection broke, and no partner in time")
-
 
 def exchanging() -> tuple[Node, bytes]:
     """Return Alice, ready at 40, in an exchange with Bob, while Carol is present; and the session."""
@@ -209,19 +202,6 @@ def test_a_node_without_peers_goes_on_at_once(peers: frozenset[bytes]) -> None:
     alice = Node(ALICE, BOXED, peers)
     alice.handle(RoundStarted(7), 0.0)
     assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is live")]
-
-
-def test_the_odd_node_out_goes_on_at_once() -> None:
-    alice = started()
-    for now in (30.0, 31.0):
-        alice.handle(TimerFired(), now)
-        if alice.sent:
-            peer, proposal = only_proposal(alice)
-            alice.hear(peer, Decline(proposal.session, "matched"), now)
-            while alice.sent:
-                peer, proposal = only_proposal(alice)
-                alice.hear(peer, Decline(proposal.session, "matched"), now)
-    assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is free")]
 
 
 def test_a_new_round_ends_what_was_agreed_and_unknown_sessions_are_withdrawn() -> None:

@@ -1,20 +1,14 @@
-"""Mutated conversations raise only RemoteProtocolError, and take no more memory than the run says.
-
-`tests/fuzz` exposes links to mutated and arbitrary bytes.
-"""
+"""A good conversation over a link, and a node that hears any other: `tests/fuzz` exposes it to mutated ones."""
 
 from __future__ import annotations
 
 import contextlib
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import RemoteProtocolError
 
-from .sides import FORWARD, HELLO, Side, lie, lying_data
+from .sides import FORWARD, HELLO, Side
 
 
 def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
@@ -64,8 +58,8 @@ def react(side: Side, event: wire.Event) -> None:
             side.rest()
 
 
-def expose(side: Side, stream: bytes, piece: int) -> list[wire.Event]:
-    """Let an honest node receive this; return the events until it closes the stream."""
+def expose(side: Side, stream: bytes, piece: int) -> None:
+    """Let an honest node receive this until it closes the stream, and check what it has taken."""
     events: list[wire.Event] = []
     if side.link.is_upstream:
         side.say(HELLO)
@@ -82,48 +76,5 @@ def expose(side: Side, stream: bytes, piece: int) -> list[wire.Event]:
     received = [event.index for event in events if isinstance(event, wire.DataReceived)]
     assert len(set(ended)) == len(ended), "a microbatch ends once"
     assert len(set(received)) == len(received), "and its data come once"
-    return events
-
-
-_INDICES = st.integers(0, 5)
-_MESSAGES: st.SearchStrategy[wire.Control] = st.one_of(
-    st.just(HELLO),
-    st.just(FORWARD),
-    st.builds(wire.Welcome, st.integers(0, wire.MAX_CREDITS)),
-    st.builds(wire.Credits, st.integers(0, 8)),
-    st.builds(wire.Gradient, _INDICES),
-    st.builds(wire.Dropped, _INDICES, st.text(max_size=8), st.booleans()),
-    st.builds(wire.Settled, _INDICES, st.booleans()),
-)
-_OFFSETS = st.integers(0, 6).map(lambda half: half * FUZZ_SIZE // 2)
-_FRAMES = st.one_of(_MESSAGES.map(lie), st.builds(lying_data, st.integers(0, FUZZ_SIZE + 1), _OFFSETS))
-
-
-@settings(max_examples=300)
-@given(
-    st.sampled_from([wire.UPSTREAM, wire.DOWNSTREAM]),
-    st.lists(
-        st.tuples(st.sampled_from(["leave out", "twice", "swap", "insert"]), st.integers(0, 50), _FRAMES), max_size=5
-    ),
-    st.integers(1, 500),
-)
-def test_mutated_conversations_keep_only_what_has_come(
-    who: bool, mutations: list[tuple[str, int, bytes]], piece: int
-) -> None:
-    """Frames are whole, but left out, doubled, swapped, or from another link."""
-    frames = list(TRANSCRIPTS[who])
-    for mutation, number, other in mutations:
-        at = number % len(frames)
-        match mutation:
-            case "leave out" if len(frames) > 1:
-                del frames[at]
-            case "twice":
-                frames.insert(at, frames[at])
-            case "swap":
-                frames[at - 1], frames[at] = frames[at], frames[at - 1]
-            case "insert":
-                frames.insert(at, other)
-    side = Side(not who, FUZZ_SIZE)
-    events = expose(side, b"".join(frames), piece)
     kept = [event.index for event in events if isinstance(event, wire.Settled) and event.is_kept]
-    assert set(kept) <= {event.index for event in events if isinstance(event, wire.DataReceived)}
+    assert set(kept) <= set(received)
