@@ -15,7 +15,7 @@ from torch import nn
 from farandole.protocol.planning.planning import choices, complete, given_by
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.run.own_model import recipe_hash
+from farandole.protocol.run.own_model import packed, recipe_hash
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.cluster.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
@@ -80,7 +80,7 @@ def _write_run(
     parameters = parameters_of(model, with_frozen=with_frozen)
     shapes = {each: tuple(parameter.shape) for each, parameter in parameters.items()}
     sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
-    external = {"parameters": shapes, "recipe": recipe_hash(recipe) if recipe else ""}
+    external = {"parameters": packed(shapes), "recipe": recipe_hash(recipe) if recipe else ""}
     settings = {
         "name": name,
         "created_at": int(time.time()),

@@ -302,6 +302,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield "model.external has no sizes, no stages: num_layers is 1, the others are 0, and there is nothing else"
         if model.external.num_parameters > MAX_PARAMETERS:
             yield f"model.external has more than {MAX_PARAMETERS} parameters"
+        yield from model.external.problems
         return
     yield from _problems_of_model(model)
     if model.num_stages > 1 and manifest.inner.batch_size % manifest.pipeline.microbatch_size:

@@ -59,7 +59,7 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
     """Return each parameter's shape by its name, of all stages together."""
     if model.external is not None:
-        return dict(model.external.parameters)
+        return model.external.shapes
     if model.own is not None:
         if not model.own.has_sections:
             return dict(model.own.ends)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Annotated
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
+from typing import Annotated, Final
 
 import msgspec
 
@@ -67,20 +69,90 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 # Members bring the model, its inner optimizer and its data themselves. The manifest states what must be equal for an
 # exchange: the names, shapes and order of the parameters. All other agreements, such as the batch size and the source
 # of the text, are a *recipe*, known by its hash.
+#
+# Layers repeat: the adapters of 80 layers are more than a thousand names. So ``layers.{0-79}.lora_A`` stands for 80;
+# names one after another with the same range are a layer, and come layer by layer.
+
+_RangeName = Annotated[
+    str, msgspec.Meta(max_length=200, pattern=r"^[A-Za-z0-9_.-]*(\{[0-9]{1,5}-[0-9]{1,5}\})?[A-Za-z0-9_.-]*\Z")
+]
+_RANGE: Final = re.compile(r"(?P<before>.*)\{(?P<first>\d+)-(?P<last>\d+)\}(?P<after>.*)")
+_NUMBER: Final = re.compile(r"(?:^|(?<=\.))(?:0|[1-9]\d{0,4})(?=\.)")
+# As many as fitted into a manifest one by one, many times over; a range of a few bytes says no more.
+MAX_NAMES: Final = 1 << 16
 
 
 class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters that members share."""
 
-    parameters: Annotated[Parameters, msgspec.Meta(min_length=1)]
-    """Shapes by name, in the order in which they are sent."""
+    parameters: Annotated[dict[_RangeName, _Shape], msgspec.Meta(min_length=1)]
+    """Shapes by name, in the order in which they are sent; those of equal layers once, as `packed` returns them."""
     recipe: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     """SHA-256 of the text of the members' agreements; empty: there are no others."""
 
     @property
     def num_parameters(self) -> int:
         """The number of elements of all parameters."""
-        return count(self.parameters)
+        return sum(len(_range_in(name)[1]) * math.prod(shape) for name, shape in self.parameters.items())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by the names of all parameters, in order."""
+        return {
+            _RANGE.sub(rf"\g<before>{number}\g<after>", name): shape
+            for (_, numbers), layer in groupby(self.parameters.items(), lambda entry: _range_in(entry[0]))
+            for names in [list(layer)]
+            for number in numbers
+            for name, shape in names
+        }
+
+    @property
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the names."""
+        counts = [len(_range_in(name)[1]) for name in self.parameters]
+        if sum(counts) > MAX_NAMES:
+            yield f"model.external names more than {MAX_NAMES} parameters"
+        elif not all(counts) or len(self.shapes) != sum(counts):
+            yield "model.external names a parameter twice, or in a range without numbers"
+
+
+def _range_in(name: str) -> tuple[str, range]:
+    """Return what is before the range in a name, and its numbers; of another name, the name and a single number."""
+    match = _RANGE.fullmatch(name)
+    return (match["before"], range(int(match["first"]), int(match["last"]) + 1)) if match else (name, range(1))
+
+
+def packed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return shapes by name with those of equal layers, one layer after another, once."""
+    left, found = list(shapes.items()), dict[str, tuple[int, ...]]()
+    before = ("", range(0))
+    while left:
+        taken, entries = _equal_layers(left)
+        if _range_in(next(iter(entries))) == before:  # it would be taken for the same layers
+            taken, entries = 1, dict(left[:1])
+        before = _range_in(next(iter(entries)))
+        found |= entries
+        left = left[taken:]
+    return found
+
+
+def _equal_layers(left: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Return how many of the first parameters are of equal layers, and one layer; or 1 and the first parameter."""
+    for number in _NUMBER.finditer(left[0][0]):
+        before, first, count = left[0][0][: number.start()], int(number[0]), 1
+        layer = _starting_with(f"{before}{first}.", left)
+        while _starting_with(f"{before}{first + count}.", left[len(layer) * count :]) == layer:
+            count += 1
+        if count > 1:
+            numbers = f"{{{first}-{first + count - 1}}}"
+            return len(layer) * count, {f"{before}{numbers}.{name}": shape for name, shape in layer}
+    return 1, dict(left[:1])
+
+
+def _starting_with(start: str, left: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the first parameters whose names start so, without that."""
+    first = takewhile(lambda entry: entry[0].startswith(start), left)
+    return [(name.removeprefix(start), shape) for name, shape in first]
 
 
 def recipe_hash(recipe: str) -> str:
