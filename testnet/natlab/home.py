@@ -8,13 +8,14 @@ sends the home's packets, both ways, through a TUN device that returns them late
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from typing import Final
 
 from .groups import Leash
 from .kinds import HomeKind
-from .namespace import Location, Namespace, held, open_tun
+from .namespace import Location, Namespace, held
 from .router import HomeRouter
 from .rules import WAN, line_rules
 
@@ -72,9 +73,15 @@ class Home:
         self.delay_ms = delay_ms
         self._late.close()
         if delay_ms:
-            tun = self._late.enter_context(open_tun(self.internet, self._late_link))
-            forwarder = [sys.executable, "-m", "farandole.testnet.natlab.link_forwarder", str(tun), str(delay_ms / 1e3)]
-            self._late.enter_context(held(forwarder, self.leash, pass_fds=[tun]))
+            self.internet.run(f"""
+                ip tuntap add dev {self._late_link} mode tun 2>&- || true
+                ip link set dev {self._late_link} up
+            """)
+            program = ["-m", "farandole.testnet.natlab.link_forwarder", self._late_link, str(delay_ms / 1e3)]
+            command = [*self.internet.enter, sys.executable, *program]
+            forwarder = self._late.enter_context(held(command, self.leash, stdout=subprocess.PIPE))
+            assert forwarder.stdout is not None
+            forwarder.stdout.readline()  # once it has the device
         self._route()
 
     def set_loss(self, loss: float) -> None:

@@ -7,13 +7,18 @@ library only, and no other work in the process: a packet takes about 20 microsec
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
+import struct
 import sys
 import time
 from collections import deque
 
 _MAX_PACKET = 65_536
+# linux/if_tun.h
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 
 
 def forward(descriptor: int, delay: float) -> None:
@@ -32,4 +37,8 @@ def forward(descriptor: int, delay: float) -> None:
 
 
 if __name__ == "__main__":
-    forward(int(sys.argv[1]), float(sys.argv[2]))
+    device, delay = sys.argv[1:]
+    descriptor = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
+    print(flush=True)
+    forward(descriptor, float(delay))

@@ -1,17 +1,15 @@
 """Network namespaces in which nodes run, made by a testnet for itself.
 
-A namespace lives as long as the process that holds it, a veth pair as long as the namespaces of its ends, and a TUN
-device as long as its descriptor, so nothing is left when the testnet ends, in whatever way. Needs Linux and root: the
-kernel gives no other user a namespace with a device whose rate they can limit.
+A namespace lives as long as the process that holds it, and a device as long as its namespace, so nothing is left when
+the testnet ends, in whatever way. Needs Linux and root: the kernel gives no other user a namespace with a device whose
+rate they can limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,9 +21,6 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from .groups import OF_ITS_OWN, Leash, kill_group
 
-# linux/if_tun.h
-_TUNSETIFF: Final = 0x400454CA
-_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _TUN: Final = Path("/dev/net/tun")
 # The Debian package of each required tool.
 _PACKAGES: Final = {
@@ -66,22 +61,6 @@ class Namespace:
         if done.returncode:
             raise CommandError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Enter the namespace in this thread: a socket or device that is made meanwhile belongs to it for good."""
-        with Path("/proc/thread-self/ns/net").open() as own, Path(f"/proc/{self.holder}/ns/net").open() as its:
-            _set_namespace(its.fileno())
-            try:
-                yield
-            finally:
-                _set_namespace(own.fileno())
-
-
-def _set_namespace(descriptor: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)  # `os.setns` comes with Python 3.12
-    if libc.setns(descriptor, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass(frozen=True)
@@ -124,21 +103,6 @@ def held(command: Sequence[str], leash: Leash, **options: Any) -> Iterator[subpr
             kill_group(process.pid)
             process.wait()
             leash.release(process.pid)
-
-
-@contextlib.contextmanager
-def open_tun(namespace: Namespace, name: str) -> Iterator[int]:
-    """Open a TUN device in the namespace, up, without an address; the descriptor reads and writes IP packets."""
-    import fcntl  # only Linux has it (`require`)
-
-    with namespace.entered():
-        descriptor = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
-        namespace.run(f"ip link set dev {name} up")
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def require(*tools: str) -> None:

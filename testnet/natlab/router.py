@@ -8,9 +8,6 @@ address to one link.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import struct
 import subprocess
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,13 +22,6 @@ from .rules import LAN, TABLE, UPNP_CHAINS, WAN, router_rules
 ROUTER_LINK_IP, WAN_LINK_IP = "fe80::1", "fe80::2"
 # It writes its process id to a file in /run, which is a private mount here and disappears with it.
 _MINIUPNPD: Final = "mount -t tmpfs none /run && exec miniupnpd -d -f /dev/stdin"
-# linux/netlink.h, linux/netfilter/nfnetlink.h, nfnetlink_conntrack.h
-_NETLINK_NETFILTER: Final = 12
-_NFNL_SUBSYS_CTNETLINK: Final = 1
-_IPCTNL_MSG_CT_DELETE: Final = 2
-_NLM_F_REQUEST, _NLM_F_ACK = 1, 4
-_HEADER: Final = "=IHHII"
-_GENERIC: Final = "=BBH"
 
 
 @dataclass
@@ -51,6 +41,7 @@ class HomeRouter:
     """Address of the router behind this one, if this is a carrier's."""
     prefix: str = ""
     """The home's IPv6 network, if it has one."""
+    _num_lives: int = 0
     _services: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -60,6 +51,7 @@ class HomeRouter:
 
     def switch_on(self, address: str, gateway: str) -> None:
         """Switch on, with this outer address, and upstream's as gateway."""
+        self._num_lives += 1
         inner_ip = self.customer_ip if self.is_translating else address
         if self.is_translating:
             self.namespace.run(f"ip address add {address}/32 dev {WAN}")
@@ -81,7 +73,7 @@ class HomeRouter:
             ip route add default via {gateway}
             {f"ip route replace {inner_ip} dev {LAN}" if inner_ip else ""}
         """,
-            router_rules(self.nat, self.first_host),
+            router_rules(self.nat, self.first_host, self._num_lives),
         )
         if self.prefix:
             self.namespace.run(f"""
@@ -103,8 +95,6 @@ class HomeRouter:
             ip address flush dev {WAN}
             nft delete table inet {TABLE}
         """)
-        with self.namespace.entered():
-            flush()
         if not self.is_translating:
             self.inner_host.run("ip address flush dev eth0")
 
@@ -136,20 +126,3 @@ class HomeRouter:
         assert daemon.stdin is not None
         daemon.stdin.write("\n".join(line.strip() for line in settings.splitlines()).encode())
         daemon.stdin.close()
-
-
-def flush() -> None:
-    """Delete all tracked connections of the present namespace, as a router does when it reboots; raises `OSError`.
-
-    By netlink, so that the package conntrack is not needed.
-    """
-    size = struct.calcsize(_HEADER) + struct.calcsize(_GENERIC)
-    kind = _NFNL_SUBSYS_CTNETLINK << 8 | _IPCTNL_MSG_CT_DELETE
-    request = struct.pack(_HEADER, size, kind, _NLM_F_REQUEST | _NLM_F_ACK, 1, 0)
-    request += struct.pack(_GENERIC, socket.AF_UNSPEC, 0, 0)  # no attributes: all of them
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as netlink:
-        netlink.sendto(request, (0, 0))
-        answer = netlink.recv(4096)
-    (error,) = struct.unpack_from("=i", answer, struct.calcsize(_HEADER))
-    if error:
-        raise OSError(-error, os.strerror(-error))

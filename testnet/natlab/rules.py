@@ -64,10 +64,11 @@ _RENUMBER: Final = (
 )
 
 
-def router_rules(nat: Nat, first_host: str) -> str:
+def router_rules(nat: Nat, first_host: str, life: int) -> str:
     """Return input for ``nft -f``: it replaces the table `TABLE`, between the interfaces `WAN` and `LAN`.
 
-    ``first_host``: the IPv4 address to which ports are forwarded.
+    ``first_host``: the IPv4 address to which ports are forwarded. ``life``: the number of the router's starts;
+    connections of an earlier life are in another zone, and so forgotten.
     """
     forward, prerouting, postrouting = UPNP_CHAINS
     is_remembering = nat.mapping is Mapping.ENDPOINT_INDEPENDENT and nat.filtering in _INWARD
@@ -77,6 +78,10 @@ table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
   chain {forward} {{ }}
   chain {prerouting} {{ }}
   chain {postrouting} {{ }}
+  chain life {{
+    type filter hook prerouting priority raw
+    ct zone set {life}
+  }}
   chain forward {{
     type filter hook forward priority filter; policy drop
     ct state invalid drop

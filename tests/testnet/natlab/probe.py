@@ -7,19 +7,22 @@ outgoing one, and a simultaneous open (RFC 9293, section 3.5) look alike.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 import trio
 
 from farandole.testnet.natlab import kinds
 from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind
-from farandole.testnet.natlab.namespace import Location
+from farandole.testnet.natlab.namespace import Location, Namespace
 
 TOKEN_BYTES: Final = 16
 # A path opens within milliseconds, or after one repetition of TCP's first packet, which takes a second. The trial waits
@@ -36,10 +39,22 @@ Address = tuple[str, int]
 Name = TypeVar("Name", bound=Hashable)
 
 
+@contextmanager
+def entered(namespace: Namespace) -> Iterator[None]:
+    """Enter a namespace in this thread: a socket that is made inside belongs to it for good."""
+    setns = ctypes.CDLL(None, use_errno=True).setns  # `os.setns` comes with Python 3.12
+    with Path("/proc/thread-self/ns/net").open() as own, Path(f"/proc/{namespace.holder}/ns/net").open() as its:
+        assert setns(its.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+        try:
+            yield
+        finally:
+            assert setns(own.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+
+
 def socket_in(place: Location, port: int = 0) -> trio.socket.SocketType:
     """Return a TCP socket in the place's namespace, bound to a port that several sockets may share."""
     assert place.namespace is not None
-    with place.namespace.entered():
+    with entered(place.namespace):
         made = socket.socket()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         made.setsockopt(socket.SOL_SOCKET, option, 1)
