@@ -14,7 +14,6 @@ import typer
 
 from farandole.node.base.exits import Exit
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.training.base.errors import how_to_add
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +66,7 @@ def run_testnet(
         typer.Option(metavar="PATH", help="Text for all nodes, as for `join`; repeatable."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.json, loss.png, logs.", show_default="out/SCENARIO")
+        Path | None, typer.Option(help="Folder for report.json and logs.", show_default="out/SCENARIO")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run.")] = None,
     nat: Annotated[
@@ -94,7 +93,6 @@ def run_testnet(
 
     from .play.judge import judged
     from .play.launch import Testnet, play_once, write_report
-    from .play.report import plot_losses
     from .play.scenario import load_scenario
 
     scenario = scenario or ("stages" if stages else "demo")
@@ -114,10 +112,6 @@ def run_testnet(
     if clean is not None:
         report = judged(report, clean, played)
     write_report(report, folder)
-    try:
-        plot_losses(report, folder / "loss.png")
-    except ImportError:
-        typer.echo(f"no loss.png: matplotlib is missing; add it with: {how_to_add('testnet')}", err=True)
     _print_verdict(report, folder, console)
     if testnet.is_interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
@@ -140,19 +134,16 @@ def _run_hostile(played: Scenario, folder: Path, console: Console) -> NoReturn:
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
-    from .play.report import course_lines, fault_lines, stage_lines, throughput_lines
+    from .play.report import lines_of
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    for line in course_lines(report):
-        say(line)
-    faults = [*fault_lines(report), *throughput_lines(report)] if report.faults else []
-    for line in (*faults, *stage_lines(report)):
+    for line in lines_of(report):
         say(line)
     for reason in report.reasons:
         say(f"  - {reason}", style="red")
     is_pass = report.verdict == "pass"
     say("PASS" if is_pass else "FAIL", style="bold green" if is_pass else "bold red")
-    say(", ".join(str(path) for name in ("report.json", "loss.png") if (path := folder / name).exists()))
+    say(str(folder / "report.json"))
 
 
 @testnet_app.command("compare")
@@ -203,17 +194,11 @@ def compare(
     Examples: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan];
     [cyan]farandole testnet compare --model 0.5M --seeds 5 --rates 0.5,1,2,4 --methods DiLoCo --methods Muon[/cyan]
     """
-    from farandole.training.base.errors import DataError
-
     from .methods.compare import MethodComparison, choose_methods, run_compare
 
     if methods == ["list"]:
         typer.echo("\n".join(method.name for method in choose_methods([], interval)))
         return
-    try:
-        choose_methods(methods or (), interval)
-    except DataError as error:
-        raise typer.BadParameter(f"{error}", param_hint="--methods") from error
     comparison = MethodComparison(
         nodes,
         steps,

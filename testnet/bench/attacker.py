@@ -27,7 +27,6 @@ from ..simulate.plays import play_all
 from ..zoo.optimised import Policy, search
 from ..zoo.simulation import HostileOutcome, HostileRun, play
 from .members import STEPS, manifest_of
-from .process import BenchError
 from .report import OUT, Bench, Claim, Out, Write, open_bench
 
 # The first seed of the search, in which a policy is played twice.
@@ -72,21 +71,17 @@ def run(
     generations: Annotated[int, typer.Option(min=1, help="Of the search, of eight policies each.")] = 4,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of 10 inner steps.")] = 25,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the figures.")] = 3,
-    only: Annotated[int, typer.Option(min=0, max=len(CASES), help="Number of one case; 0: all.")] = 0,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
     """Search for what hostile members can cost a run at most, in simulation (an hour or two on two cores).
 
     Examples: [cyan]farandole testnet bench attacker[/cyan];
-    [cyan]farandole testnet bench attacker --only 1 --generations 2[/cyan]
+    [cyan]farandole testnet bench attacker --generations 2 --rounds 10[/cyan]
     """
-    if write and only:
-        raise BenchError("--write keeps the figures of all cases: leave out --only")
-    cases = CASES[only - 1 : only] if only else CASES
     choices: dict[str, Any] = {"generations": generations, "rounds": rounds, "seeds": seeds}
     with open_bench("attacker", out, write, title="Hostile members that search", **choices) as bench:
-        publish(bench, {case: measure(bench, case, generations, rounds, seeds) for case in cases})
+        publish(bench, {case: measure(bench, case, generations, rounds, seeds) for case in CASES})
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def measure(
 @contextlib.contextmanager
 def open_nodes(size: int, log: Path) -> Iterator[list[BenchWorker]]:
     """Open two connected nodes that move payloads of up to ``size`` bytes."""
-    with open_workers("exchanging node", ["node 0", "node 1"], log) as nodes:
+    with open_workers("exchange:ExchangingNode", ["node 0", "node 1"], log) as nodes:
         first, second = ask_all(nodes, "listen", size=size)
         ask_all(nodes, "meet", [{**second, "is_initiator": False}, {**first, "is_initiator": True}])
         yield nodes
@@ -259,7 +259,7 @@ def measure_mesh(folder: Path, size_mb: int, repeats: int, cache: Path | None, s
     places = [manifest.with_name(f"mesh-{name}") for name in ("first", "second")]
     with contextlib.ExitStack() as stack:
         ours = [{"manifest": str(manifest), "place": str(place)} for place in places]
-        programs: list[Any] = [(OURS, worker_command("program"), ours)]
+        programs: list[Any] = [(OURS, worker_command("exchange:MeshProgram"), ours)]
         if cache is not None:
             programs.append((LATTICA, peer_command(obtain_python("lattica", cache, say), "lattica"), [{}, {}]))
         turns: dict[str, Turn] = {}

@@ -89,7 +89,7 @@ def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
     rows = []
     for name, flood in plans:
         with (
-            open_workers("attacked node", ["attacked node"], log) as (node,),
+            open_workers("hostile:AttackedNode", ["attacked node"], log) as (node,),
             open_workers("hostile", ["attackers", "honest dialler"], log) as (attackers, dialler),
         ):
             address = node.ask("address")["address"]

@@ -104,7 +104,7 @@ def open_nodes(
 
     Yields what fetches from the first so many donors and returns the seconds, the donors, and their addresses.
     """
-    command, names = worker_command("joining node"), ("newcomer", "donor 1", "donor 2")
+    command, names = worker_command("join:JoiningNode"), ("newcomer", "donor 1", "donor 2")
     with contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(open_worker(name, [*place.enter, *command], log))

@@ -229,7 +229,7 @@ def play_diloco(
         live[0].ask("save", path=str(file))
         bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
 
-    play_members(scenario, worker_command("DiLoCo member"), bench.log, lambda *_: settings, take_round, seconds)
+    play_members(scenario, worker_command("race:DiLoCoMember"), bench.log, lambda *_: settings, take_round, seconds)
     return samples, samples[-1].seconds / (len(samples) * interval)
 
 

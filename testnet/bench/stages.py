@@ -24,7 +24,7 @@ from farandole.protocol.run.models import preset as preset_model
 
 from .process import ask_all, open_workers
 from .report import OUT, Claim, Out, Write, open_bench
-from .worker.stages import MODEL, WARMUP_STEPS, Task
+from .worker.stages import MODEL, NUM_MICROBATCHES, WARMUP_STEPS, Task
 
 # Its microbatches, of 512 tokens, take some hundreds of milliseconds on a core; those of the first model, some tens.
 LARGER: Final = "10M"
@@ -65,7 +65,7 @@ def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
 
 def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool = False) -> Turn:
     stages = range(task.num_stages)
-    with open_workers("stage node", [f"{OURS} {stage}" for stage in stages], log) as nodes:
+    with open_workers("stages:StageNode", [f"{OURS} {stage}" for stage in stages], log) as nodes:
         manifest = task.manifest(codec, overlap=overlap)
         heard = ask_all(nodes, "listen", [{"stage": stage} for stage in stages], manifest=manifest)
         ask_all(nodes, "join", addresses=[answer["addresses"] for answer in heard], folder=str(folder))
@@ -118,11 +118,13 @@ def claims_of(task: Task, turns: Turns) -> Iterator[Claim]:
 
 def size_of(task: Task) -> str:
     """Return the model's size in words."""
-    return f"{num_parameters(task.check()) / 1e6:.1f} M parameters in {task.num_stages} stages"
+    return f"{num_parameters(task.sizes()) / 1e6:.1f} M parameters in {task.num_stages} stages"
 
 
 def run(
-    stages: Annotated[int, typer.Option(min=2, help="Number of stages that the model is cut into.")] = 4,
+    stages: Annotated[
+        int, typer.Option(min=2, max=NUM_MICROBATCHES, help="Number of stages that the model is cut into.")
+    ] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Inner steps that are timed, a turn.")] = 4,
     preset: Annotated[
         list[str] | None, typer.Option(help="A larger model to measure after the first one; repeatable.")
@@ -139,7 +141,7 @@ def run(
     models = [MODEL, *({size: getattr(model, size) for size in MODEL} for model in larger)]
     tasks = [Task(num_stages=stages, steps=steps, model=model) for model in models]
     for task in tasks:
-        task.check()
+        task.sizes()  # raises if the model cannot be cut so
     choices: dict[str, Any] = {"repeats": repeats, "steps timed": steps}
     with open_bench("stages", out, write, title="A model in stages", **choices) as bench:
         turns: list[Turns] = [{name: [] for name in VARIANTS} for _ in tasks]

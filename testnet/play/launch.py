@@ -60,7 +60,6 @@ _PORTS: Final = range(20_000, 32_000)
 
 MANIFEST_NAME: Final = "run.manifest"
 REPORT_NAME: Final = "report.json"
-PICTURE_NAME: Final = "loss.png"
 
 PLAN, TARGETS = "TESTNET_HOSTILE", "TESTNET_TARGETS"
 """Environment variables of hostile processes: the scenario's settings of them, and the addresses of all nodes."""
@@ -434,7 +433,7 @@ def prepare_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).exists())):
         raise TestnetError(f"{out} holds other things: name a new folder with --out")
     try:
-        for name in (REPORT_NAME, PICTURE_NAME, MANIFEST_NAME):
+        for name in (REPORT_NAME, MANIFEST_NAME):
             (out / name).unlink(missing_ok=True)
         if (out / "nodes").exists():
             shutil.rmtree(out / "nodes")

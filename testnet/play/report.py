@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -181,6 +180,14 @@ class Merged(msgspec.Struct, frozen=True):
 # The result of a play, in words.
 
 
+def lines_of(report: PlayReport) -> Iterator[str]:
+    """Yield all lines."""
+    yield from course_lines(report)
+    if report.faults:
+        yield from (*fault_lines(report), *throughput_lines(report))
+    yield from stage_lines(report)
+
+
 def course_lines(report: PlayReport) -> Iterator[str]:
     """Yield lines on training, exchanges, and links."""
     exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
@@ -218,31 +225,6 @@ def stage_lines(report: PlayReport) -> Iterator[str]:
             f"stage {stage.stage}: {stage.providers} nodes, {busy} busy of late; microbatches: {stage.kept} kept, "
             f"{stage.dropped} dropped, {stage.rerouted} sent another way, {stage.taken_out} taken out again"
         )
-
-
-def plot_losses(report: PlayReport, path: Path) -> None:
-    """Plot every node's loss over its rounds, and the merged model's. Raises `ImportError` without matplotlib."""
-    import matplotlib
-    import matplotlib.figure
-
-    matplotlib.use("Agg")  # there may be no display
-    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for node in report.nodes:
-        rounds, losses = [number + 1 for number, _ in node.losses], [loss for _, loss in node.losses]
-        axes.plot(rounds, losses, linewidth=1, label=f"node {node.index}")
-    if report.loss_start is not None:
-        axes.plot([0], [report.loss_start], "k*", label=f"start, held-out text: {report.loss_start:.2f}")
-    if report.loss_merged is not None:
-        last = max((node.rounds for node in report.nodes), default=0)
-        label = f"merged model: {report.loss_merged:.2f}{bits_per_byte(report.bits_per_byte_merged)}"
-        axes.plot([last], [report.loss_merged], "k*", label=label)
-    axes.set_xlabel("rounds")
-    axes.set_ylabel("loss, nats a token")
-    axes.set_title(f"{report.name}: {len(report.nodes)} nodes, {report.tokens:,} tokens, {report.verdict}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
-    figure.savefig(path, dpi=120)
 
 
 # The effects of a play's faults on its nodes, in words.

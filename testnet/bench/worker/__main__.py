@@ -2,8 +2,8 @@
 
     python -m farandole.testnet.bench.worker PART PIPE
 
-Requests arrive on the pipe. Each is a call of an action: a function, or a method of the part's class, which is
-created with a stack that ends with the requests.
+A part is a module here, whose functions are the actions, or with ``:CLASS`` a class in it, whose methods are. Requests
+arrive on the pipe, and each is a call of an action. A class is called with a stack that ends with the requests.
 """
 
 from __future__ import annotations
@@ -13,29 +13,15 @@ import inspect
 import sys
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Final
 
 import trio
 
 from farandole.node.base.system.tuning import importing_for_good
 
-PARTS: Final = {
-    "exchanging node": "exchange:ExchangingNode",
-    "program": "exchange:MeshProgram",
-    "joining node": "join:JoiningNode",
-    "stage node": "stages:StageNode",
-    "stages": "stages",
-    "training": "training",
-    "DiLoCo member": "race:DiLoCoMember",
-    "attacked node": "hostile:AttackedNode",
-    "hostile": "hostile",
-}
-"""Part of a benchmark -> module here, whose functions are the actions, or a class in it, whose methods are."""
-
 
 async def serve(part: str, descriptor: int) -> None:
     """Answer requests until the other end closes; an action's error is sent as its answer."""
-    module, _, name = PARTS[part].partition(":")
+    module, _, name = part.partition(":")
     async with contextlib.AsyncExitStack() as stack:
         control = stack.enter_context(Connection(descriptor))
         with importing_for_good():  # as daemons and trainers do

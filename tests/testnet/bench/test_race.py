@@ -62,7 +62,7 @@ def weights_of(members: list[BenchWorker], folder: Path) -> list[dict[str, torch
 def test_members_take_the_step_of_the_paper_and_a_newcomer_takes_part(tmp_path: Path) -> None:
     settings = msgspec.to_builtins(small_manifest(data={"source": "stdlib"}))
     log = tmp_path / "log"
-    with open_workers("DiLoCo member", [f"member {number}" for number in range(3)], log) as (one, two, three):
+    with open_workers("race:DiLoCoMember", [f"member {number}" for number in range(3)], log) as (one, two, three):
         everybody = [one, two, three]
         authors = [{"author": number} for number in range(3)]
         ask_all(everybody, "begin", authors, manifest=settings, step_seconds=0.0)

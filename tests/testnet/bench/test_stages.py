@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.stages import Turn, claims_of, turn_of, wrong
 from farandole.testnet.bench.worker.stages import Task
 
@@ -44,9 +42,3 @@ def test_claims_are_of_medians_compared_with_the_faster_of_torchs_schedules() ->
 def test_what_travels_in_fp32_must_learn_the_same_in_every_turn(loss: float, is_wrong: bool) -> None:
     turns = {ALONE: [Turn(1, 5.0)], OURS: [Turn(1, 5.0), Turn(1, loss)], LOSSY: [Turn(1, 5.1)]}
     assert [miss.partition(":")[0] for miss in wrong(turns)] == (["farandole, fp32"] if is_wrong else [])
-
-
-@pytest.mark.parametrize("task", [replace(TASK, num_stages=1), replace(TASK, num_microbatches=1)])
-def test_what_cannot_be_scheduled_is_refused(task: Task) -> None:
-    with pytest.raises(BenchError, match="do not go through"):
-        task.check()

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from farandole.node.base.exits import Exit
 from farandole.protocol.run.manifest import DataConfig
 from farandole.testnet import cli
 from farandole.testnet.methods import compare
@@ -110,8 +109,7 @@ def test_the_command_lists_the_methods_and_refuses_a_name_that_is_none() -> None
     assert listed.exit_code == 0
     assert listed.output.splitlines() == [method.name for method in methods()]
     refused = CliRunner().invoke(cli.testnet_app, ["compare", "--methods", "magic"])
-    assert refused.exit_code == Exit.USAGE
-    assert "--methods list" in refused.output
+    assert "--methods list" in str(refused.exception)
 
 
 def test_some_methods_are_chosen_by_words_of_their_names() -> None:

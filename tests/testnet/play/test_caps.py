@@ -31,7 +31,7 @@ def test_a_cap_is_not_exceeded_at_the_device(lab: Lab, tmp_path: Path, caps_uplo
     """A busy machine may make the transfer slower; nothing may make it faster."""
     near, far = (lab.add_home("open").host for _ in range(2))
     capped, column = (near, _SENT) if caps_upload else (far, _RECEIVED)
-    command, log, source = worker_command("joining node"), tmp_path / "log", tmp_path / "theirs"
+    command, log, source = worker_command("join:JoiningNode"), tmp_path / "log", tmp_path / "theirs"
     make_checkpoint(source, SIZE_MB)
     with (
         open_worker("donor", [*near.enter, *command], log) as donor,

@@ -4,14 +4,11 @@ import io
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from farandole.testnet.natlab.groups import Leash
-from farandole.testnet.play.judge import make_report
 from farandole.testnet.play.launch import summary
 from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.record import NodeRecord
-from farandole.testnet.play.report import Merged, NodeReport, plot_losses
+from farandole.testnet.play.report import NodeReport
 from farandole.testnet.play.scenario import parse_scenario
 
 from .test_record import status
@@ -40,11 +37,3 @@ def test_the_summary_counts_live_nodes_and_each_exchange_once() -> None:
     expected = "3 live, rounds 2 to 3 of 9, loss 2.500 to 2.750, 2 exchanges, 1.50 k tokens/s"
     assert summary(NODES, SCENARIO) == expected
     assert summary([node(0)], SCENARIO) == "1 nodes start"
-
-
-def test_the_picture_of_the_losses(tmp_path: Path) -> None:
-    nodes = [each.record.reported(is_alive=each.is_running) for each in NODES]
-    report = make_report(SCENARIO, bytes(32), nodes, Merged(5.5, 2.4, 0.02), seconds=9, events=[])
-    plot_losses(report, tmp_path / "loss.png")
-    plot_losses(msgspec.structs.replace(report, loss_merged=None, loss_start=None), tmp_path / "again.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
