@@ -144,7 +144,7 @@ async def open_mesh(
     settings = daemon.settings
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     limit = round(settings.monthly_traffic * 1e9)
-    traffic = TrafficService(limit, daemon.rest, daemon.store, shaping, datetime.now, daemon.journal.warn)
+    traffic = TrafficService(limit, daemon.rest, daemon.store, shaping, datetime.now, daemon.journal)
     await traffic.begin()
     shaping = replace(shaping, may_spend=traffic.may_spend)
     ports = await load_ports(daemon.store, settings.listening)
@@ -160,7 +160,7 @@ async def open_mesh(
         open_connectivity(host, run_id, shaping, peers, limits, port_lease=settings.port_lease) as connectivity,
         open_mdns(host, run_id, is_on=settings.mdns),
     ):
-        await keep_ports(daemon.store, ports, host.acceptor.ports, daemon.journal.warn)
+        await keep_ports(daemon.store, ports, host.acceptor.ports, daemon.journal)
         yield Mesh(host, connectivity, shaping, traffic)
 
 
@@ -269,8 +269,8 @@ async def be_node(daemon: Daemon) -> None:
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
     idle = None
     if settings.only_when_idle:
-        idle = IdleService(lambda: journal.state.trainer_pid, journal.warn, looks_at_gpu=settings.device != "cpu")
-    rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal.warn, idle)
+        idle = IdleService(journal, looks_at_gpu=settings.device != "cpu")
+    rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal, idle)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)

@@ -232,9 +232,7 @@ async def load_ports(store: Store, listen: Iterable[str]) -> dict[str, int]:
     return ports
 
 
-async def keep_ports(
-    store: Store, kept: Mapping[str, int], bound: Mapping[str, int], warn: Callable[[str], None]
-) -> None:
+async def keep_ports(store: Store, kept: Mapping[str, int], bound: Mapping[str, int], journal: Journal) -> None:
     """Store the ports of multiaddrs with port 0 that have none yet; warn about each kept port that was taken.
 
     ``kept``: from `load_ports`; ``bound``: multiaddr -> the port that the node listens on now. A port that was taken
@@ -244,12 +242,10 @@ async def keep_ports(
         if not address.endswith(_ANY_PORT):
             continue
         if address not in kept:
-            try:
-                await store.put_fact(_FACT + address, str(port).encode("ascii"))
-            except StoreError as error:
-                warn(f"{error}; the next start may use another port than {port}")
+            loss = f"the next start may use another port than {port}"
+            await store.remember(_FACT + address, str(port).encode("ascii"), journal, loss)
         elif kept[address] != port:  # for both versions of IP: a repetition is not printed
-            warn(
+            journal.warn(
                 f"port {kept[address]}, on which this node listened before, is taken: it listens on {port} now. "
                 "Invites made before may not find this node: make new ones, or stop the program that has the port. "
                 "`--port PORT` sets a port for good"

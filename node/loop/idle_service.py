@@ -19,6 +19,8 @@ from typing import Final, TypeVar
 import psutil
 import trio
 
+from ..status.journal import Journal
+
 # Observes the machine: other programs on its GPU, its power source.
 #
 # For the GPU it runs ``nvidia-smi pmon``, which comes with every NVIDIA driver and distinguishes compute from graphics.
@@ -157,12 +159,10 @@ READ_TIMEOUT: Final = 5.0
 class IdleService:
     """Looks at the machine whether others use it.
 
-    ``trainer_pid`` returns the process id of this node's trainer; ``warn`` shows a warning to the owner.
     ``clock`` gives seconds.
     """
 
-    trainer_pid: Callable[[], int | None]
-    warn: Callable[[str], None]
+    journal: Journal
     looks_at_gpu: bool = True
     clock: Callable[[], float] = trio.current_time
     _watch: IdleWatch = field(default_factory=IdleWatch)
@@ -171,14 +171,14 @@ class IdleService:
 
     async def look(self) -> str:
         """Return why the node must rest, for display; empty if it may train."""
-        own = {os.getpid()} | ({pid} if (pid := self.trainer_pid()) is not None else set())
+        own = {pid for pid in (os.getpid(), self.journal.state.trainer_pid) if pid is not None}
         users: Sequence[str] = ()
         if self.looks_at_gpu:
             try:
                 users = await gpu_users(own, self._gpu)
             except ProbeError as error:
                 if not self._has_warned:
-                    self.warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
+                    self.journal.warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
                 self._has_warned = True
         on_battery = None
         with trio.move_on_after(READ_TIMEOUT):

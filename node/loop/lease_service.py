@@ -202,7 +202,5 @@ class LeaseService:
             return
         self._saved_at = trio.current_time()
         saved: _Saved = (self._leases.corpus, self._leases.saved())
-        try:
-            await self.store.put_fact(LEASES_FACT, msgspec.msgpack.encode(saved))
-        except StoreError as error:
-            self.journal.warn(f"{error}; after a restart this node may not know which data it had leased")
+        loss = "after a restart this node may not know which data it had leased"
+        await self.store.remember(LEASES_FACT, msgspec.msgpack.encode(saved), self.journal, loss)

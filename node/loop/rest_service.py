@@ -22,7 +22,7 @@ from farandole.protocol.wire.errors import FarandoleError
 
 from ..base.quiet_hours import parse_quiet_hours, quiet_until
 from ..state.gossip import GossipService
-from ..state.store import Store, StoreError
+from ..state.store import Store
 from ..status.journal import Journal
 from .idle_service import IdleService
 
@@ -73,14 +73,14 @@ class RestService:
     """Pauses the node by hand, in the quiet hours, and while others use the machine.
 
     ``hours``: quiet hours, each as `parse_quiet_hours` reads it, which may raise `QuietHoursError`. ``clock`` gives the
-    local time; ``warn`` shows a warning to the owner. ``idle``: None if it does not matter who uses the machine.
+    local time; ``idle``: None if it does not matter who uses the machine.
     """
 
     rest: Rest
     store: Store
     hours: InitVar[Sequence[str]]
     clock: Callable[[], datetime]
-    warn: Callable[[str], None]
+    journal: Journal
     idle: IdleService | None = None
 
     def __post_init__(self, hours: Sequence[str]) -> None:
@@ -120,10 +120,8 @@ class RestService:
         self._look_at_clock()
 
     async def _remember(self, value: bytes) -> None:
-        try:
-            await self.store.put_fact(PAUSED_FACT, value)
-        except StoreError as error:
-            self.warn(f"{error}; after a restart this node does not know whether it was paused")
+        loss = "after a restart this node does not know whether it was paused"
+        await self.store.remember(PAUSED_FACT, value, self.journal, loss)
 
     def _look_at_clock(self) -> None:
         until = quiet_until(self._hours, self.clock())

@@ -20,7 +20,7 @@ from ..base.errors import JoinError
 from ..base.settings import NodeSettings
 from ..mesh.host import Host
 from ..state.membership import Membership
-from ..state.store import Store, StoreError
+from ..state.store import Store
 from ..status.journal import Journal
 from ..transfers.weights import Weights
 from .training import Training
@@ -135,10 +135,8 @@ class StageService:
         self.weights.provider.forget_own()
         await membership.hold(stage)
         self.journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
-        try:
-            await self.store.put_fact(STAGE_FACT, b"%d" % stage)
-        except StoreError as error:
-            self.journal.warn(f"{error}; after a restart this node may take another stage")
+        loss = "after a restart this node may take another stage"
+        await self.store.remember(STAGE_FACT, b"%d" % stage, self.journal, loss)
         for other in range(membership.num_stages):
             if other != stage:
                 self.host.dht.withdraw(shard_key(self.run_id, other))

@@ -26,7 +26,8 @@ import msgspec
 import trio
 
 from ..base.bandwidth import Shaping
-from ..state.store import Store, StoreError
+from ..state.store import Store
+from ..status.journal import Journal
 from ..status.status import TrafficStatus
 from .rest_service import Rest
 
@@ -107,7 +108,7 @@ MAX_AHEAD_SHARE: Final = 0.002
 class TrafficService:
     """One node's budget; without ``limit`` (bytes a month) it counts nothing and allows everything.
 
-    ``clock`` gives the local time, ``warn`` shows a warning to the owner.
+    ``clock`` gives the local time.
     """
 
     limit: int
@@ -115,7 +116,7 @@ class TrafficService:
     store: Store
     shaping: Shaping
     clock: Callable[[], datetime]
-    warn: Callable[[str], None]
+    journal: Journal
     needs_traffic: bool = False
     """Whether training is impossible without traffic: if the model is cut into stages."""
     _counted: int = 0  # of what the shapers have seen
@@ -154,7 +155,7 @@ class TrafficService:
         try:
             self._budget.used = msgspec.msgpack.decode(raw, type=Used) if raw else self._budget.used
         except msgspec.MsgspecError as error:
-            self.warn(f"what this node knew of its traffic of this month cannot be read: {error}")
+            self.journal.warn(f"what this node knew of its traffic of this month cannot be read: {error}")
         await self.look()
 
     async def run(self) -> None:
@@ -204,8 +205,6 @@ class TrafficService:
             await self._put(Used(used.year, used.month, used.num_bytes + self._ahead))
 
     async def _put(self, used: Used) -> None:
-        try:
-            await self.store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(used))
-        except StoreError as error:
-            self.warn(f"{error}; after a restart this node does not know its traffic of this month")
+        loss = "after a restart this node does not know its traffic of this month"
+        await self.store.remember(TRAFFIC_FACT, msgspec.msgpack.encode(used), self.journal, loss)
         self._stored = used  # otherwise each look would retry, and warn

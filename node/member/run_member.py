@@ -174,11 +174,9 @@ class RunMember:
         if self.membership.num_stages > 1:
             await wait_quiet(self.membership, self.daemon.journal)
         elif self.supervisor.microbatch:
-            try:
-                fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}"
-                await self.daemon.store.put_fact(MICROBATCH_FACT, fact.encode())
-            except StoreError as error:
-                self.daemon.journal.warn(f"{error}; after a restart the trainer may run out of memory again")
+            fact = f"{self.daemon.settings.device} {self.supervisor.microbatch}".encode()
+            loss = "after a restart the trainer may run out of memory again"
+            await self.daemon.store.remember(MICROBATCH_FACT, fact, self.daemon.journal, loss)
         await self.weights.obtain()
         while self.start is not None and await self.weights.rounds() == (None, None):
             if await self.start.obtain(self.membership.stage):

@@ -33,7 +33,7 @@ from ..base.errors import NotAdmittedError
 from ..mesh.gate import Gate
 from ..status.journal import Journal
 from .gossip import GossipService
-from .store import Store, StoreError
+from .store import Store
 
 RENEW_INTERVAL: Final = 86_400.0
 ADMISSION_FACT: Final = "admission"
@@ -98,10 +98,8 @@ class Credentials:
         if self.gate.admission:
             self._published[:] = [self.gate.admission]
             await self.gossip.publish(Kind.ADMISSION, 0, AdmissionProof(self.gate.admission))
-            try:
-                await self.store.put_fact(ADMISSION_FACT, self.gate.admission)
-            except StoreError as error:
-                self.journal.warn(f"{error}; keep the invite: this node needs it at its next start")
+            loss = "keep the invite: this node needs it at its next start"
+            await self.store.remember(ADMISSION_FACT, self.gate.admission, self.journal, loss)
 
     async def run(self) -> None:
         """Renew entries, and warn if this node is no longer a member, until cancelled."""

@@ -30,6 +30,7 @@ from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import sync_file, sync_folder
 
 from ..base.system.files import open_private
+from ..status.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,13 @@ class Store:
         if len(value) > MAX_FACT_BYTES:
             raise ValueError(f"a fact has at most {MAX_FACT_BYTES} bytes, not {len(value)}")
         await self._write(("INSERT OR REPLACE INTO facts VALUES (?, ?)", [(name, value)]))
+
+    async def remember(self, name: str, value: bytes, journal: Journal, loss: str) -> None:
+        """`put_fact`, but if that fails warn the owner; ``loss``: what a restart then costs."""
+        try:
+            await self.put_fact(name, value)
+        except StoreError as error:
+            journal.warn(f"{error}; {loss}")
 
     # the address book
 

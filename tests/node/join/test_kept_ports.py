@@ -56,50 +56,49 @@ async def test_a_port_that_is_taken_is_replaced_with_a_warning_and_used_again_wh
 
 
 @pytest.fixture
-def warnings() -> list[str]:
-    return []
+def journal() -> Journal:
+    return Journal(print)
 
 
 async def test_only_a_port_that_was_left_open_is_kept_and_each_address_has_its_own(
-    tmp_path: Path, warnings: list[str]
+    tmp_path: Path, journal: Journal
 ) -> None:
     fixed, other = "/ip4/127.0.0.1/tcp/4001", "/ip6/::1/tcp/0"
     async with open_store(tmp_path / "store.sqlite") as store:
         assert await load_ports(store, [ANY, fixed, other]) == {}
-        await keep_ports(store, {}, {ANY: 40_001, fixed: 4_001, other: 40_002}, warnings.append)
+        await keep_ports(store, {}, {ANY: 40_001, fixed: 4_001, other: 40_002}, journal)
         assert await load_ports(store, [ANY, fixed, other]) == {ANY: 40_001, other: 40_002}
         assert await load_ports(store, ["/ip4/0.0.0.0/tcp/0"]) == {}
-        await keep_ports(store, {ANY: 40_001}, {ANY: 40_001, fixed: 4_002}, warnings.append)
-    assert not warnings
+        await keep_ports(store, {ANY: 40_001}, {ANY: 40_001, fixed: 4_002}, journal)
+    assert not journal.warnings
 
 
 @pytest.mark.parametrize("damaged", [b"", b"0", b"65536", b"-1", b"9" * 5_000, b"\xff", b"4001 "])
-async def test_a_damaged_port_is_none(tmp_path: Path, warnings: list[str], damaged: bytes) -> None:
+async def test_a_damaged_port_is_none(tmp_path: Path, journal: Journal, damaged: bytes) -> None:
     async with open_store(tmp_path / "store.sqlite") as store:
-        await keep_ports(store, {}, {ANY: 40_001}, warnings.append)
+        await keep_ports(store, {}, {ANY: 40_001}, journal)
         await store._write(("UPDATE facts SET value = ?", [(damaged,)]))
         assert await load_ports(store, [ANY]) == {}
 
 
-async def test_a_disk_that_does_not_take_the_port_stops_no_node(tmp_path: Path, warnings: list[str]) -> None:
+async def test_a_disk_that_does_not_take_the_port_stops_no_node(tmp_path: Path, journal: Journal) -> None:
 
     async with open_store(tmp_path / "store.sqlite") as store:
         await store._write(("DROP TABLE facts", [()]))
         with pytest.raises(StoreError):
             await store.put_fact("manifest", b"")
-        await keep_ports(store, {}, {ANY: 40_001}, warnings.append)
-    (warning,) = warnings
+        await keep_ports(store, {}, {ANY: 40_001}, journal)
+    (warning,) = journal.warnings
     assert "another port than 40001" in warning
 
 
 async def test_a_port_that_is_taken_for_both_versions_of_ip_is_warned_about_once(
-    tmp_path: Path, warnings: list[str]
+    tmp_path: Path, journal: Journal
 ) -> None:
-    journal = Journal(say=warnings.append)
     async with open_store(tmp_path / "store.sqlite") as store:
         kept = dict.fromkeys(DEFAULT_LISTEN, 4001)
-        await keep_ports(store, kept, dict.fromkeys(DEFAULT_LISTEN, 5001), journal.warn)
-    (warning,) = warnings
+        await keep_ports(store, kept, dict.fromkeys(DEFAULT_LISTEN, 5001), journal)
+    (warning,) = journal.warnings
     assert "--port PORT" in warning
 
 

@@ -26,6 +26,7 @@ from farandole.node.loop.idle_service import (
     users_in,
 )
 from farandole.node.loop.rest_service import LOOK_INTERVAL
+from farandole.node.status.journal import Journal
 
 
 class Battery(NamedTuple):
@@ -141,8 +142,8 @@ async def test_a_node_rests_on_battery_and_warns_once_of_its_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files and the program are real, the time between two looks is not."""
-    warnings, now = list[str](), 0.0
-    idle = IdleService(lambda: None, warnings.append, clock=lambda: now)
+    journal, now = Journal(print), 0.0
+    idle = IdleService(journal, clock=lambda: now)
     install_nvidia_smi(tmp_path, monkeypatch, "exit 1")
     for is_plugged, seconds, words in (
         (None, 1.0, ""),
@@ -155,7 +156,7 @@ async def test_a_node_rests_on_battery_and_warns_once_of_its_driver(
             now += LOOK_INTERVAL
             said = await idle.look()
         assert words in said if words else not said
-    assert len(warnings) == 1
+    assert len(journal.warnings) == 1
 
 
 STEP = 5.0

@@ -15,6 +15,7 @@ from trio.testing import MockClock
 from farandole.node.loop import rest_service as keeper_module
 from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
+from farandole.node.status.journal import Journal
 
 MIDNIGHT = datetime(2026, 11, 23)
 
@@ -28,7 +29,7 @@ async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestServic
         def local_time() -> datetime:
             return MIDNIGHT + timedelta(seconds=trio.current_time() - began)
 
-        yield RestService(rest, store, hours, local_time, lambda warning: None), rest
+        yield RestService(rest, store, hours, local_time, Journal(print)), rest
 
 
 async def test_a_node_rests_in_its_quiet_hours(

@@ -92,7 +92,7 @@ class World:
     async def get_fact(self, name: str) -> bytes | None:
         return self.stored
 
-    async def put_fact(self, name: str, value: bytes) -> None:
+    async def remember(self, name: str, value: bytes, journal: Journal, loss: str) -> None:
         self.done.append(f"moved to {int(value)}")
 
     def withdraw(self, key: bytes) -> None:

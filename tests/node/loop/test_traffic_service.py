@@ -25,6 +25,7 @@ from farandole.node.loop.traffic_service import (
     Used,
 )
 from farandole.node.state.store import open_store
+from farandole.node.status.journal import Journal
 from farandole.node.status.status import TrafficStatus
 
 from ...patience import PATIENCE
@@ -39,13 +40,12 @@ class Story:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.now = datetime(2026, 11, 1)
-        self.warnings: list[str] = []
 
     @asynccontextmanager
     async def life(self, limit: int = LIMIT) -> AsyncIterator[Story]:
         self.rest, self.shaping = Rest(), Shaping()
         async with open_store(self.home / "store.sqlite") as store:
-            self.keeper = TrafficService(limit, self.rest, store, self.shaping, lambda: self.now, self.warnings.append)
+            self.keeper = TrafficService(limit, self.rest, store, self.shaping, lambda: self.now, Journal(print))
             await self.keeper.begin()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.keeper.run)

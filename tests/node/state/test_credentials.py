@@ -37,6 +37,9 @@ class Disk:
         await trio.lowlevel.checkpoint()
         self.facts[name] = bytes(value)
 
+    async def remember(self, name: str, value: bytes, journal: Journal, loss: str) -> None:
+        await self.put_fact(name, value)
+
 
 class PostponingGossip:
     """Keeps the newest payload of a slot, and does not write it yet."""

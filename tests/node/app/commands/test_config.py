@@ -142,7 +142,7 @@ async def test_a_disk_that_takes_no_more_costs_no_limit_that_was_kept(tmp_path: 
 async def test_quiet_hours_are_set_all_or_none(tmp_path: Path) -> None:
     rest = Rest()
     async with open_store(tmp_path / "store.sqlite") as store:
-        keeper = RestService(rest, store, ["22:00-07:30"], lambda: datetime(2026, 11, 23, 12), lambda text: None)
+        keeper = RestService(rest, store, ["22:00-07:30"], lambda: datetime(2026, 11, 23, 12), Journal(print))
         for wrong in ({}, {"hours": 22}, {"hours": "09:00-10:00, at night"}):
             with pytest.raises(ControlError):
                 change_quiet_hours(keeper, wrong)

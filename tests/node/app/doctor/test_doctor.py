@@ -43,6 +43,7 @@ from farandole.node.join.address_book import AddressBook, keep_ports
 from farandole.node.join.bootstrap import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.store import MANIFEST_FACT, open_store
+from farandole.node.status.journal import Journal
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -365,7 +366,7 @@ def free_port() -> int:
 async def keep(home: Path, port: int) -> None:
     """Store that the folder's node has listened on a port."""
     async with open_store(NodeSettings(home=home).store) as store:
-        await keep_ports(store, {}, {LOOPBACK: port}, lambda text: None)
+        await keep_ports(store, {}, {LOOPBACK: port}, Journal(lambda text: None))
 
 
 async def test_the_port_on_which_the_node_listened_before_is_taken(tmp_path: Path) -> None:
