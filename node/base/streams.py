@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Protocol, TypeVar
 
 import trio
@@ -140,9 +140,6 @@ async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:
 
 async def ask(host: StreamHost, peer: bytes, protocol: str, question: bytes, max_bytes: int) -> bytes:
     """Ask a peer over a stream of its own; return its answer, a frame of at most ``max_bytes``."""
-    stream = await host.open_stream(peer, protocol)
-    try:
+    async with aclosing(await host.open_stream(peer, protocol)) as stream:
         await stream.send_all(frame(question, len(question)))
         return await receive_frame(stream, FrameParser(max_bytes))
-    finally:
-        await stream.aclose()

@@ -389,10 +389,8 @@ class ExchangeService:
         except PeerUnreachableError as error:
             session.failure = _FailedError(str(error))
             return
-        try:
+        async with contextlib.aclosing(stream):
             await session.hold(BulkPipe(pipe, stream, self.channels, self._shaping), b"")
-        finally:
-            await stream.aclose()
 
     async def _respond(self, start: StartExchange, session: ExchangeSession, pipe: Pipe) -> None:
         self._expected[start.session] = session

@@ -209,16 +209,14 @@ class BulkService:
         channel: BulkChannel | None = None
         try:
             async with self._observed() as observed:
-                stream = await self._host.open_stream(peer, self._protocol, OPEN_TIMEOUT)
-                try:
+                opened = await self._host.open_stream(peer, self._protocol, OPEN_TIMEOUT)
+                async with contextlib.aclosing(opened) as stream:
                     with self._race(peer, secrets.token_bytes(SESSION_BYTES), observed, is_asker=True) as race:
                         await stream.send_all(frame(encode(race.proposal), MAX_PROPOSAL_BYTES))
                         theirs = await _receive_proposal(stream)
                         if theirs.session != race.session:
                             raise RemoteProtocolError("an answer to another proposal")
                         channel = await self._run_race(race, stream, theirs)
-                finally:
-                    await stream.aclose()
         except BaseException:  # also when cancelled while the stream closes: nothing else owns the channel yet
             if channel is not None:
                 channel.close()

@@ -212,12 +212,9 @@ class Dht:
         """Return a peer's answer, or None if there is none."""
         try:
             with trio.fail_after(QUERY_TIMEOUT):
-                stream = await self._dialler.open_stream(peer, KAD_PROTOCOL, QUERY_TIMEOUT)
-                try:
+                async with await self._dialler.open_stream(peer, KAD_PROTOCOL, QUERY_TIMEOUT) as stream:
                     await stream.send_all(encode_delimited(question))
                     answer = await receive_message(stream, Message, MAX_ANSWER_BYTES)
-                finally:
-                    await stream.aclose()
             if answer.type != question.type:
                 raise RemoteProtocolError("an answer to another question")
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:

@@ -76,11 +76,9 @@ class IdentifyService:
         """Ask a connected peer what it runs and where it can be dialled, and remember that. Raises nothing."""
         try:
             with trio.fail_after(IDENTIFY_TIMEOUT):
-                stream = await self._dialler.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)
-                try:
+                opened = self._dialler.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)
+                async with await opened as stream:
                     message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
-                finally:
-                    await stream.aclose()
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             logger.debug("a peer does not identify itself: %r", error)
             return

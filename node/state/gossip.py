@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import trio
@@ -301,14 +302,11 @@ class GossipService:
         """Run one session as the initiator; return whether it succeeded."""
         try:
             with trio.fail_after(SESSION_TIMEOUT):
-                stream = await self._host.open_stream(peer, SYNC_PROTOCOL)
-                try:
+                async with aclosing(await self._host.open_stream(peer, SYNC_PROTOCOL)) as stream:
                     unix, began_at = self._unix(), trio.current_time()
                     session = self._gossip.open_session(unix, is_initiator=True, with_beats=with_beats)
                     await stream.send_all(session.start())
                     await self._converse(stream, session)
-                finally:
-                    await stream.aclose()
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             logger.debug("no sync with %s: %s", short_name(peer), error)
             self._gossip.unreachable(peer, trio.current_time())

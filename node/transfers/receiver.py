@@ -115,8 +115,7 @@ async def open_donor(
 
     Yields the stream, what was read from it, and the answer. Raises `LOST`, with `AbsentError` and `DonorBusyError`.
     """
-    stream = await conditions.host.open_stream(donor, messages.BLOCKS_PROTOCOL)
-    try:
+    async with contextlib.aclosing(await conditions.host.open_stream(donor, messages.BLOCKS_PROTOCOL)) as stream:
         with trio.fail_after(ANSWER_TIMEOUT + (fresh_save_timeout(max_size) if question.id is None else 0.0)):
             await stream.send_all(frame(messages.encode(question), messages.MAX_MESSAGE_BYTES))
             parser = FrameParser(messages.max_answer_bytes(max_size))
@@ -128,8 +127,6 @@ async def open_donor(
                 raise DonorBusyError(seconds)
             case messages.Here():
                 yield stream, parser, answer
-    finally:
-        await stream.aclose()
 
 
 class DonorSession:

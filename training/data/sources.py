@@ -18,6 +18,7 @@ import contextlib
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import sysconfig
 import zlib
@@ -253,13 +254,18 @@ def _what_is_wrong(line: bytes, field: str) -> str:
     if not isinstance(fields, dict):
         return "this is no JSON object; each line must be one"
     if field not in fields:
-        return f"there is no field {field!r}; the text's is another one: {_named(list(fields))}"
-    return f"the field {field!r} is no text; {_named(list(fields))}, or correct the line, or remove it"
+        return f"there is no field {field!r}; the text's is another one: {_named(fields)}"
+    return f"the field {field!r} is no text; {_named(fields)}, or correct the line, or remove it"
 
 
-def _named(fields: list[str]) -> str:
-    found = ", ".join(map(repr, fields[:_MAX_FIELDS_NAMED])) or "none"
+def _named(fields: Iterable[str]) -> str:
+    found = ", ".join(map(repr, itertools.islice(fields, _MAX_FIELDS_NAMED))) or "none"
     return f"say which with --data-field (there are {found})"
+
+
+def no_column(source: object, field: str, columns: Iterable[str]) -> str:
+    """Return the error of a data set without this column, and which there are."""
+    return f"{source} has no column {field!r}: {_named(columns)}"
 
 
 def parquet_records(path: Path, field: str) -> Records:
@@ -271,7 +277,7 @@ def parquet_records(path: Path, field: str) -> Records:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if field not in (columns := file.schema_arrow.names):
-                raise DataError(f"{path} has no column {field!r}: {_named(columns)}")
+                raise DataError(no_column(path, field, columns))
             num_rows, seen = max(1, file.metadata.num_rows), 0
             for batch in file.iter_batches(_BATCH_ROWS, columns=[field]):
                 seen += batch.num_rows

@@ -17,7 +17,7 @@ import itertools
 import queue
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +26,7 @@ import numpy as np
 from ..base.errors import DataError, how_to_add
 from ..base.permutation import keyed_digest
 from .batches import Batch, Batches, is_held_out
-from .sources import Progress
+from .sources import Progress, no_column
 from .tokenizer import Tokenizer, beyond_vocabulary
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DataStream:
         self._dataset = _open(name)
         columns = self._dataset.column_names
         if columns is not None and field not in columns:
-            raise DataError(_no_column(name, field, columns))
+            raise DataError(no_column(name, field, columns))
 
     def documents(self) -> Iterator[bytes]:
         """Texts in the data set's own order; raises `DataError` when it cannot be read any more."""
@@ -87,7 +87,7 @@ class DataStream:
         try:
             for row in dataset:
                 if self._field not in row:
-                    raise DataError(_no_column(self.name, self._field, row))
+                    raise DataError(no_column(self.name, self._field, row))
                 text = row[self._field]
                 if not isinstance(text, str | None):
                     raise DataError(f"{self.name}: the column {self._field!r} is no text: name one with --data-field")
@@ -104,10 +104,6 @@ class DataStream:
 def is_data_set(name: str) -> bool:
     """Return whether ``name`` has the form of a data set's name, or is a folder."""
     return _NAME.fullmatch(name) is not None or (bool(name) and Path(name).is_dir())
-
-
-def _no_column(name: str, field: str, columns: Iterable[str]) -> str:
-    return f"{name} has no column {field!r}: say which with --data-field (there are {', '.join(columns)})"
 
 
 def _open(name: str) -> IterableDataset:

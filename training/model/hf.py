@@ -18,7 +18,6 @@ import math
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
@@ -27,7 +26,7 @@ from farandole.protocol.run.manifest import ModelConfig
 from .families import gpt2, llama
 from .families.gpt2 import GPT2Stage
 from .families.llama import LlamaStage
-from .model import generator_for
+from .model import fill_
 
 # PyTorch's own: it knows causal attention without a mask in memory, and has no randomness.
 _ATTENTION = "sdpa"
@@ -58,17 +57,10 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     return config_type(**settings, **no_dropout, **no_tokens, attn_implementation=_ATTENTION)
 
 
-@torch.no_grad()
 def initialise_(module: nn.Module, seed: int, config: PreTrainedConfig) -> None:
-    """Fill every parameter, matrices from a generator keyed with (seed, its name), as `_init_weights` of transformers
-    does by its own generator: standard deviation ``initializer_range``, and in GPT-2 over sqrt(2 layers) for the ones
-    that write into the residual stream.
+    """Fill every parameter with the standard deviations of transformers' `_init_weights`: ``initializer_range``, and
+    in GPT-2 over sqrt(2 layers) for the ones that write into the residual stream.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)  # biases; gains of norms
-            continue
-        std = config.initializer_range
-        if name.endswith(".c_proj.weight"):
-            std /= math.sqrt(2 * config.num_hidden_layers)
-        parameter.normal_(0.0, std, generator=generator_for(seed, name))
+    std, of_residuals = config.initializer_range, math.sqrt(2 * config.num_hidden_layers)
+    names = [name for name, _ in module.named_parameters()]
+    fill_(module, seed, {name: std / of_residuals if name.endswith(".c_proj.weight") else std for name in names})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -258,25 +259,27 @@ def build_model(model: ModelConfig, seed: int, layers: range | None = None, *, h
     return transformer
 
 
-@torch.no_grad()
 def initialise_(module: nn.Module, seed: int, num_layers: int) -> None:
-    """Fill every parameter from a generator keyed with (seed, its name); ``num_layers`` is the whole model's."""
+    """Fill every parameter; ``num_layers`` is the whole model's."""
+    stds = {name: 1.0 / math.sqrt(parameter.size(-1)) for name, parameter in module.named_parameters()}
+    for name in stds:
+        if name == "embedding.weight":
+            stds[name] *= INITIAL_LOGIT_STD
+        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+            stds[name] /= math.sqrt(2 * num_layers)
+    fill_(module, seed, stds)
+
+
+@torch.no_grad()
+def fill_(module: nn.Module, seed: int, stds: Mapping[str, float]) -> None:
+    """Fill biases with 0, gains of norms with 1, and matrices from a generator keyed with (seed, the name)."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:
-            parameter.fill_(1.0)  # gains of norms
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
-        std = 1.0 / math.sqrt(parameter.size(1))
-        if name == "embedding.weight":
-            std *= INITIAL_LOGIT_STD
-        if name.endswith(("attention.out.weight", "mlp.down.weight")):
-            std /= math.sqrt(2 * num_layers)
-        parameter.normal_(0.0, std, generator=generator_for(seed, name))
-
-
-def generator_for(seed: int, name: str) -> torch.Generator:
-    """The one that draws a parameter's initial weights."""
-    digest = hashlib.sha256(f"farandole/init/1\n{seed}\n{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        digest = hashlib.sha256(f"farandole/init/1\n{seed}\n{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        parameter.normal_(0.0, stds[name], generator=generator)
 
 
 def rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:

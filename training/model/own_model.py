@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -214,6 +215,7 @@ def try_own_model(
     return OwnModel(function, *shapes, dict(config), package_of(function)), made.num_layers, made.width
 
 
+@torch.no_grad()
 def _require_sections(sections: SectionedModel, stage: OwnStage, length: int) -> None:
     """Raise `TrainingError` unless every layer fulfils `SectionedModel`."""
     if missing := [name for name in ("embed", "logits") if not callable(getattr(stage.ends, name, None))]:
@@ -226,20 +228,10 @@ def _require_sections(sections: SectionedModel, stage: OwnStage, length: int) ->
                 "are of one kind, and what is not belongs to the ends"
             )
     tokens, expected = torch.zeros(2, length, dtype=torch.long), (2, length, sections.width)
-    for what in ("embed", "advance"):
-        x = _tried(stage, tokens, what)
-        if tuple(x.shape) != expected:
-            name = "embed" if what == "embed" else "layer(0)"
-            raise TrainingError(f"the model's {name} makes {tuple(x.shape)} of two texts, and not {expected}")
-
-
-@torch.no_grad()
-def _tried(stage: OwnStage, tokens: Tensor, what: str) -> Tensor:
-    def run() -> Tensor:
-        x = stage.embed(tokens)
-        return x if what == "embed" else stage.advance(x)
-
-    return make_part(run, _SEED, what)
+    for name, run in (("embed", stage.embed), ("layer(0)", stage.last_hidden)):
+        made = make_part(partial(run, tokens), _SEED, name)
+        if tuple(made.shape) != expected:
+            raise TrainingError(f"the model's {name} makes {tuple(made.shape)} of two texts, and not {expected}")
 
 
 def _require_same_weights(first: nn.Module, second: nn.Module) -> None:
