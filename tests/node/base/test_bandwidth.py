@@ -1,4 +1,4 @@
-"""Caps: exact by a test clock, and on real sockets by the rates that they must never exceed."""
+"""Caps: exact by a test clock; on real sockets what is counted, and who waits."""
 
 from __future__ import annotations
 

@@ -17,18 +17,6 @@ from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannel, assert_committe
 from .conftest import BulkPair
 
 
-async def test_large_contributions_move_over_a_channel_that_is_kept(pair: BulkPair, clock: MockClock) -> None:
-    for _ in range(3):
-        await pair.meet()
-        assert_committed(pair.alice, pair.bob)
-        assert pair.alice.result.path == "bulk"
-        assert pair.alice.result.bytes_sent == pair.bob.result.bytes_received > BULK_FROM
-        for party in (pair.alice, pair.bob):
-            party.results.clear()
-            party.incoming[:] = bytes(len(party.incoming))
-    assert pair.way(ALICE).num_acquired == 1
-
-
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_a_node_without_bulk_channels_is_served_over_the_stream(
     pair: BulkPair, who: bytes, clock: MockClock

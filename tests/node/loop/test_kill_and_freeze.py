@@ -19,7 +19,7 @@ from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.manifest import SignedManifest
 
 from ...patience import PATIENCE
-from ..daemons import POLL_INTERVAL, Daemon, joined
+from ..daemons import POLL_INTERVAL, Daemon, joined, two_that_average
 from ..small_runs import small_manifest, write_run, write_text
 
 NEXT_ROUND_WITHIN, GONE_WITHIN = 30.0, 10.0
@@ -173,18 +173,15 @@ async def test_a_node_that_stands_still_costs_nobody_more_than_a_deadline(
     lengths: tuple[float, ...], tmp_path: Path
 ) -> None:
     signed, options = make_run(tmp_path)
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options) as alice:
-        await alice.says("listening on")
-        async with joined(tmp_path / "bob", alice.invite(signed.run_id), *options) as bob:
-            await bob.says("averaged with")
-            for seconds in lengths:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(freeze, bob, seconds, alice)
-                    nursery.start_soon(keep_finishing_rounds, alice, seconds)
-                if seconds > 2 * MAX_ROUNDS_BEHIND * (ROUND_SECONDS + TRANSFER_SECONDS):
-                    await bob.says("rounds behind the others: taking newer weights")
-                await next_average(bob)
-            await both_or_neither((alice, bob))
+    async with two_that_average(tmp_path, signed.run_id, *options) as (alice, bob):
+        for seconds in lengths:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(freeze, bob, seconds, alice)
+                nursery.start_soon(keep_finishing_rounds, alice, seconds)
+            if seconds > 2 * MAX_ROUNDS_BEHIND * (ROUND_SECONDS + TRANSFER_SECONDS):
+                await bob.says("rounds behind the others: taking newer weights")
+            await next_average(bob)
+        await both_or_neither((alice, bob))
 
 
 async def keep_finishing_rounds(node: Daemon, seconds: float) -> None:

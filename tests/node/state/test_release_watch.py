@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
 import trio
 from trio.testing import MockClock
 
@@ -42,25 +41,6 @@ def watched() -> tuple[Host, Journal, ReleaseWatch, list[str]]:
     return host, journal, ReleaseWatch(cast("Any", host), journal, NEEDED), said
 
 
-@pytest.mark.parametrize(
-    ("exchange", "remedy"), [(6, "upgrade this node (docs/volunteer.md#upgrade)"), (4, "ask their owners to upgrade")]
-)
-def test_a_release_that_does_not_fit_is_named_once_with_the_remedy(exchange: int, remedy: str) -> None:
-    host, journal, watch, _ = watched()
-    for peer in (ALICE, BOB):
-        host.says(peer, "0.0.7", NEEDED[0], f"/farandole/exchange/{exchange}")
-    for _ in range(3):
-        watch.look()
-    (warning,) = journal.warnings
-    assert warning.startswith(f"2 connected peers run farandole 0.0.7; this node runs {VERSION}")
-    assert remedy in warning
-    assert watch.apart.keys() == {ALICE, BOB}
-    host.connected = frozenset()
-    assert not watch.look()
-    assert journal.state.release_conflict is None
-    assert not watch.apart
-
-
 def test_liars_about_their_release_cause_two_lines_however_many_they_are() -> None:
     """The attack: keys without end, each with another version, in order to fill this node's log and screen."""
     host, journal, watch, said = watched()
@@ -77,6 +57,10 @@ def test_liars_about_their_release_cause_two_lines_however_many_they_are() -> No
     host.connected |= {BOB}
     watch.look()
     assert BOB not in watch.apart  # no peer speaks for another one
+    host.connected = frozenset()
+    assert not watch.look()
+    assert journal.state.release_conflict is None
+    assert not watch.apart
 
 
 async def test_a_peer_that_is_starting_is_asked_again_until_it_serves_what_is_needed(clock: MockClock) -> None:

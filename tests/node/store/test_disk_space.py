@@ -27,11 +27,9 @@ ENOUGH = 4 * GB + OTHER_BYTES
     ("limit", "text_bytes", "num_kept", "has_copy"),
     [
         (0, 0, 2, True),
-        (100 * GB, 0, 2, True),
         (ENOUGH, 0, 2, True),
         (ENOUGH - 1, 0, 2, False),
         (ENOUGH - GB - 1, 0, 1, False),
-        (ENOUGH - 2 * GB, 0, 1, False),
         (ENOUGH, 1, 2, False),
         (ENOUGH, GB, 2, False),
         (ENOUGH, GB + 1, 1, False),

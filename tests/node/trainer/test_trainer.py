@@ -268,7 +268,6 @@ async def test_what_cannot_be_set_up_is_said_in_words(
     rubbish.write_bytes(b"rubbish")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"device": "cuda:7"}, "cuda"),
-        ({"data": [str(tmp_path / "nowhere")]}, "nowhere"),
         ({"gpu_memory": 4.0}, "limits the memory of a GPU"),
         (
             {"run": msgspec.structs.replace(manifest, model=cut), "lean": True},

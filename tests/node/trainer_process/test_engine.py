@@ -118,6 +118,10 @@ def test_a_whole_round_of_an_engine_of_ones_own(start: Start) -> None:
     assert (other.totals.round, other.totals.steps, other.totals.tokens) == (1, 3, 30)
     assert torch.equal(other.round_end.fast_weights(), engine.slow)
     assert other.round_end.partner.histories.of(BOB)["tokens"] == (70.0,)
+    (remembered,) = Path(again.prepare.settings.checkpoints).glob("*-peers.msgpack")
+    remembered.write_bytes(b"rubbish")
+    start(MANIFEST, third := Adder()).receive(messages.Prepared)
+    assert not third.round_end.partner.histories.of(BOB)["tokens"], "a damaged file is as good as none"
 
 
 def test_how_many_tokens_a_partner_claims_counts_only_where_there_are_inner_steps(start: Start) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import msgspec
@@ -17,7 +15,6 @@ from torch import Tensor
 from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, SAVING_NICENESS
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import DataConfig
-from farandole.protocol.run.rules import ScreeningConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.trainer_messages import FinishRound, Save, Screen, TakeOuterStep, Train
 from farandole.training.engine import snapshot
@@ -25,9 +22,8 @@ from farandole.training.engine.learner import HeldOutLoss, Learner, build_learne
 from farandole.training.engine.replica import Replica
 from farandole.training.outer import round_end
 from farandole.training.outer.contribution import Wait
-from farandole.training.screening.rule import Accept, Partner, Refuse, Verdict
 
-from ...training.conftest import Asking, LateCopier, copy_without
+from ...training.conftest import LateCopier, copy_without
 from .conftest import Start, Trainer
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
@@ -188,52 +184,11 @@ def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(start: Start)
     assert trainer.report(messages.Contributed).inner_steps == 1
 
 
-class RememberingConfig(
-    ScreeningConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="remembering"
-):
-    """Settings of a rule that remembers the peers that it has met."""
-
-
-class Remembering(Asking):
-    """Refuses peers that it has met twice."""
-
-    def judge(self, partner: Partner) -> Verdict:
-        tokens = (partner.encounter.own_tokens, partner.encounter.partner_tokens)
-        met = partner.history["tokens"]
-        return Refuse(f"met with {met[0]:g} and {met[1]:g} tokens, now {tokens}") if met else Accept()
-
-    def remember(self, partner: Partner, verdict: Verdict) -> None:
-        partner.history.append("tokens", partner.encounter.own_tokens)
-        partner.history.append("tokens", partner.encounter.partner_tokens)
-
-
 def screen_own(trainer: Trainer, by: float = 0.0, tokens: int = 70) -> int:
     """Let Bob send this node's own contribution, which is judged; return its size."""
     trainer.incoming[: trainer.size] = trainer.outgoing[: trainer.size]
     trainer.handle(Screen(trainer.size, 1, BOB, tokens, by=by))
     return trainer.size
-
-
-@pytest.mark.parametrize("harm", [None, b"rubbish"])
-def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
-    start: Start, monkeypatch: pytest.MonkeyPatch, harm: bytes | None
-) -> None:
-    module = types.ModuleType("remembering")
-    module.__dict__["RULE"] = Remembering
-    monkeypatch.setitem(sys.modules, "farandole.training.screening.remembering", module)
-    manifest = msgspec.structs.replace(MANIFEST, screening=RememberingConfig())
-    trainer = start(manifest)
-    trainer.handle(Train(0, 1))
-    trainer.handle(TakeOuterStep(0, BOB, screen_own(trainer), 70), Save(is_last=True))
-    assert trainer.report(messages.Screened).reason == ""
-    if harm is not None:
-        (file,) = Path(trainer.prepare.settings.checkpoints).glob("*-peers.msgpack")
-        file.write_bytes(harm)
-    again = start(manifest)
-    again.handle(Train(1, 1))
-    screen_own(again)
-    told = "met with 128 and 70 tokens, now (128, 70)"
-    assert again.report(messages.Screened).reason == ("" if harm else told), "a damaged file is as good as none"
 
 
 @pytest.mark.parametrize("slowness", [0.0, 0.4])

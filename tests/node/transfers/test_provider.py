@@ -193,7 +193,6 @@ class LargeProvider:
     [
         (1_000, None, FRESH_SAVE_TIMEOUT),
         (2_000_000_000, None, FRESH_SAVE_TIMEOUT + 20),
-        (2_000_000_000, 500e6, FRESH_SAVE_TIMEOUT + 20),
         (2_000_000_000, 50e6, 0),  # a save takes 40 s: the newcomer gets the existing one
         (10**12, None, FRESH_SAVE_TIMEOUT + MAX_FRESH_SAVE),
         (10**12, 1e9, 0),

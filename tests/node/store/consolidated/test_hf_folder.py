@@ -40,10 +40,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     folder = exported(signed, learner, tmp_path)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading.values()), loading
-    with torch.no_grad():
-        logits = model(TOKENS).logits
-        torch.testing.assert_close(logits, learner.replica.module(TOKENS), rtol=0, atol=1e-5)
-    assert logits.std() > 0.01
+    assert model(TOKENS).logits.std() > 0.01
     assert_same_logits(model, learner.replica.module, TOKENS)
     generated = model.generate(TOKENS[:1, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] > 4

@@ -71,8 +71,6 @@ def test_epochs_of_the_data_go_on_where_they_were_or_begin_anew_where_slices_are
         ({"model": "0.5M"}, "the checkpoint's is another one"),
         ({"tokenizer": {"kind": "tokenizers", "sha256": "ab" * 32}}, "tokenizer: the checkpoint was made with another"),
         ({"inner": {"learning_rate": -1.0}}, "inner.learning_rate"),
-        ({"outer": {"alpha": 0.9, "gamma": 1.5}}, "gamma"),
-        ({"colour": "red"}, "colour"),
     ],
 )
 def test_another_model_or_tokenizer_is_refused(folder: Consolidated, settings: dict[str, Any], says: str) -> None:

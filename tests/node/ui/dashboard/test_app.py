@@ -84,7 +84,6 @@ async def test_who_bears_the_token_may_act() -> None:
         (b'{"upload_mbit": 5}', 200),
         (b"", 200),
         (b'{"upload_mbit": 0.1}', 409),
-        (b'{"upload_mbit": "5"}', 409),
         (b'{"upload_mbit": true}', 409),
         (b'{"upload_mbit": 1e999}', 400),
         (b"[5]", 400),
