@@ -38,7 +38,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -49,6 +48,7 @@ from typing import Any
 import trio
 
 from farandole.node.base.exits import Exit
+from farandole.testnet.play.launch import free_ports
 
 from .markdown import ROOT, Block, Command, apply, blocks
 from .usage import is_played
@@ -117,8 +117,8 @@ MakeMachine = Callable[[str, Path], Machine]
 
 def on_this_computer(name: str, folder: Path) -> Machine:
     """Return a machine whose node listens on the loopback interface."""
-    port = free_port()
-    ports = {"tcp/4001": f"tcp/{port}", "port 4001": f"port {port}", "8710": str(free_port())}
+    port, page = free_ports(2)
+    ports = {"tcp/4001": f"tcp/{port}", "port 4001": f"port {port}", "8710": str(page)}
     return a_machine(folder / name, ports, FARANDOLE_LISTEN="/ip4/127.0.0.1/tcp/0", FARANDOLE_MDNS="false")
 
 
@@ -167,13 +167,6 @@ def smaller(text: str) -> str:
     for usual, played in SMALLER.items():
         text = text.replace(usual, played)
     return text
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class Shell:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.identity import load_or_create_key
-from farandole.protocol.run.manifest import Manifest, SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.run.manifest import Manifest, ModelConfig, SignedManifest, manifest_from_dict, sign_manifest
 
 TINY = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
+MODEL = msgspec.convert(TINY, ModelConfig)
+CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(32))
+SIGNED = sign_manifest(Manifest("tiny", MODEL), CREATOR)
+
+
+class NewerManifest(Manifest, frozen=True):
+    """A manifest with a field that this release does not know."""
+
+    colour: str = "blue"
 
 
 def small_manifest(**sections: object) -> Manifest:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.app.commands.control import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
@@ -23,15 +22,11 @@ from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.store.folder import CheckpointFolder
-from farandole.protocol.run.manifest import Manifest, ModelConfig, sign_manifest
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.identity import public_bytes
 
 from .hosts import until
-
-MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
-SIGNED = sign_manifest(Manifest("tiny", MODEL), KEY)
+from .small_runs import CREATOR, SIGNED
 
 
 class FullDisk:
@@ -55,7 +50,7 @@ def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -
         return []
 
     host: Any = SimpleNamespace(
-        author=public_bytes(KEY),
+        author=public_bytes(CREATOR),
         connected=frozenset(),
         addresses=[],
         set_handler=lambda *args: None,
@@ -68,7 +63,7 @@ def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -
     unlimited: Any = None
     settings, store = NodeSettings(home=folder), store or FullDisk()
     daemon = Daemon(
-        settings, KEY, store, AddressBook(store), Partners(), journal or quiet_journal(), trio.Event(), Rest()
+        settings, CREATOR, store, AddressBook(store), Partners(), journal or quiet_journal(), trio.Event(), Rest()
     )
     mesh = Mesh(host, connectivity, Shaping(), unlimited)
     return make_member(daemon, mesh, messenger, SIGNED.encode(), None)

@@ -24,7 +24,7 @@ from farandole.protocol.wire.identity import public_bytes
 
 from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
 from ..transfers.files import KEY as AUTHOR
-from ..transfers.files import checkpoint_bytes, index_of
+from ..transfers.files import NOBODY, checkpoint_bytes, index_of
 
 ANN, BOB = b"a" * 32, b"b" * 32
 SIGNED = manifest_for(MODELS["own"])
@@ -55,10 +55,9 @@ def pull_to(
     rounds: Collection[int] = (),
 ) -> Pull:
     """Return a pull from a run with these members, which train in these rounds, and others that hold copies."""
-    nobody: Any = None
     visit: Any = SimpleNamespace(
         manifest=manifest,
-        conditions=Conditions(nobody, SIGNED.run_id),
+        conditions=Conditions(NOBODY, SIGNED.run_id),
         gossip=SimpleNamespace(state=None),
         live=lambda: members,
         rounds_of=lambda stage: rounds,

@@ -19,28 +19,20 @@ from farandole.node.join.bootstrap import Target, connect_to_run, find_target, o
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.status.journal import Journal
 from farandole.protocol.run.invite import Invite, encode_invite, network_key_of
-from farandole.protocol.run.manifest import Manifest, ModelConfig, decode_manifest, sign_manifest
+from farandole.protocol.run.manifest import Manifest, decode_manifest, sign_manifest
 from farandole.protocol.run.roster import Roster
 from farandole.protocol.wire.errors import UnknownManifestError
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
 from ...patience import PATIENCE
 from ..hosts import LOOPBACK, host_at_loopback, until
+from ..small_runs import CREATOR, MODEL, SIGNED, NewerManifest
 
-MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 MANIFEST = Manifest("tiny", MODEL)
-CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(32))
-SIGNED = sign_manifest(MANIFEST, CREATOR)
 RUN = SIGNED.run_id
 # Nothing listens on port 1, and no peer has these keys.
 NOWHERE = "/ip4/127.0.0.1/tcp/1"
 DEAD = {bytes([i]) * 32: [NOWHERE] for i in range(1, 5)}
-
-
-class NewerManifest(Manifest, frozen=True):
-    """A manifest with a field that this version does not know."""
-
-    colour: str = "blue"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseService
 from farandole.node.status.journal import Journal
 from farandole.node.status.status import DataStatus
 from farandole.protocol.epochs.lease_claims import SETTLE_SECONDS
-from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest, StartConfig
 from farandole.protocol.run.slices import Sections, parts
 from farandole.protocol.state.believing import Partners
 from farandole.protocol.state.entries import Delta, Kind, Lease, LeasedSlices, Payload
@@ -27,11 +27,11 @@ from farandole.protocol.state.writer import Writer
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
 
+from ..small_runs import MODEL
 from ..state.test_credentials import Disk
 
 RUN_ID, CORPUS, OTHER_TEXT = b"r" * 32, b"one text", b"another."
 NUM_SLICES = 160
-MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 MANIFEST = Manifest("tiny", MODEL, data=DataConfig(epochs=2))
 ALICE, BOB = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2))
 PREPARED = messages.Prepared("cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None)

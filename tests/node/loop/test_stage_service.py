@@ -16,57 +16,42 @@ from farandole.node.loop.stage_service import StageService, wait_quiet
 from farandole.node.status.journal import Journal
 from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.stages.stage_choice import View, even_stages
-from farandole.protocol.state.entries import Member, StageLease
+from farandole.protocol.state.entries import Kind, Member, Payload, StageLease
 
-ME, ANN, BOB = (bytes([number]) * 32 for number in range(1, 4))
+from ..state.test_membership import ANN, BOB, ME, Staged
 
 
-class World:
-    """A membership and weights that record a keeper's calls, in order."""
+class World(Staged):
+    """A node that records, in order, what it publishes, fetches, stores and signals."""
 
-    def __init__(self, others: dict[bytes, Member], *, is_young: bool = False, has_weights: bool = True) -> None:
-        self.others = others
+    def __init__(self, others: dict[bytes, int], *, round_index: int = 9, has_weights: bool = True) -> None:
+        super().__init__()
+        self.gossip.publish = self.publish  # type: ignore[method-assign]  # to record it with the rest
+        self.gossip.liveness.base_period = 3_600.0  # no heartbeat is missed
+        self.host.dht = SimpleNamespace(withdraw=lambda key: None)
         self.has_weights = has_weights
         self.done: list[object] = []
-        self.is_young = is_young
-        self.stage = 0
-        self.num_stages = 3
-        self.speed = 0.0
-        self.own_lease: StageLease | None = None
         self.trainer_stage: int | None = None
-        self.provider = self.dht = self
-        self.author = ME
+        self.provider = self
         self.stored: bytes | None = None
-        self.journal = Journal(say=lambda text: None)
+        for peer, stage in others.items():
+            self.hear(peer, stage, round_index)
 
     def keeper(self, wanted: int | None = None) -> StageService:
         me: Any = self
         settings: Any = SimpleNamespace(stage=wanted, heartbeat_seconds=2.0)
-        return StageService(me, me, me, bytes(32), me, self.journal, settings, me)
+        return StageService(self.membership, me, me.host, bytes(32), me, self.journal, settings, me)
 
     async def run(self, seconds: float, wanted: int | None = None) -> None:
         with trio.move_on_after(seconds):
             await self.keeper(wanted).run()
 
-    # membership
-
-    def providers(self) -> dict[bytes, Member]:
-        return dict(self.others)
-
-    def leases(self) -> dict[bytes, StageLease]:
-        return {} if self.own_lease is None else {ME: self.own_lease}
-
-    def nodes_of_stages(self) -> object:
-        return dict(self.others), self.stage
-
-    async def hold(self, stage: int) -> None:
-        self.stage = stage
-        self.done.append(f"hold {stage}")
-
-    async def lease(self, target: int, *, is_settled: bool) -> None:
-        lease = StageLease(self.stage, target, is_settled)
-        self.own_lease = None if target == self.stage else lease
-        self.done.append("give back" if target == self.stage else lease)
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.state.tell(ME, payload)
+        if isinstance(payload, Member):
+            self.done.append(f"hold {payload.stage}")
+        elif isinstance(payload, StageLease):
+            self.done.append("give back" if payload.target == payload.source else payload)
 
     # weights
 
@@ -85,9 +70,9 @@ class World:
 
     def handle(self, event: Signal) -> None:
         self.done.append(event.value)
-        self.trainer_stage = self.stage
+        self.trainer_stage = self.membership.stage
 
-    # the store, and the DHT
+    # the store
 
     async def get_fact(self, name: str) -> bytes | None:
         return self.stored
@@ -95,17 +80,13 @@ class World:
     async def remember(self, name: str, value: bytes, journal: Journal, loss: str) -> None:
         self.done.append(f"moved to {int(value)}")
 
-    def withdraw(self, key: bytes) -> None:
-        pass
-
 
 async def test_the_first_stage_is_the_volunteers_or_that_of_before_or_the_one_in_need() -> None:
-    others = {ANN: Member(0), BOB: Member(2)}
     for wanted, before, stage in ((2, 0, 2), (None, 0, 0), (None, None, 1), (None, 7, 1)):
-        world = World(others)
+        world = World({ANN: 0, BOB: 2})
         world.stored = None if before is None else b"%d" % before
         await world.keeper(wanted).begin()
-        assert world.stage == stage
+        assert world.membership.stage == stage
         assert world.done == [f"hold {stage}", f"moved to {stage}"]
 
 
@@ -115,7 +96,7 @@ def test_a_stage_that_the_model_does_not_have_is_refused() -> None:
 
 
 async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(clock: MockClock) -> None:
-    world = World({ANN: Member(0), BOB: Member(2)})
+    world = World({ANN: 0, BOB: 2})
     await world.run(60)
     assert world.done[0] == StageLease(0, 1)
     assert {StageLease(0, 1, True), "fetch 1"} == set(world.done[1:3])
@@ -123,49 +104,47 @@ async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(clock: Moc
 
 
 async def test_who_gets_no_weights_stays(clock: MockClock) -> None:
-    world = World({ANN: Member(0), BOB: Member(2)}, has_weights=False)
+    world = World({ANN: 0, BOB: 2}, has_weights=False)
     await world.run(30)
-    assert world.stage == 0
+    assert world.membership.stage == 0
     assert "restart" not in world.done
     assert "give back" in world.done
 
 
 async def test_who_has_chosen_his_stage_stays(clock: MockClock) -> None:
-    world = World({ANN: Member(0), BOB: Member(2)})
+    world = World({ANN: 0, BOB: 2})
     await world.run(600, wanted=0)
     assert world.done == []
 
 
 async def test_before_anybody_has_trained_a_move_needs_no_lease(clock: MockClock) -> None:
-    others = {bytes([number]) * 32: Member(1) for number in (2, 3)}
-    world = World(others, is_young=True)
-    world.stage = 1
-    goes_to = even_stages(View(others | {ME: Member(1)}, 3)).get(ME)
+    world = World({ANN: 1, BOB: 1}, round_index=0)
+    world.journal.update(stage=1)
+    goes_to = even_stages(View(dict.fromkeys((ME, ANN, BOB), Member(1)), 3)).get(ME)
     assert goes_to is not None
     await world.run(10)
     assert world.done == [f"hold {goes_to}", f"moved to {goes_to}", "restart"]
 
 
 async def test_a_trainer_of_another_stage_is_started_anew(clock: MockClock) -> None:
-    world = World({ANN: Member(1), BOB: Member(2)})
+    world = World({ANN: 1, BOB: 2})
     world.trainer_stage = 1
     await world.run(5)
     assert world.done == ["restart"]
 
 
 async def test_the_trainer_waits_until_the_stages_are_dealt_out(clock: MockClock) -> None:
-    world = World({}, is_young=True)
-    membership: Any = world
+    world = World({})
     began_at = trio.current_time()
 
     async def come() -> None:
         await trio.sleep(2)
-        world.others[ANN] = Member(1)
+        world.hear(ANN, 1)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(come)
-        await wait_quiet(membership, world.journal)
+        await wait_quiet(world.membership, world.journal)
     assert 5 <= trio.current_time() - began_at <= 6
-    world.is_young = False
-    await wait_quiet(membership, world.journal)
+    world.hear(ANN, 1, round_index=9)
+    await wait_quiet(world.membership, world.journal)
     assert trio.current_time() - began_at <= 6

@@ -38,15 +38,16 @@ from farandole.protocol.rounds.training_loop import (
     REST_TIMEOUT,
     TrainingLoop,
 )
-from farandole.protocol.run.manifest import Manifest, ModelConfig
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.state.node_state import NodeState
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.protocol.wire.identity import peer_id_of
 
+from ..small_runs import MODEL
+
 SIZE = 12_000_000
-MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
 ALICE, BOB, CAROL = (letter * 32 for letter in (b"a", b"b", b"c"))
 TRAIN, STEP, LAST_SAVE = messages.Train, messages.TakeOuterStep, messages.Save(is_last=True)

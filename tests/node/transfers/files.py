@@ -21,6 +21,8 @@ from ...protocol.checkpoints import test_blocks
 from ..parties import Handler, MemoryHost, serve
 
 RUN = b"r" * 32
+NOBODY: Any = None
+"""The host of a service that dials no peer."""
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 VECTORS = ("slow", "momentum", "mean", "square")
 

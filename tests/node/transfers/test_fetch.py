@@ -28,7 +28,7 @@ from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback
-from .files import RUN, checkpoint_bytes, hold, index_of, is_required, signed_index_of
+from .files import NOBODY, RUN, checkpoint_bytes, hold, index_of, is_required, signed_index_of
 
 CONTENT = checkpoint_bytes(1_500_000)  # 24 MB, of which half is wanted
 CONTENT_WANTED = len(CONTENT) / 2
@@ -125,9 +125,7 @@ async def test_to_hash_what_an_earlier_attempt_left_may_take_longer_than_donors_
         return blocks(file)
 
     monkeypatch.setattr(PartialFile, "blocks", blocks_of_a_slow_disk)
-    nobody: Any = None
-    conditions = Conditions(nobody, RUN)
-    fetched = await fetch_checkpoint(conditions, signed, index, list, is_required, tmp_path / "ours")
+    fetched = await fetch_checkpoint(Conditions(NOBODY, RUN), signed, index, list, is_required, tmp_path / "ours")
     assert fetched.num_bytes == 0
     assert is_what_was_wanted(tmp_path / "ours")
 

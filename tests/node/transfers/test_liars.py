@@ -30,7 +30,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 
 from ...patience import PATIENCE
 from ..parties import Handler
-from .files import KEY, RUN, ToDonor, checkpoint_bytes, finder, hold, index_of, signed_index_of
+from .files import KEY, NOBODY, RUN, ToDonor, checkpoint_bytes, finder, hold, index_of, signed_index_of
 
 CONTENT = checkpoint_bytes(100_000)  # two blocks
 MAX = 1 << 20
@@ -63,8 +63,7 @@ def say_in_pipe(message: Any) -> bytes:
 
 async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[Any]:
     """Return an honest donor's answers, until it closes the stream or is silent."""
-    nobody: Any = None
-    service = BlockService(Conditions(nobody, RUN), finder(hold(tmp_path / "theirs", CONTENT)))
+    service = BlockService(Conditions(NOBODY, RUN), finder(hold(tmp_path / "theirs", CONTENT)))
     host = ToDonor(nursery, service.serve)
     stream = await host.open_stream(b"n" * 32, "")
     parser = FrameParser(MAX)
@@ -141,8 +140,7 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
         await trio.lowlevel.checkpoint()
         return holding
 
-    nobody: Any = None
-    service = BlockService(Conditions(nobody, RUN), find)
+    service = BlockService(Conditions(NOBODY, RUN), find)
     host = ToDonor(nursery, service.serve)
     first, second = [await host.open_stream(b"n" * 32, "") for _ in range(2)]
     for stream in (first, second):

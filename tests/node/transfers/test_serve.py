@@ -21,7 +21,7 @@ from farandole.protocol.exchange.pipe import Pipe, Route
 from farandole.protocol.wire.framing import frame
 
 from ..parties import AlwaysWaits
-from .files import RUN, ToDonor, checkpoint_bytes, finder, hold, run_here
+from .files import NOBODY, RUN, ToDonor, checkpoint_bytes, finder, hold, run_here
 
 CONTENT = checkpoint_bytes(100_000)  # 1.6 MB
 RATE = 200_000.0
@@ -53,8 +53,7 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     holding = hold(tmp_path / "theirs", CONTENT)
     up = Shaper(RATE, trio.current_time)
     began_at = trio.current_time()
-    nobody: Any = None
-    conditions = Conditions(nobody, RUN, Shaping(up, Shaper()))
+    conditions = Conditions(NOBODY, RUN, Shaping(up, Shaper()))
     service = BlockService(conditions, finder(holding), Exchanging(began_at + exchange_seconds))
     host: Any = ToDonor(nursery, service.serve)
     donors = [b"d" * 32]
@@ -102,6 +101,5 @@ async def test_who_takes_nothing_of_what_he_wants_is_left(
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)
-    nobody: Any = None
     with trio.fail_after(2 * BLOCK_TIMEOUT):
-        await BlockService(Conditions(nobody, RUN), finder(holding)).serve(Reluctant())
+        await BlockService(Conditions(NOBODY, RUN), finder(holding)).serve(Reluctant())

@@ -26,7 +26,7 @@ from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, decode_signed_index
 
 from ..store.consolidated.runs import MODELS, manifest_for, pulled
-from .files import RUN, ToDonor
+from .files import NOBODY, RUN, ToDonor
 
 BOB = b"b" * 32
 
@@ -76,8 +76,7 @@ async def test_a_node_without_the_folder_fetches_it_from_one_that_has_it_and_giv
         await trio.lowlevel.checkpoint()
         return alice.find(question)
 
-    nobody: Any = None
-    host = ToDonor(nursery, BlockService(Conditions(nobody, RUN), find).serve)
+    host = ToDonor(nursery, BlockService(Conditions(NOBODY, RUN), find).serve)
     carol = start_at(tmp_path / "carol", model, journal, is_named=False, host=host)
     await carol.open()
     assert await carol.obtain(0)
