@@ -10,6 +10,7 @@ This module covers the parts up to the run's manifest; `farandole.node.member` c
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -59,7 +60,7 @@ from .state.store import MANIFEST_FACT, open_store
 from .status.journal import Journal
 from .store.disk_space import DiskError
 from .store.run_file import require_trainable_model
-from .trainer.script import open_script_door
+from .trainer.script import ScriptDoor, has_started, open_script_door
 from .trainer.trainer import TrainerError
 from .ui import console
 from .ui.dashboard.app import PageAddress, open_dashboard
@@ -69,6 +70,10 @@ from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 NETWORK_KEY_FACT: Final = "network key"
 # How often a run's first node looks whether others can join: it takes seconds, until its trainer has started.
 INVITE_POLL_SECONDS: Final = 0.5
+# A loop that is started again within this time continues with the node that it, or an earlier one, has started.
+LINGER_SECONDS: Final = 600.0
+# How often such a node looks whether a loop is there.
+LOOK_INTERVAL: Final = 5.0
 
 RunDaemon = Callable[[Daemon], Awaitable[None]]
 """Runs until it is asked to leave, and then no longer than a clean leave takes."""
@@ -267,10 +272,6 @@ async def open_control(
 async def be_node(daemon: Daemon) -> None:
     """Join a run, train until asked to leave, and leave."""
     settings, journal, store, rest = daemon.settings, daemon.journal, daemon.store, daemon.rest
-    idle = None
-    if settings.only_when_idle:
-        idle = IdleService(journal, looks_at_gpu=settings.device != "cpu")
-    rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal, idle)
     stored = await store.get_fact(MANIFEST_FACT)
     stored_network_key = await store.get_fact(NETWORK_KEY_FACT) or b""
     target = find_target(settings, daemon.key, stored, daemon.book.peers(), stored_network_key)
@@ -290,7 +291,6 @@ async def be_node(daemon: Daemon) -> None:
         return [] if member is None else offers_of(member.checkpoint_notices())
 
     socket_handlers = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
-    page_handlers = _owner_handlers(daemon, rest_service)
     limits = Limits() if settings.relay else None
     async with (
         open_mesh(daemon, target.run_id, target.peers, limits, target.network_key) as mesh,
@@ -299,7 +299,14 @@ async def be_node(daemon: Daemon) -> None:
         AsyncExitStack() as stack,
     ):
         if settings.trainer == "external":
-            daemon = replace(daemon, door=await stack.enter_async_context(open_script_door(settings.door)))
+            door = await stack.enter_async_context(open_script_door(settings.door))
+            daemon = replace(daemon, door=door)
+            nursery.start_soon(leave_without_loop, daemon, door)
+        idle = None
+        if settings.only_when_idle:
+            idle = IdleService(journal, daemon.door, looks_at_gpu=settings.device != "cpu")
+        rest_service = RestService(rest, store, settings.quiet_hours, datetime.now, journal, idle)
+        page_handlers = _owner_handlers(daemon, rest_service)
         await rest_service.begin()
         # How this node was admitted; if the run is known to be for its members alone, no other peer gets in.
         mesh.host.gate.stored, mesh.host.gate.store = await store.load_seats(), store.save_seats
@@ -386,6 +393,17 @@ def _check_fit(settings: NodeSettings, raw_manifest: bytes, is_new: bool) -> lis
     if settings.trainer == "own":  # first, since nothing that its owner can type makes up for it
         findings.insert(0, machine.check_memory(manifest, settings, is_running=False))
     return findings
+
+
+async def leave_without_loop(daemon: Daemon, door: ScriptDoor) -> None:
+    """End a node that a loop has started when no loop has been there for `LINGER_SECONDS`."""
+    waited = 0.0
+    while waited < LINGER_SECONDS:
+        await trio.sleep(LOOK_INTERVAL)
+        is_waiting = not door.has_loop and has_started(daemon.settings.started_by_loop, os.getpid())
+        waited = waited + LOOK_INTERVAL if is_waiting else 0.0
+    daemon.journal.say("the loop that has started this node is gone, and no other has come: leaving")
+    daemon.is_leaving.set()
 
 
 def _heed(findings: Iterable[Finding], journal: Journal) -> None:

@@ -389,6 +389,7 @@ class NodeSettings:
     store = InHome("store.sqlite")  # run state, manifest, known peers
     control = InHome("control.sock")  # the control API's socket
     door = InHome("trainer.sock")  # where a loop of the owner's attaches
+    started_by_loop = InHome("started-by-loop")  # process ids of nodes that loops have started here
     programs = InHome("programs.sock")  # where the owner's programs use the mesh (`farandole.node.programs`)
     # Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.store.folder`).
     checkpoints = InHome("checkpoints")

@@ -8,6 +8,7 @@ time: a reason must have been there for `BEGIN_SECONDS` before the node rests, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 import trio
 
 from ..status.journal import Journal
+from ..trainer.script import ScriptDoor
 
 # Observes the machine: other programs on its GPU, its power source.
 #
@@ -102,7 +104,16 @@ def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
     if done.returncode:
         said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
         raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
-    return users_in(done.stdout.decode(errors="replace"), own)
+    return users_in(done.stdout.decode(errors="replace"), {rank for pid in own for rank in ranks_of(pid)})
+
+
+def ranks_of(pid: int) -> set[int]:
+    """Return a process, and the ones that its parent has started with the same command line, as torchrun does."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        alike = process.parent() or process
+        return {pid, *(other.pid for other in alike.children() if other.cmdline() == process.cmdline())}
+    return {pid}
 
 
 def is_on_battery() -> bool | None:
@@ -159,10 +170,11 @@ READ_TIMEOUT: Final = 5.0
 class IdleService:
     """Looks at the machine whether others use it.
 
-    ``clock`` gives seconds.
+    ``door``: where a loop of the owner's waits, also with the GPU's memory. ``clock`` gives seconds.
     """
 
     journal: Journal
+    door: ScriptDoor | None = None
     looks_at_gpu: bool = True
     clock: Callable[[], float] = trio.current_time
     _watch: IdleWatch = field(default_factory=IdleWatch)
@@ -171,7 +183,8 @@ class IdleService:
 
     async def look(self) -> str:
         """Return why the node must rest, for display; empty if it may train."""
-        own = {pid for pid in (os.getpid(), self.journal.state.trainer_pid) if pid is not None}
+        pids = (os.getpid(), self.journal.state.trainer_pid, None if self.door is None else self.door.pid)
+        own = {pid for pid in pids if pid}
         users: Sequence[str] = ()
         if self.looks_at_gpu:
             try:

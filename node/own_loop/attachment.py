@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -27,7 +28,7 @@ from farandole.training.cluster.ranks import Order
 from ..base.system.sockets import connect
 from ..trainer.channel import TrainerSocket
 from ..trainer_process.process import StopAsked, TrainerProcess
-from .child_node import ChildNode
+from .child_node import ChildNode, status_of
 
 logger = logging.getLogger("farandole")
 
@@ -37,6 +38,10 @@ RETRY_SECONDS: Final = 0.2
 CONNECT_SECONDS: Final = 10.0
 # At the end of a loop: the last exchange has its deadline, and the checkpoint must reach the disk.
 END_SECONDS: Final = 90.0
+# Interval of looks at the node's status.
+LOOK_SECONDS: Final = 5.0
+# Bytes a second of a download that goes on; heartbeats are fewer.
+DOWNLOAD_RATE: Final = 20_000.0
 
 _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -56,68 +61,51 @@ class NodeError(FarandoleError):
 
 
 class Attachment:
-    """Follows one loop until it is over. ``run_id`` is empty for whatever run the node is in."""
+    """Follows one loop until it is over. ``run_id`` is empty for whatever run the node is in.
 
-    def __init__(self, node: ChildNode, run_id: bytes, loop: Loop) -> None:
-        self.turns = Turns(self._tell_why_waiting)
+    ``timeout``: seconds without progress after which a node that does not get into the run is given up.
+    """
+
+    def __init__(self, node: ChildNode, run_id: bytes, loop: Loop, timeout: float = math.inf) -> None:
+        self.turns = Turns()
         self.engine: ExternalEngine | None = None
-        self.over = ""
-        """Why the node trains no more; empty while it does."""
+        self.is_over = False
+        """Whether the node trains no more."""
         self._node = node
         self._run_id = run_id
         self._loop = loop
-        self._told = ""  # why the loop waits
+        self._timeout = timeout
+        self._given_up = ""  # why the node is given up
         self._ended = threading.Event()
         self._is_following = False
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="farandole", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="farandole's warnings", daemon=True)
 
     def begin(self) -> None:
         """Attach, and wait for the loop's first turn. Raises the engine's error if that fails."""
+        self._watcher.start()
         self._thread.start()
         self.turns.wait()
 
-    def _tell_why_waiting(self) -> None:
-        """Warn the user of each reason for which the node lets the loop wait."""
-        reason, told = self._node.why_resting(), self._told
-        if reason not in ("", told):
-            logger.warning("the loop waits, since its node rests: %s", reason)
-        self._told = reason
-
-    def end(self) -> None:
-        """End the loop: wait until its last outer step is taken and saved."""
+    def end(self, *, has_failed: bool = False) -> None:
+        """End the loop: wait until its last outer step is taken and saved, unless it has failed, and its round too."""
         self._ended.set()
+        if has_failed or not self._is_following:
+            self._hang_up()
         self.turns.leave()
         if self._thread.ident is None:  # an earlier step has failed
-            return
-        if not self._is_following:
-            self._hang_up()
-        self._join()
-
-    def abandon(self) -> None:
-        """Leave the node at once, because the loop has failed, and its round with it."""
-        self._ended.set()
-        self._hang_up()
-        self.turns.leave()
-        if self._thread.ident is not None:
-            self._join()
-        else:
             self._dismiss_ranks(Order.FAILED)
-
-    def _join(self) -> None:
+            return
         try:
             self._thread.join(END_SECONDS)
+            self._watcher.join(CONNECT_SECONDS)
         finally:  # interrupted, too
             self._hang_up()
 
     def step_taken(self) -> None:
         """Wait for the next turn after a step of the loop's optimizer."""
         self.turns.step_taken()
-
-    @property
-    def is_over(self) -> bool:
-        """True if the node trains no more."""
-        return bool(self.over)
 
     @property
     def round(self) -> int:
@@ -139,11 +127,33 @@ class Attachment:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
+    # The watcher's thread
+
+    def _watch(self) -> None:
+        """Log what the node warns of and why it rests, until the loop is over; give it up if it makes no progress."""
+        told_at, told_rest, waited = time.time(), "", 0.0
+        while not self._ended.wait(LOOK_SECONDS):
+            status = status_of(self._node.home)
+            for event in status.get("events", []):
+                if event["is_warning"] and event["at"] > told_at:
+                    logger.warning("the node warns: %s", event["text"])
+                    told_at = event["at"]
+            rest = status["phase_detail"] if status.get("phase") == "paused" else ""
+            if rest not in ("", told_rest):
+                logger.warning("the loop waits, since its node rests: %s", rest)
+            told_rest = rest
+            rate = status["bytes_received_per_second"] if status.get("phase") == "fetching weights" else 0.0
+            waited = 0.0 if rest or rate > DOWNLOAD_RATE or self.engine is not None else waited + LOOK_SECONDS
+            if waited >= self._timeout:
+                why = "; ".join([status.get("phase_detail", "it does not answer"), *status.get("warnings", [])[-1:]])
+                self._given_up = f"no run, or no weights of it, within {self._timeout:g} s (NoLoCo's timeout): {why}"
+                self._hang_up()
+
     # The engine's thread
 
     def _run(self) -> None:
         try:
-            while not (self._ended.is_set() or self.over):
+            while not (self._ended.is_set() or self.is_over):
                 # Follow the loop until the node, or the loop, ends it; `_connect` finds out why the node is gone.
                 with contextlib.suppress(EOFError, ConnectionError), self._connect() as connection:
                     _connections.add(connection)
@@ -172,12 +182,14 @@ class Attachment:
     def _take_dismissal(self, dismissal: Dismiss) -> None:
         if not dismissal.is_over:
             raise NodeError(dismissal.reason)
-        self.over = dismissal.reason
-        logger.warning("this node trains no more (%s): the loop goes on by itself", self.over)
+        self.is_over = True
+        logger.warning("this node trains no more (%s): the loop goes on by itself", dismissal.reason)
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + ATTACH_SECONDS
         while True:
+            if self._given_up:
+                raise NodeError(self._given_up)
             try:
                 connection = connect(self._node.door, CONNECT_SECONDS)
             except (FileNotFoundError, ConnectionError) as error:
@@ -195,6 +207,7 @@ class Attachment:
     def _follow(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> None:
         """Compare the run with the loop, and continue from the node's weights until the node, or the loop, ends it."""
         loop, external = self._loop, manifest.model.external
+        self._node.was_attached = True
         try:
             if self._run_id and prepare.run_id != self._run_id:
                 raise TrainingError(

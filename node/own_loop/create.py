@@ -15,9 +15,11 @@ from torch import nn
 from farandole.protocol.planning.planning import choices, complete, given_by
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.run.own_model import packed, recipe_hash
+from farandole.protocol.run.own_model import Parameters, packed, recipe_hash
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import ManifestError
+from farandole.training.base.errors import TrainingError
+from farandole.training.base.parameters import check_can_be_averaged
 from farandole.training.cluster.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
 from farandole.training.model.stages import build_module
 
@@ -78,7 +80,15 @@ def _write_run(
     sections: Mapping[str, Any],
 ) -> None:
     parameters = parameters_of(model, with_frozen=with_frozen)
+    if not parameters:
+        raise TrainingError("no parameter of this model requires a gradient; with_frozen=True shares the others too")
+    check_can_be_averaged(parameters)
     shapes = {each: tuple(parameter.shape) for each, parameter in parameters.items()}
+    for each, shape in shapes.items():
+        try:
+            msgspec.convert({each: shape}, Parameters)
+        except msgspec.ValidationError as error:
+            raise ManifestError(f"parameter {each!r} of shape {shape} fits into no manifest: {error}") from error
     sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
     external = {"parameters": packed(shapes), "recipe": recipe_hash(recipe) if recipe else ""}
     settings = {
@@ -99,7 +109,6 @@ def _write_run(
             f"{home.home} has a run already. To go on with it, pass the folder to NoLoCo as run=; for another run, "
             "name a new folder"
         )
-    key = load_or_create_key(home.key)
     if ranks.are_many:  # which have parts of the parameters: they come to the host
         ranks.begin(list(parameters))
         ranks.tell(Order.READ)
@@ -108,6 +117,9 @@ def _write_run(
             name: whole_of(parameter).detach().to("cpu" if ranks.are_many else parameter.device)
             for name, parameter in parameters.items()
         }
+    if wrong := [name for name, whole in wholes.items() if not whole.isfinite().all()]:
+        raise TrainingError(f"parameter {wrong[0]} has values that are not finite")
+    key = load_or_create_key(home.key)
 
     def weights(tensor: str) -> Floats:
         parameter = wholes[tensor.partition("/")[2]]

@@ -6,14 +6,17 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farandole.protocol.run.invite import decode_invite, is_invite
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.wire.errors import ManifestError
+from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import Loop
 from farandole.training.cluster.ranks import Follower, open_ranks
 
@@ -24,6 +27,11 @@ from ..store.consolidated.folder import MANIFEST_NAME
 from .attachment import Attachment, NodeError
 from .child_node import ChildNode, await_node, run_of_node
 from .create import start_of
+
+# For a node that cannot join: an invite whose members are gone, a disk that is too small.
+TIMEOUT: Final = 600.0
+# Of one that trains the model between two steps of the given one: a loop has gone on with a new optimizer.
+MAX_STEPS_OF_OTHERS: Final = 100
 
 
 class NoLoCo:
@@ -47,7 +55,9 @@ class NoLoCo:
 
     Raises `NodeError` if there is no node, another `FarandoleError` for a ``run`` that is none, is of another model or
     takes no loops, and `ValueError` for a ``tokens_per_byte`` that is not positive. In the loop, ``optimizer.step``
-    raises `NodeError` when the node is gone.
+    raises `NodeError` when the node is gone. ``timeout``: seconds after which entering the block raises `NodeError` if
+    the node gets neither into the run nor on with the download of its weights; rests do not count. What the node warns
+    of is logged by the logger ``farandole``.
     """
 
     def __init__(
@@ -62,12 +72,15 @@ class NoLoCo:
         tokens_per_step: int | None = None,
         recipe: str = "",
         options: Sequence[str] = (),
+        timeout: float = TIMEOUT,
     ) -> None:
         if tokens_per_byte is not None and not 0 < tokens_per_byte < math.inf:
             raise ValueError(f"tokens_per_byte is {tokens_per_byte}: give the tokens over the bytes, such as 0.25")
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = inner  # wrappers of other libraries, such as accelerate's, call its hooks
-        self._optimizer = optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TrainingError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer")
+        self._model, self._optimizer = model, optimizer
         self._ranks = ranks = open_ranks()
         # Another rank may be on a machine without the run's folder.
         run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
@@ -85,12 +98,18 @@ class NoLoCo:
                     "or start a node with `farandole join INVITE --trainer external`"
                 )
             loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
-            self._member = Attachment(self._node, run_id, loop)
+            self._member = Attachment(self._node, run_id, loop, timeout)
         else:
             self._member = Follower(ranks, model, evaluate)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._pid = 0  # of the process that has entered the block
+        self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()
+        """Steps of other optimizers since the last one of ours."""
 
     def __enter__(self) -> Self:
+        if self._pid:
+            raise NodeError("this NoLoCo has been entered before: make another one for another block")
+        self._pid = os.getpid()
         try:
             if self._ranks.is_leader:
                 self._node.begin()
@@ -98,7 +117,7 @@ class NoLoCo:
         except BaseException:  # Ctrl-C too: `__exit__` is not called when `__enter__` fails
             self._end(has_failed=True)
             raise
-        self._hook = self._optimizer.register_step_post_hook(lambda *step: self._member.step_taken())
+        self._hook = register_optimizer_step_post_hook(self._step_taken)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -110,10 +129,36 @@ class NoLoCo:
             self._hook = None
         try:
             # Ranks end a round together: where one has failed, the others may be waiting for it elsewhere.
-            self._member.abandon() if has_failed and self._ranks.are_many else self._member.end()
+            self._member.end(has_failed=has_failed and self._ranks.are_many)
         finally:
             if self._ranks.is_leader:
                 self._node.end()
+
+    def _step_taken(self, optimizer: torch.optim.Optimizer, *step: object) -> None:
+        """Note a step of any optimizer in this process. Raises `FarandoleError` if the run cannot follow it."""
+        if optimizer is not self._optimizer:
+            self._steps_of_others[optimizer] = count = self._steps_of_others.get(optimizer, 0) + 1
+            parameters = {id(parameter) for parameter in self._model.parameters()}
+            if count == MAX_STEPS_OF_OTHERS and any(
+                id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]
+            ):
+                raise TrainingError(
+                    f"another optimizer than NoLoCo's has trained the model for {count} steps: end the block, enter "
+                    "a new NoLoCo with that optimizer"
+                )
+            return
+        self._steps_of_others.clear()
+        if os.getpid() != self._pid:
+            raise NodeError("a process forked from the loop's has no node: let the loop's process take the steps")
+        if torch._C._current_graph_task_id() != -1:
+            raise TrainingError(
+                "this optimizer steps during the backward pass, which still needs the parameters: give NoLoCo one that "
+                "steps after it, if only torch.optim.SGD([torch.zeros(1, requires_grad=True)])"
+            )
+        before = self.round
+        self._member.step_taken()
+        if isinstance(optimizer, torch.optim.LBFGS) and self.round != before:
+            optimizer.state.clear()  # it computes curvature from steps, and the outer step was none of its own
 
     def report(self, loss: float) -> None:
         """Show the loss of a step in this node's status, and to the other members; every step's or some steps'."""
@@ -135,14 +180,19 @@ class NoLoCo:
 
         Of several ranks, those on rank 0's machine can ask for it. So for `members`, `status` and `invite`.
         """
-        return "" if self.is_over else str(self.status()["partner"])
+        return "" if self._is_alone else str(self.status()["partner"])
 
     @property
     def members(self) -> list[str]:
-        """Peer ids of the present members, including this node's; none once the node trains no more."""
-        if self.is_over:
+        """Peer ids of the present members, including this node's; none while the node trains not, or no more."""
+        if self._is_alone:
             return []
         return [member["peer_id"] for member in self.status()["members"] if not member["has_left"]]
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if there is no node to ask: outside of the block a node that a person has started may run."""
+        return self.is_over or (self._ranks.is_leader and self._hook is None and not run_of_node(self.home))
 
     @property
     def is_over(self) -> bool:

@@ -9,6 +9,8 @@ for the next one.
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
@@ -24,7 +26,11 @@ from .trainer import SHARED, STOP, Trainer, TrainerError
 
 # Loops that have connected and are not yet accepted: a person starts one, and perhaps another by mistake.
 MAX_WAITING: Final = 8
-ANOTHER: Final = "another loop is attached to this node: one trains at a time"
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+ANOTHER: Final = (
+    "another loop is attached to this node: one trains at a time. To train with two, give this one a folder of its "
+    "own: NoLoCo(home=...)"
+)
 
 
 class ScriptDoor:
@@ -36,6 +42,8 @@ class ScriptDoor:
         self._is_attached = False
         self.dismissal = ""
         """Why this node trains no more; empty while it does."""
+        self.pid: int | None = None
+        """Process id of the loop that came last, where the system gives it; 0: one of another container."""
 
     @property
     def has_loop(self) -> bool:
@@ -81,6 +89,9 @@ class ScriptDoor:
             await trainer.stop(messages.Dismiss(ANOTHER))
         else:
             self._waiting = trainer
+            if hasattr(socket, "SO_PEERCRED"):  # Linux has it
+                credentials = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                self.pid = _CREDENTIALS.unpack(credentials)[0]
             self._came.set()
 
     async def close(self) -> None:
@@ -91,6 +102,13 @@ class ScriptDoor:
     def _take(self) -> Trainer | None:
         trainer, self._waiting, self._came = self._waiting, None, trio.Event()
         return trainer
+
+
+def has_started(mark: Path, pid: int | None) -> bool:
+    """Return whether a loop has started the node with this process id; ``mark``: `NodeSettings.started_by_loop`."""
+    with contextlib.suppress(OSError):
+        return str(pid) in mark.read_text().split()
+    return False
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from farandole.node.programs.stream import MeshError
     from farandole.protocol.wire.errors import FarandoleError
 
-__all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "create_run", "model_of"]
+    __version__: str
+
+__all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "__version__", "create_run", "model_of"]
 
 _PLACES = {
     "FarandoleError": "farandole.protocol.wire.errors",
@@ -37,12 +39,16 @@ _PLACES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
-    if name in ("hf", "lightning"):  # they need transformers and Lightning
-        return importlib.import_module(f"farandole.{name}")
-    raise AttributeError(f"module 'farandole' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker takes any name for one that this returns
+
+    def __getattr__(name: str) -> Any:
+        if name in _PLACES:
+            return getattr(importlib.import_module(_PLACES[name]), name)
+        if name == "__version__":
+            return importlib.import_module("farandole.node.base.project").VERSION
+        if name in ("hf", "lightning"):  # they need transformers and Lightning
+            return importlib.import_module(f"farandole.{name}")
+        raise AttributeError(f"module 'farandole' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from .errors import TrainingError
+
 NO_PARTS: Mapping[str, Layout] = MappingProxyType({})
 
 
@@ -97,3 +99,12 @@ def bind_(module: nn.Module, layout: Layout, weights: Tensor, gradient: Tensor) 
     for name, parameter in module.named_parameters():
         parameter.data = weight_views[name]
         parameter.grad = gradient_views[name]
+
+
+def check_can_be_averaged(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise `TrainingError` if a parameter has no values, or ones that cannot be averaged."""
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise TrainingError(f"parameter {name} is {parameter.dtype}: only floating-point numbers are averaged")
+        if parameter.is_meta:
+            raise TrainingError(f"parameter {name} has no values: `model.to_empty(device=...)`, and initialise it")

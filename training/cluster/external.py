@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import ClassVar, Final
 
 import torch
@@ -36,7 +36,7 @@ from farandole.protocol.wire.safetensors import Shape
 
 from ..base.device import Device
 from ..base.errors import DataError, TrainingError
-from ..base.parameters import Layout
+from ..base.parameters import Layout, check_can_be_averaged
 from ..engine.engine import Engine, Until
 from ..engine.snapshot import Checkpoint
 from ..model.stages import build_module
@@ -44,8 +44,6 @@ from ..outer.outer_state import FastWeights
 from ..outer.round_end import RoundEnd
 from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
 
-# A loop that waits longer is told why: `create_run` lets exchanges overlap with steps.
-LOOK_SECONDS: Final = 5.0
 # Parameters of each kind in an error message.
 _MAX_NAMED: Final = 3
 
@@ -73,15 +71,11 @@ class LoopEnded(Exception):
 
 
 class Turns:
-    """The hand-off between the user's thread and the engine's. The engine has the first turn.
+    """The hand-off between the user's thread and the engine's. The engine has the first turn."""
 
-    ``look`` is called while the user's thread waits, every `LOOK_SECONDS`.
-    """
-
-    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.has_left = False
         """Whether the user's loop is over: the engine has all later turns."""
-        self._look = look
         # The engine's questions, and None for the loop's turn; answers, and None when that is over.
         self._for_loop = SimpleQueue[Measure | None]()
         self._for_engine = SimpleQueue[float | Exception | None]()
@@ -98,12 +92,7 @@ class Turns:
     def wait(self) -> None:
         """Wait for the loop's turn, and answer the engine's questions until then."""
         while not self._is_over:
-            try:
-                question = self._for_loop.get(timeout=LOOK_SECONDS)
-            except Empty:
-                self._look()
-                continue
-            if question is None:
+            if (question := self._for_loop.get()) is None:
                 break
             answer: float | Exception
             try:
@@ -173,10 +162,9 @@ def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[
             f"this run is of another model: {'; '.join(told)}. Give NoLoCo a module that has the run's parameters, by "
             "name and shape"
         )
-    for name in shapes:
-        if not every[name].is_floating_point():
-            raise TrainingError(f"parameter {name} is {every[name].dtype}: only floating-point numbers are averaged")
-    return {name: every[name] for name in shapes}
+    shared = {name: every[name] for name in shapes}
+    check_can_be_averaged(shared)
+    return shared
 
 
 class UserParameters:
@@ -189,6 +177,7 @@ class UserParameters:
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], layout: Layout, ranks: Ranks = ALONE
     ) -> None:
         self._module = module
+        self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._layout = layout
         self._ranks = ranks
@@ -200,7 +189,16 @@ class UserParameters:
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:
-        """Copy the parameters to ``flat``, with what rounding has dropped of them."""
+        """Copy the parameters to ``flat``, with what rounding has dropped of them.
+
+        Raises `TrainingError` if the module has others by now.
+        """
+        present = parameters_of(self._module, with_frozen=True)
+        if any(present.get(name) is not each for name, each in zip(self._names, self._parameters, strict=True)):
+            raise TrainingError(
+                "the model's parameters were replaced, as `load_state_dict(..., assign=True)` does: end the block, and "
+                "enter a new NoLoCo, with a new optimizer"
+            )
         self._ranks.tell(Order.READ)
         synchronize(self._parameters)  # the user's thread may queue its work on any stream
         for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):

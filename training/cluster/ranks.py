@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parameter import is_lazy
 
 from ..base.errors import TrainingError
 
@@ -166,11 +167,16 @@ def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, 
     """The parameters that members share, by name: shared ones once, frozen ones if asked for, none without elements.
 
     A module in `DistributedDataParallel`, or one that `torch.compile` has wrapped, has the names of the one inside.
+    Raises `TrainingError` if it is no module, or its parameters have no shapes yet.
     """
+    if not isinstance(module, nn.Module):
+        raise TrainingError(f"a {type(module).__name__} is no torch.nn.Module")
     reshard(module)
     while isinstance(inside := getattr(module, "_orig_mod", module), nn.parallel.DistributedDataParallel):
         module = inside.module
     found = {name.replace(_COMPILED, ""): parameter for name, parameter in module.named_parameters()}
+    if lazy := [name for name, parameter in found.items() if is_lazy(parameter)]:
+        raise TrainingError(f"parameter {lazy[0]} has no shape yet: call the lazy module once, with a batch")
     return {
         name: parameter
         for name, parameter in found.items()
@@ -219,12 +225,10 @@ class Follower:
         """Obey until the next step may be taken. Raises `TrainingError` if rank 0 has failed."""
         self._obey(Order.STEP)
 
-    def end(self) -> None:
-        """Obey until rank 0 has ended."""
-        self._obey(Order.OVER)
-
-    def abandon(self) -> None:
-        """The loop has failed in this rank: the others find out when this process ends."""
+    def end(self, *, has_failed: bool = False) -> None:
+        """Obey until rank 0 has ended; if the loop has failed here, others find out when this process ends."""
+        if not has_failed:
+            self._obey(Order.OVER)
 
     def report(self, loss: float) -> None:
         """Rank 0's losses are reported."""

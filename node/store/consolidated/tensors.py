@@ -96,7 +96,7 @@ def write_tensors(
     with path.open("wb") as file:
         file.write(encode_header(metadata, shapes.items()))
         for name, shape in shapes.items():
-            tensor = np.ascontiguousarray(tensor_of(name), dtype="<f4")
+            tensor = np.asarray(tensor_of(name), dtype="<f4", order="C")
             assert tensor.shape == shape, f"{name} is {tensor.shape}, not {shape}"
             flat = tensor.reshape(-1)
             for start in range(0, flat.size, _SLICE):

@@ -30,6 +30,8 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.bulk.pipe import Outgoing
 from farandole.node.mesh.host import open_host
+from farandole.node.programs.mesh import MeshListener
+from farandole.node.programs.stream import MeshStream
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
@@ -306,17 +308,17 @@ def _soon(act: Callable[[], _T]) -> _T:
         time.sleep(NAP)  # there is no event for it, so poll
 
 
-def _serve_all(listener: farandole.MeshListener, serve: Callable[[farandole.MeshStream], None]) -> None:
+def _serve_all(listener: MeshListener, serve: Callable[[MeshStream], None]) -> None:
     for stream in listener:
         threading.Thread(target=serve, args=[stream], daemon=True).start()
 
 
-def _echo(stream: farandole.MeshStream) -> None:
+def _echo(stream: MeshStream) -> None:
     with contextlib.suppress(farandole.MeshError, TimeoutError), stream:
         for message in stream:
             stream.send(message, TIMEOUT)
 
 
-def _sink(stream: farandole.MeshStream) -> None:
+def _sink(stream: MeshStream) -> None:
     with contextlib.suppress(farandole.MeshError, TimeoutError), stream:
         stream.send(str(sum(map(len, stream))).encode(), TIMEOUT)

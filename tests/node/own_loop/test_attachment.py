@@ -184,9 +184,13 @@ async def test_a_loop_for_another_run_is_refused_at_both_ends(
 async def test_a_loop_that_waits_is_told_why_its_node_rests(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farandole.training.cluster.external.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("farandole.node.own_loop.attachment.LOOK_SECONDS", 0.01)
     reasons = iter(["quiet hours until 18:00", "quiet hours until 18:00", "paused"])
-    monkeypatch.setattr(ChildNode, "why_resting", lambda node: next(reasons, ""))
+
+    def status_of(home: Path) -> dict[str, Any]:
+        return {"phase": "paused", "phase_detail": reason} if (reason := next(reasons, "")) else {}
+
+    monkeypatch.setattr("farandole.node.own_loop.attachment.status_of", status_of)
     attachment = attached(tmp_path, Loop(a_model()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(in_thread, attachment.begin)

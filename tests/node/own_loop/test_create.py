@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ def test_a_model_of_too_many_parameters_is_refused_by_name_and_number(tmp_path: 
     assert start_of(tmp_path / "run") is None
 
 
+def test_a_model_that_cannot_be_averaged_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    damaged: Any = nn.Linear(2, 2)
+    with torch.no_grad():
+        damaged.bias[1] = torch.nan
+    models: list[tuple[Any, str]] = [
+        (damaged, "bias has values that are not finite"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "weight is torch.complex64"),
+        (nn.Linear(2, 2, device="meta"), "weight has no values"),
+        (nn.LazyLinear(2), "weight has no shape yet"),
+        (nn.Linear(2, 2).requires_grad_(False), "with_frozen=True"),
+        (nn.ModuleDict({"größe": nn.Linear(2, 2)}), "größe.weight"),
+        ([nn.Linear(2, 2)], "a list is no torch.nn.Module"),
+    ]
+    for model, words in models:
+        with pytest.raises(farandole.FarandoleError, match=words):
+            farandole.create_run(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = a_model()
@@ -85,6 +105,8 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert farandole.NoLoCo(model, optimizer, long, home="other").home == Path("other")
     with pytest.raises(ManifestError, match="no invite"):
         farandole.NoLoCo(model, optimizer, long[1:])
+    with pytest.raises(farandole.FarandoleError, match=r"a list is no torch\.optim\.Optimizer"):
+        farandole.NoLoCo(model, [optimizer], long)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens_per_byte"):
         farandole.NoLoCo(model, optimizer, "farandole1abc", tokens_per_byte=0)
     farandole.create_run(model, "farandole1abc")
