@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .play.report import PlayReport
-    from .play.scenario import Scenario
 
 
 testnet_app = typer.Typer(no_args_is_help=True)
@@ -102,38 +101,24 @@ def run_testnet(
         scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, data=data or (), nat=nat, say=say
     )
     folder = out or Path("out") / Path(scenario).stem
+    place = folder.absolute()
     if played.hostile is not None:
-        _run_hostile(played, folder, console)
-    clean = None
-    if beside_clean:
-        clean = play_once(Testnet(played.clean, folder.absolute().with_name(f"{folder.name}-clean"), say))
-    testnet = Testnet(played, folder.absolute(), say)
+        if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
+            raise FarandoleError("hostile members come with farandole's source alone: git clone, then make setup")
+        from .zoo.play import play_hostile
+
+        _end(play_hostile(played, place, say), folder, console)
+    clean = play_once(Testnet(played.clean, place.with_name(f"{place.name}-clean"), say)) if beside_clean else None
+    testnet = Testnet(played, place, say)
     report = trio.run(testnet.play)
     if clean is not None:
         report = judged(report, clean, played)
     write_report(report, folder)
-    _print_verdict(report, folder, console)
-    if testnet.is_interrupted:
-        raise typer.Exit(Exit.INTERRUPTED)
-    raise typer.Exit(Exit.OK if report.verdict == "pass" else Exit.VERDICT_FAILED)
+    _end(report, folder, console, is_interrupted=testnet.is_interrupted)
 
 
-def _run_hostile(played: Scenario, folder: Path, console: Console) -> NoReturn:
-    """Play it, compare it with the honest members alone, and end with the verdict."""
-    if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
-        raise FarandoleError("hostile members come with farandole's source alone: git clone, then make setup")
-    from .zoo.play import grid_of, play_hostile
-
-    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    made = play_hostile(played, folder.absolute(), say)
-    console.print(grid_of([made]).rich())
-    for reason in made.reasons:
-        say(f"  - {reason}")
-    console.print("[bold red]FAIL" if made.reasons else "[bold green]PASS")
-    raise typer.Exit(Exit.VERDICT_FAILED if made.reasons else Exit.OK)
-
-
-def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
+def _end(report: PlayReport, folder: Path, console: Console, *, is_interrupted: bool = False) -> NoReturn:
+    """Print the verdict, and end with its exit code."""
     from .play.report import lines_of
 
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
@@ -144,6 +129,7 @@ def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
     is_pass = report.verdict == "pass"
     say("PASS" if is_pass else "FAIL", style="bold green" if is_pass else "bold red")
     say(str(folder / "report.json"))
+    raise typer.Exit(Exit.INTERRUPTED if is_interrupted else Exit.OK if is_pass else Exit.VERDICT_FAILED)
 
 
 @testnet_app.command("compare")
@@ -224,21 +210,3 @@ def factors(text: str) -> list[float]:
     if not numbers or not all(0 < number < math.inf for number in numbers):
         raise typer.BadParameter(f"{text!r} is not a list of positive numbers, like 0.5,1,2")
     return numbers
-
-
-@testnet_app.command("traffic", hidden=True)
-def traffic(
-    write: Annotated[
-        Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose sections get the figures.")
-    ] = None,
-) -> None:
-    """Print what exchanges send, by the model's size and codec, and what members need, as Markdown."""
-    from .report.traffic import needs_table, traffic_table, with_section
-
-    tables = {"traffic": traffic_table(), "needs": needs_table()}
-    if write:
-        text = write.read_text()
-        for name, table in tables.items():
-            text = with_section(text, name, table)
-        write.write_text(text)
-    typer.echo("\n".join(tables.values()), nl=False)

@@ -12,9 +12,13 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
+from ..play.judge import meetings
+from ..play.launch import load_report
+from ..play.report import PlayReport
 from ..play.scenario import load_scenario, scenario_names
+from ..report.section import Grid, cell
 from ..zoo.member_attacks import check_attack
-from ..zoo.play import HostileReport, grid_of, play_clean, play_hostile
+from ..zoo.play import play_clean, play_hostile
 from .report import OUT, Claim, Out, Write, open_bench
 
 # The scenario whose frame other attacks are played in.
@@ -43,20 +47,40 @@ def run(
         scenarios.append(msgspec.structs.replace(frame, hostile=hostile, run=run))
     with open_bench("zoo", out, write, title="Hostile members among real daemons", scenarios=len(scenarios)) as bench:
         clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", bench.say)
-        made: list[HostileReport] = []
+        made: list[PlayReport] = []
         for scenario in scenarios:
             name = str(scenario.run["name"])
             made.append(play_hostile(scenario, out / "zoo" / name, bench.say, clean))
             bench.say(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
         data = {report.name: msgspec.to_builtins(report) for report in made}
-        bench.publish(claims_of(made), data, grids=[grid_of(made)])
+        bench.publish(claims_of(made), data, grids=[grid_of(load_report(clean), made)])
 
 
-def claims_of(made: Sequence[HostileReport]) -> list[Claim]:
+def loss_above(report: PlayReport) -> float:
+    """Return the share by which the honest members' loss exceeds the loss of the honest alone."""
+    loss = report.beside.loss_above if report.beside is not None else None
+    return float("nan") if loss is None else loss
+
+
+def claims_of(made: Sequence[PlayReport]) -> list[Claim]:
     """Return the greatest cost to the honest members, and how many of their exchanges were not averaged in full."""
-    costliest = max(made, key=lambda report: report.loss_above)
-    touched = sum(report.attacked.honest_touched for report in made)
+    costliest = max(made, key=loss_above)
+    touched = sum(meetings(report)[1] for report in made)
     return [
-        Claim(f"loss above the honest alone, the costliest attack: {costliest.name}", f"{costliest.loss_above:+.1%}"),
+        Claim(f"loss above the honest alone, the costliest attack: {costliest.name}", f"{loss_above(costliest):+.1%}"),
         Claim("honest exchanges refused or clipped, all attacks", f"{touched}"),
     ]
+
+
+def grid_of(clean: PlayReport, made: Sequence[PlayReport]) -> Grid:
+    """Return the table of plays with one honest play in common: a column for each."""
+    what = ("honest exchanges", "honest touched", "hostile exchanges", "hostile touched")
+    counts = zip(what, *(map(str, meetings(report)) for report in (clean, *made)), strict=True)
+    rows = [
+        ["loss", *(cell(report.loss_merged, "{:.3f}") for report in (clean, *made))],
+        ["above alone", "", *(f"{loss_above(report):+.1%}" for report in made)],
+        *map(list, counts),
+        ["verdict", "", *(report.verdict for report in made)],
+    ]
+    names = ["the honest alone", *(report.name.removeprefix("hostile-") for report in made)]
+    return Grid("What hostile members cost the honest ones", ["", *names], rows)

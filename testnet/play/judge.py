@@ -217,7 +217,24 @@ def compare(report: PlayReport, clean: PlayReport) -> Beside:
         None if loss is None else loss - 1,
         throughput_of_others=_over(_throughput(report, others), _throughput(clean, others)),
         spread=_over(report.spread, clean.spread),
+        exchanges=_over(meetings(report)[0], meetings(clean)[0]),
+        hostile_exchanges=sum(meetings(report)[2:]),
     )
+
+
+def meetings(report: PlayReport) -> list[int]:
+    """Return the nodes' exchanges with one another, those that screening touched, and the same with hostile members.
+
+    An exchange of two nodes counts at both. What was touched was refused, or clipped.
+    """
+    honest = {node.peer_id for node in report.nodes}
+    return [
+        sum(
+            number for node in report.nodes for peer, number in getattr(node, name).items() if (peer in honest) == among
+        )
+        for among in (True, False)
+        for name in ("partners", "touched")
+    ]
 
 
 def _over(mine: float | None, clean: float | None) -> float | None:
@@ -233,22 +250,28 @@ def _throughput(report: PlayReport, indices: Collection[int]) -> float | None:
 def conditions_beside(beside: Beside, scenario: Scenario) -> Iterator[Condition]:
     """Yield the scenario's conditions on a comparison."""
     others, spread, loss = beside.throughput_of_others, beside.spread, beside.loss_above
-    for whose, share, least in (
-        ("living", beside.throughput, scenario.min_throughput),
-        ("others, without a fault", others, scenario.min_throughput_of_others),
+    for what, share, least in (
+        ("tokens a second of the living", beside.throughput, scenario.min_throughput),
+        ("tokens a second of the others, without a fault", others, scenario.min_throughput_of_others),
+        ("exchanges of the nodes with one another", beside.exchanges, scenario.min_exchanges_of_clean),
     ):
         if least:
             words, is_met = cell(share, "{:.1%}", UNKNOWN), share is not None and share >= least
-            yield Condition(f"tokens a second of the {whose}, of clean", words, f"at least {least:.1%}", is_met)
+            yield Condition(f"{what}, of clean", words, f"at least {least:.1%}", is_met)
     if (most := scenario.max_spread_over_clean) is not None:
         is_met = spread is not None and spread <= most
         yield Condition("spread of the weights, of clean", cell(spread, "{:.2f}", UNKNOWN), f"at most {most:g}", is_met)
     if (most := scenario.max_loss_above_clean) is not None:
         is_met = loss is not None and loss <= most
         yield Condition("held-out loss beside clean", cell(loss, "{:+.1%}", UNKNOWN), f"at most {most:+.1%}", is_met)
+    if scenario.hostile is not None and scenario.hostile.program == "daemon":
+        # Absent members exchange with none: then the others have fewer.
+        is_met = beside.hostile_exchanges > 0 or (beside.exchanges is not None and beside.exchanges < 1)
+        yield Condition("exchanges with hostile members", f"{beside.hostile_exchanges}", "at least 1", is_met)
 
 
 def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayReport:
-    """Return the report with the comparison, and with its reasons against a pass."""
-    beside = compare(report, clean)
-    return _with_verdict(msgspec.structs.replace(report, beside=beside), conditions_beside(beside, scenario))
+    """Return the report with the comparison, and with its reasons against a pass, and the clean play's."""
+    beside, reasons = compare(report, clean), [*(f"clean: {reason}" for reason in clean.reasons), *report.reasons]
+    report = msgspec.structs.replace(report, beside=beside, reasons=reasons)
+    return _with_verdict(report, conditions_beside(beside, scenario))

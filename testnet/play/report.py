@@ -126,6 +126,10 @@ class Beside(msgspec.Struct, frozen=True):
     """``throughput`` of the nodes without faults, in both runs."""
     spread: float | None = None
     """This run's spread over the clean run's."""
+    exchanges: float | None = None
+    """Exchanges of the nodes with one another, over the clean run's."""
+    hostile_exchanges: int = 0
+    """Exchanges with hostile members, including those that the screening refused."""
 
 
 class PlayReport(msgspec.Struct, frozen=True):
@@ -183,7 +187,7 @@ class Merged(msgspec.Struct, frozen=True):
 def lines_of(report: PlayReport) -> Iterator[str]:
     """Yield all lines."""
     yield from course_lines(report)
-    if report.faults:
+    if report.faults or report.beside is not None:
         yield from (*fault_lines(report), *throughput_lines(report))
     yield from stage_lines(report)
 
@@ -270,4 +274,6 @@ def throughput_lines(report: PlayReport) -> list[str]:
             lines[-1] += f", nodes without a fault {beside.throughput_of_others:.2%}"
         if beside.spread is not None:
             lines[-1] += f", spread {beside.spread:.2f} of the clean one's"
+        if beside.exchanges is not None:
+            lines[-1] += f", exchanges {beside.exchanges:.1%}"
     return lines

@@ -1,9 +1,15 @@
-"""The traffic and needs of runs: the figures of ``docs/faq.md``, computed from codecs, presets and the planner."""
+"""The traffic and needs of runs: the figures of ``docs/faq.md``, computed from codecs, presets and the planner.
+
+``python -m farandole.testnet.report.traffic docs/faq.md`` writes them there.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Final
 
+from farandole.node.base.figures import size
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.planning.planning import complete
 from farandole.protocol.run.manifest import Manifest
@@ -24,14 +30,14 @@ def traffic_table() -> str:
     lines = [f"| model |{heads} a round, chosen | seconds a round | in an hour | Mbit/s needed |"]
     lines.append("|---" * (len(CODECS) + 5) + "|")
     for model in PRESETS:
-        sizes = "".join(f" {_size(encoded_bytes(codec, num_parameters(preset(model))))} |" for codec in CODECS)
+        sizes = "".join(f" {size(encoded_bytes(codec, num_parameters(preset(model))))} |" for codec in CODECS)
         run = home_run(model)
         needs, seconds = needs_of(run), run.rounds.round_seconds
-        hourly = _size(round(needs.contribution_bytes * 3_600 / seconds))
+        hourly = size(round(needs.contribution_bytes * 3_600 / seconds))
         rate = 8e-6 * needs.rate
         digits = 1 if rate >= 1 else 2
         lines.append(
-            f"| `{model}` |{sizes} {_size(needs.contribution_bytes)} | {seconds:g} | {hourly} | {rate:.{digits}f} |"
+            f"| `{model}` |{sizes} {size(needs.contribution_bytes)} | {seconds:g} | {hourly} | {rate:.{digits}f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -45,19 +51,20 @@ def needs_table() -> str:
     for model in PRESETS:
         needs = needs_of(home_run(model))
         sizes = (needs.on_cpu.host, needs.on_gpu.device, needs.on_gpu.host, needs.disk_bytes, needs.join_bytes)
-        lines.append(f"| `{model}` |" + "".join(f" {_size(each)} |" for each in sizes))
+        lines.append(f"| `{model}` |" + "".join(f" {size(each)} |" for each in sizes))
     return "\n".join(lines) + "\n"
 
 
-def with_section(document: str, name: str, content: str) -> str:
-    """Return the document with other content between its comments ``begin NAME`` and ``end NAME``."""
-    begin, end = (f"<!-- {edge} {name} -->" for edge in ("begin", "end"))
-    head, rest = document.split(begin)
-    _, tail = rest.split(end)
-    return "\n\n".join([head + begin, content.strip("\n"), end + tail])
+def updated(page: str) -> str:
+    """Return a page with the present tables between its comments ``begin`` and ``end`` of their names."""
+    for name, table in (("traffic", traffic_table()), ("needs", needs_table())):
+        begin, end = (f"<!-- {edge} {name} -->" for edge in ("begin", "end"))
+        head, rest = page.split(begin)
+        _, tail = rest.split(end)
+        page = f"{head}{begin}\n\n{table}\n{end}{tail}"
+    return page
 
 
-def _size(num_bytes: int) -> str:
-    """Format a size with three digits and a unit."""
-    power = next(power for power in (1, 2, 3) if power == 3 or num_bytes < 999.5 * 1_000**power)
-    return f"{num_bytes / 1_000**power:#.3g}".rstrip(".") + " " + ("kB", "MB", "GB")[power - 1]
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(updated(path.read_text()))

@@ -10,7 +10,7 @@ from farandole.node.base.causes import CAUSES
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
-from farandole.testnet.report.traffic import with_section
+from farandole.testnet.report.traffic import updated
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -39,14 +39,7 @@ def test_the_catalogue_of_errors_is_up_to_date(capsys: pytest.CaptureFixture[str
     assert "{" not in text
 
 
-def test_figures_of_traffic_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_of_traffic_are_up_to_date() -> None:
     page = (DOCS / "faq.md").read_text()
-    for name, table in zip(("traffic", "needs"), said(capsys, "testnet", "traffic").split("\n\n"), strict=True):
-        assert f"<!-- begin {name} -->\n\n{table.strip()}\n\n<!-- end {name} -->" in page, "make reference"
-
-
-def test_a_section_is_replaced_and_nothing_else() -> None:
-    page = "a\n<!-- begin needs -->\nold\n<!-- end needs -->\nb\n"
-    assert with_section(page, "needs", "new\n") == "a\n<!-- begin needs -->\n\nnew\n\n<!-- end needs -->\nb\n"
-    with pytest.raises(ValueError, match="unpack"):
-        with_section("prose alone", "needs", "new")
+    assert updated(page) == page, "make reference"
+    assert updated(page.replace("MB", "pounds")).replace("pounds", "MB") == page, "nothing else is replaced"

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from farandole.testnet.bench.zoo import claims_of
+from farandole.testnet.bench.zoo import claims_of, grid_of, loss_above
+from farandole.testnet.play.judge import judged, meetings
 from farandole.testnet.play.launch import PLAN
-from farandole.testnet.play.report import NodeReport
+from farandole.testnet.play.report import NodeReport, PlayReport
 from farandole.testnet.play.scenario import ScenarioError, load_scenario, scenario_names
 from farandole.testnet.zoo.member_attacks import check_attack
 from farandole.testnet.zoo.plan import HostileError, plan_of, targets_of
-from farandole.testnet.zoo.play import Conduct, HostileReport, grid_of, judge
 
 from ..play.reports import PASSED, node
 
@@ -21,7 +21,7 @@ SCENARIO = load_scenario("hostile-capture")
 ALONE = msgspec.structs.replace(PASSED, loss_merged=2.0, nodes=[node(0, 1_000), node(1, 1_000)])
 
 
-def verdict(reasons: tuple[str, ...] = (), exchanges: int = 160, hostile: int = 20, **changes: Any) -> HostileReport:
+def verdict(exchanges: int = 160, hostile: int = 20, **changes: Any) -> PlayReport:
     """Judge a play with these changes for the honest members, compared with a faultless one of honest members alone."""
 
     def meeting(exchanges: int, hostile: int) -> list[NodeReport]:
@@ -32,21 +32,17 @@ def verdict(reasons: tuple[str, ...] = (), exchanges: int = 160, hostile: int = 
             for each, met in zip(ALONE.nodes, partners, strict=True)
         ]
 
-    return judge(
-        SCENARIO,
-        msgspec.structs.replace(ALONE, nodes=meeting(200, 0)),
-        msgspec.structs.replace(ALONE, nodes=meeting(exchanges, hostile), reasons=list(reasons), **changes),
-    )
+    clean = msgspec.structs.replace(ALONE, nodes=meeting(200, 0))
+    return judged(msgspec.structs.replace(ALONE, nodes=meeting(exchanges, hostile), **changes), clean, SCENARIO)
 
 
 def test_the_unharmed_pass() -> None:
     made = verdict(loss_merged=2.018)
     assert made.reasons == []
-    assert made.loss_above == pytest.approx(0.009)
-    assert made.clean == Conduct(2.0, 200, 0)
-    assert made.attacked == Conduct(2.018, 160, 0, 20, 40)
-    table = grid_of([made])
-    assert table.header == ["", "the honest alone", "capture"]
+    assert loss_above(made) == pytest.approx(0.009)
+    assert meetings(made) == [160, 0, 20, 40]
+    table = grid_of(ALONE, [made])
+    assert table.header == ["", "the honest alone", "chaos"]
     assert ["above alone", "", "+0.9%"] in table.rows
     assert table.rows[-1] == ["verdict", "", "pass"]
     assert [claim.ours for claim in claims_of([made])] == ["+0.9%", "0"]
@@ -55,17 +51,17 @@ def test_the_unharmed_pass() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss_merged": 2.1}, "loss is +5.0%"),
-        ({"loss_merged": float("nan")}, "loss is +nan%"),
-        ({"loss_merged": None}, "loss is +nan%"),
-        ({"exchanges": 112}, "112 exchanges with one another, and 200 alone: less than 57%"),
-        ({"exchanges": 200, "hostile": 0}, "nothing was tried"),
-        ({"reasons": ("node 1 died",)}, "node 1 died"),
+        ({"loss_merged": 2.1}, "held-out loss beside clean: +5.0%"),
+        ({"loss_merged": float("nan")}, "held-out loss beside clean: +nan%"),
+        ({"loss_merged": None}, "held-out loss beside clean: not known"),
+        ({"exchanges": 112}, "exchanges of the nodes with one another, of clean: 56.0%, not at least 57.0%"),
+        ({"exchanges": 200, "hostile": 0}, "exchanges with hostile members: 0, not at least 1"),
+        ({"reasons": ["node 1 died"]}, "node 1 died"),
     ],
 )
 def test_each_harm_fails(changes: dict[str, Any], words: str) -> None:
-    made = verdict(**changes)
-    assert any(words in reason for reason in made.reasons), made.reasons
+    (reason,) = verdict(**changes).reasons
+    assert reason.startswith(words)
 
 
 def test_who_never_exchanges_is_seen_by_what_the_honest_exchange_less() -> None:
