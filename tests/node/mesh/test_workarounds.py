@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -287,3 +289,11 @@ async def test_nobody_sends_the_library_megabytes() -> None:
                 num_sent += 16 * 1024
                 await wait_all_tasks_blocked()
         assert num_sent <= 2 * 128 * 1024
+
+
+def test_a_daemon_loads_no_http_or_dns_client_and_neither_tls_nor_yamux_of_libp2p() -> None:
+    code = "import sys, farandole.node.daemon; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "libp2p.security.noise.transport" in loaded
+    unwanted = {"httpx", "requests", "dns", "libp2p.host.basic_host"}
+    assert (unwanted | {"libp2p.security.tls", "libp2p.stream_muxer.yamux"}).isdisjoint(loaded)

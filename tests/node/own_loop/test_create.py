@@ -117,8 +117,6 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path) -> Non
     model = nn.Linear(2, 2)
     for sections, message in (
         ({"rounds": {"round_second": 3}}, "rounds.round_second is no setting; did you mean round_seconds?"),
-        ({"outer": {"codec": "int9"}}, "did you mean int8?"),
-        ({"roundz": {}}, "roundz is no section"),
         ({"colour": "red"}, "colour"),
         ({"inner": {"batch_size": 2}}, "own loop chooses its text"),
     ):

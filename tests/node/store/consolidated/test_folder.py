@@ -64,20 +64,8 @@ def folder(merge: Callable[..., bytes], stages: list[list[Path]], tmp_path: Path
     return tmp_path / "pulled"
 
 
-def test_one_replica_of_each_stage_is_that_replica(folder: Path, run: SignedManifest, replicas: list[Learner]) -> None:
-    anna = replicas[0]
-    tensors = load_file(folder / CHECKPOINT_NAME)
-    for name, weights in anna.checkpoint.layout.views(anna.round_end.slow_weights()).items():
-        assert torch.equal(tensors[f"slow/{name}"], weights)
-    read = read_folder(folder)
-    assert (read.index.round, read.index.inner_steps, read.index.tokens) == (2, 12, anna.totals.tokens)
-    assert read.signed.run_id == read.index.run_id == run.run_id
-    verify_hashes(read)
-    assert len(tensors) == len(VECTORS) * len(shapes_of(read.manifest.model))
-
-
 def test_replicas_are_their_mean_momentum_and_moments_included(
-    merge: Callable[..., bytes], replicas: list[Learner], tmp_path: Path
+    merge: Callable[..., bytes], run: SignedManifest, replicas: list[Learner], tmp_path: Path
 ) -> None:
     to = tmp_path / "merged"
     merge(to, vectors=(*VECTORS, *OPTIMIZER_VECTORS))
@@ -87,7 +75,11 @@ def test_replicas_are_their_mean_momentum_and_moments_included(
         mean = torch.stack([replica.checkpoint.vectors()[vector] for replica in replicas]).double().mean(0).float()
         for name, expected in layout.views(mean).items():
             torch.testing.assert_close(tensors[f"{vector}/{name}"], expected, rtol=1e-6, atol=1e-12)
-    assert read_folder(to).index.inner_steps == 12
+    read = read_folder(to)
+    verify_hashes(read)
+    assert read.signed.run_id == read.index.run_id == run.run_id
+    assert (read.index.round, read.index.inner_steps, read.index.tokens) == (2, 12, replicas[0].totals.tokens)
+    assert len(tensors) == (len(VECTORS) + len(OPTIMIZER_VECTORS)) * len(shapes_of(read.manifest.model))
 
 
 def damage(path: Path, position: int = -5) -> None:
