@@ -9,16 +9,12 @@ import stat
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
-from farandole.node.base.control import call
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.daemon import be_node, run_daemon
-from farandole.node.status.status import NodeStatus
-from farandole.node.ui.headline import headline
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -293,18 +289,14 @@ async def test_a_node_without_a_bootstrap_peer_says_so(
     for name, seconds in (("USUAL_SECONDS", 1.0), ("REMIND_AFTER", 1.0), ("STATUS_INTERVAL", 0.1)):
         monkeypatch.setattr(f"farandole.node.ui.headline.{name}", seconds)
     nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
-    home = tmp_path / "bob"
-    settings = NodeSettings(home=home, invite=nobody, listen=LOOPBACK, mdns=False, upnp=False)
+    settings = NodeSettings(home=tmp_path / "bob", invite=nobody, listen=LOOPBACK, mdns=False, upnp=False)
     nursery.start_soon(run_daemon, settings, be_node)
     said = ""
     with trio.fail_after(PATIENCE):
         while "warning: not in the run yet" not in said:
             await trio.sleep(0.05)
             said += capsys.readouterr().out
-    status = msgspec.convert(await trio.to_thread.run_sync(call, home, "status"), NodeStatus)
     nursery.cancel_scope.cancel()
-    soon, later = headline(status, status.started_at + 0.5), headline(status, status.started_at + 30)
-    assert (soon.level, later.level) == ("busy", "trouble")
-    assert later.text.startswith("not in the run yet, for 30 s: no known address answers: 1 address of 1 peer")
-    assert "`farandole doctor INVITE` finds out why" in later.remedy
-    assert f". {later.remedy[0].upper()}{later.remedy[1:]}\n" in said
+    _, _, told = said.partition("warning: not in the run yet")
+    assert ": no known address answers: 1 address of 1 peer" in told
+    assert "`farandole doctor INVITE` finds out why" in told

@@ -63,15 +63,7 @@ def is_equal(replayed: messages.Replayed, recorded: messages.Recorded) -> bool:
     return (replayed.end, replayed.contribution) == (recorded.commitment.end, recorded.commitment.contribution)
 
 
-@pytest.mark.parametrize(
-    "outer",
-    [
-        {"kind": "noloco"},
-        {"kind": "noloco", "codec": "int8"},
-        {"kind": "noloco", "codec": "int4"},
-        {"kind": "noloco", "fragments": 2},
-    ],
-)
+@pytest.mark.parametrize("outer", [{}, {"codec": "int8"}, {"codec": "int4"}, {"fragments": 2}])
 def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: dict[str, object]) -> None:
     manifest = small_manifest(inner=DETERMINISTIC, audits=0.03, outer=outer)
     author, auditor = make_trainer(ALICE, manifest), make_trainer(BOB, manifest)
