@@ -2,7 +2,7 @@
 
 python ranks_program.py KIND JUDGES RANK RANKS FILE
 
-KIND is how the model is cut. With the name of one of `OTHERS` and "-" in front, the ranks do that instead of rounds.
+KIND is how the model is cut.
 JUDGES is "losses" if the loop computes some, by which contributions are judged.
 """
 
@@ -33,7 +33,6 @@ from farandole.training.cluster.ranks import (
     reshard,
     whole_of,
 )
-from farandole.training.model.model import build_model
 from farandole.training.outer import contribution
 from farandole.training.screening.rule import Accept
 
@@ -185,43 +184,10 @@ def saved_and_loaded(engine: ExternalEngine) -> Iterator[bytes]:
         engine.checkpoint.load(file)
 
 
-MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, hidden=24, context=16, vocabulary=256)
-SEED = 7
-
-
 def hash_of(parameters: Iterable[torch.Tensor]) -> str:
     """Return a hash of whole parameters."""
     return blake3(b"".join(each.detach().float().numpy().tobytes() for each in parameters)).hexdigest()
 
-
-def begin_from_seed(kind: str, num_ranks: int) -> str:
-    """Begin a run of a built-in model, with a module of other weights; returns a hash of those that it has then."""
-    module = build_model(MODEL, SEED + 1)
-    cut(module, kind, num_ranks)
-    ranks = open_ranks()
-    if ranks.is_leader:
-        manifest = Manifest(name="ranks", model=MODEL, seed=SEED)
-        loop = Loop(module, tokens_per_step=1, ranks=ranks)
-        ExternalEngine(loop, manifest, Turns(), run_id=RUN_ID).begin_anew()
-        ranks.tell(Order.OVER)
-    else:
-        Follower(ranks, module, None).end()
-    reshard(module)
-    return hash_of([whole_of(parameter) for parameter in module.parameters()])
-
-
-def save_with_pytorch(kind: str, num_ranks: int) -> str:
-    """Save the weights as docs/your-own-loop.md shows it, beside the file where the ranks meet."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    module = build()
-    cut(module, kind, num_ranks)
-    save({"model": get_model_state_dict(module)}, checkpoint_id=f"{sys.argv[-1]}-saved")
-    return "saved"
-
-
-OTHERS = {"seed": begin_from_seed, "saved": save_with_pytorch}
 
 CASES = (
     NoLoCoConfig(codec="fp32"),
@@ -237,12 +203,10 @@ def main(kind: str, judges: str, rank: int, num_ranks: int, file: str) -> None:
     In the next line, print the numbers of `play_rounds`.
     """
     vars(contribution)["_MAX_SECONDS"] = math.inf  # else a busy machine compares fewer losses
-    other, _, kind = kind.rpartition("-")
     if kind != "plain":
         distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
-    hashes = [OTHERS[other](kind, num_ranks)] if other else []
-    clips = list[float]()
-    for dtype in () if other else (torch.float32, torch.bfloat16):
+    hashes, clips = list[str](), list[float]()
+    for dtype in (torch.float32, torch.bfloat16):
         module = build().to(dtype)
         if kind != "plain":
             cut(module, kind, num_ranks)

@@ -10,16 +10,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-import farandole
-from farandole.node.store.consolidated.folder import read_folder
 from farandole.training.cluster.ranks import restarts_meet_the_dead
-from farandole.training.model.model import build_model
 
 from ...patience import PATIENCE
-from ..ranks_program import MODEL, SEED, build, hash_of
 
 
 def play(kind: str, num_ranks: int, folder: Path, judges: str = "") -> list[list[list[str]]]:
@@ -72,29 +66,6 @@ def test_however_a_model_is_cut_its_member_sends_judges_and_learns_the_same_bits
     num_cases = len(expected) // 2
     parameters = [expected[num_cases - 1], expected[-1]]
     assert [hashes for hashes, *_ in others] == [parameters] * (num_ranks - 1)
-
-
-def test_a_cluster_that_begins_a_run_of_a_built_in_model_has_the_weights_of_the_seed(tmp_path: Path) -> None:
-    expected = hash_of(build_model(MODEL, SEED).parameters())
-    assert [hashes for [hashes, *_] in play("seed-fsdp", 2, tmp_path)] == [[expected], [expected]]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_run_begins_with_what_a_cluster_has_saved(tmp_path: Path) -> None:
-    """By `torch.distributed.checkpoint`, as docs/your-own-loop.md shows it."""
-    from torch.distributed.checkpoint.state_dict_loader import load  # takes four seconds
-
-    play("saved-fsdp", 2, tmp_path)
-    model = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state = {"model": model.state_dict()}
-    load(state, checkpoint_id=tmp_path / "meeting-saved", no_dist=True)
-    model.load_state_dict(state["model"])
-    stored = load_file(read_folder(farandole.create_run(model, tmp_path / "run") / "start").checkpoint)
-    for name, parameter in build().named_parameters():
-        assert torch.equal(stored[f"slow/{name}"], parameter), name
 
 
 @pytest.mark.parametrize(
