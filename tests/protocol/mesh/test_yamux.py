@@ -79,14 +79,10 @@ def test_what_is_received_says_what_has_changed_and_who_answers_before_it_is_ask
     assert bob.has_ended
     alice = yamux.Yamux(is_initiator=True, now=0.0)
     alice.ping(now=1.0, number=0x5EED)
-    alice.receive_data(b"".join(pong(guess) for guess in range(50)), 1.0)
+    alice.receive_data(b"".join(encode(PING, ACK, 0, guess) for guess in range(50)), 1.0)
     assert alice.round_trip is None
-    alice.receive_data(pong(0x5EED), 3.5)
+    alice.receive_data(encode(PING, ACK, 0, 0x5EED), 3.5)
     assert alice.round_trip == 2.5
-
-
-def pong(number: int) -> bytes:
-    return struct.pack(">BBHII", 0, PING, ACK, 0, number)
 
 
 def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -> None:

@@ -190,20 +190,6 @@ def test_a_frozen_node_costs_what_it_has_and_no_more(seed: int) -> None:
         assert count + (ticket in frozen.summed) == 3, "what it has of it waits for the origin's word"
 
 
-def test_who_has_given_back_a_gradient_does_not_need_the_one_it_came_from() -> None:
-    pipeline = open_pipeline(1)
-    pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
-    pipeline.handle(machine.Received(2, wire.Credits(4)), 0.0)
-    pipeline.handle(arriving(b"a"), 0.0)
-    pipeline.handle(machine.Received(1, wire.DataReceived(0)), 0.0)
-    pipeline.handle(Worked(), 0.0)
-    pipeline.handle(machine.Received(2, wire.Gradient(0)), 0.0)
-    pipeline.handle(machine.Received(2, wire.DataReceived(0)), 0.0)
-    assert machine.Send(1, wire.Gradient(0), 0) in pipeline.handle(Worked(), 0.0)
-    assert not [o for o in pipeline.handle(machine.LinkClosed(2), 0.1) if is_dropped(o)]
-    assert Settle(0, is_kept=True) in pipeline.handle(machine.Received(1, wire.Settled(0, True)), 0.2)
-
-
 def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
     """The node that asks has lost the hop before it, so a gradient sent by another route would not help it."""
     pipeline = open_pipeline(0)
@@ -235,19 +221,6 @@ def test_a_node_that_dies_while_it_sends_back_leaves_no_half() -> None:
         assert set(last.kept) == set(origin.kept)
         asked += last.pipeline.counts.taken_out
     assert asked > 0, "it happened"
-
-
-def test_a_round_ends_with_nothing_under_way_and_another_begins() -> None:
-    world = World([2, 2])
-    for round_index in range(1, 4):
-        world.run(2)
-        for node in world.nodes.values():
-            node.end_round()
-        world.run(3)
-        for node in world.nodes.values():
-            assert node.drained[-1] == round_index - 1
-            node.begin_round(round_index)
-    assert settled_alike(world, 2)
 
 
 def measure(world: World, num_batches: int) -> None:

@@ -40,7 +40,6 @@ from ..authors import (
     contents,
     key_of,
     member,
-    notice,
     progress,
     sign_body,
     state_of,
@@ -278,8 +277,3 @@ def test_the_deepest_junk_that_fits_is_the_same_to_all_nodes() -> None:
     check()
     assert len(found) == 4
     assert sys.getrecursionlimit() >= 1_000
-
-
-def test_members_notices_and_beats_of_this_release_are_read_by_the_next() -> None:
-    for item in (member(1), beat(1), notice(1), progress(1, 5)):
-        assert NEXT_CHECKER.check(item).id == CHECKER.check(item).id

@@ -26,17 +26,6 @@ def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(payloads: lis
     assert received == payloads
 
 
-@given(st.binary(max_size=1_000))
-def test_arbitrary_bytes_make_frames_or_a_remote_protocol_error(data: bytes) -> None:
-    parser = FrameParser(MAX_BYTES)
-    parser.receive_data(data)
-    try:
-        assert all(len(payload) <= MAX_BYTES for payload in _frames(parser))
-        parser.receive_eof()
-    except RemoteProtocolError:
-        pass
-
-
 @pytest.mark.parametrize("length", [MAX_BYTES + 1, 2**31, 2**32 - 1])
 def test_a_lying_length_is_refused_at_its_fourth_byte(length: int) -> None:
     parser = FrameParser(MAX_BYTES)

@@ -25,7 +25,7 @@ from farandole.training.data.dataset import Bring, Sampler, Text, build_sampler
 from farandole.training.data.tokenizer import load_tokenizer
 from farandole.training.engine.learner import Learner, replay_round
 from farandole.training.model.generation import generate, last_logits, load_model
-from farandole.training.model.model import Transformer, build_model, document_mask, language_loss
+from farandole.training.model.model import Transformer, build_model, language_loss
 from farandole.training.model.sampling import GREEDY, Sampling
 
 from ...tokenizer_files import write_words
@@ -68,19 +68,6 @@ def test_logits_of_a_window_are_those_of_each_document_alone(model: ModelConfig)
     unmasked = plain(WINDOW)[0].split([len(document) for document in DOCUMENTS])
     assert gap([unmasked[0]], [alone[0]]) < 1e-4
     assert min(gap([unmasked[number]], [alone[number]]) for number in (1, 2)) > 1e-2
-
-
-def test_the_mask_is_causal_and_each_row_has_its_own() -> None:
-    tokens = torch.tensor([[5, 0, 6], [5, 6, 7]])
-
-    mask = document_mask(tokens, 0, torch.bfloat16)
-
-    assert mask.dtype == torch.bfloat16
-    assert (mask == 0).int().tolist() == [
-        [[[1, 0, 0], [0, 1, 0], [0, 1, 1]]],
-        [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]],
-    ]
-    assert bool(((mask == 0) | mask.isneginf()).all())
 
 
 def test_the_mask_is_kept_once_for_all_layers_and_is_counted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import msgspec
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.rounds.pairing_events import MessageReceived
 from farandole.protocol.rounds.pairing_messages import (
     MAX_MESSAGE_BYTES,
     MAX_MESSAGES,
@@ -68,18 +66,6 @@ def test_messages_survive_the_wire_and_are_small(message: Message) -> None:
     payload = encode_message(message)
     assert len(payload) <= MAX_MESSAGE_BYTES
     assert decode_message(payload) == message
-
-
-@given(st.one_of(st.binary(max_size=100), st.tuples(MESSAGES, st.integers(0, 200), st.integers(0, 255))))
-def test_rubbish_raises_remote_protocol_errors_alone(rubbish: bytes | tuple[Message, int, int]) -> None:
-    if isinstance(rubbish, tuple):
-        message, position, value = rubbish
-        payload = bytearray(encode_message(message))
-        payload[position % len(payload)] = value
-        rubbish = bytes(payload)
-    node = started()
-    with contextlib.suppress(RemoteProtocolError):
-        node.handle(MessageReceived(BOB, rubbish), 1.0)
 
 
 @given(MESSAGES, st.lists(st.one_of(st.none(), st.integers(-1, 5), st.binary(max_size=4)), min_size=1, max_size=4))
