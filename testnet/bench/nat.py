@@ -136,7 +136,7 @@ def scenario_of(pair: Pair) -> Scenario:
     """Return the scenario in which two homes of these kinds meet."""
     homes = [{"kind": kind} for kind in (*["open"] * NUM_RELAYS, *pair)]
     num_exchanges = NUM_WAYLESS if theory_of(pair) == RELAYED else NUM_EXCHANGES
-    settings: dict[str, Any] = {"run": _RUN, "home": homes, "nodes": len(homes), "min_partners": len(homes) - 1}
+    settings: dict[str, Any] = {"run": _RUN, "home": homes, "nodes": len(homes)}
     return parse_scenario({**settings, "rounds": 256, "exchanges_after_faults": num_exchanges})
 
 

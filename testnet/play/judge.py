@@ -181,7 +181,7 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
         yield "never trained"
     if node.rounds < scenario.rounds and not scenario.exchanges_after_faults:
         yield f"reached round {node.rounds} of {scenario.rounds}"
-    first, required = min((index for index, _ in node.losses), default=0), scenario.min_partners
+    first, required = min((index for index, _ in node.losses), default=0), scenario.partners_required
     if first and not scenario.exchanges_after_faults:  # with few cores, the last of many nodes joins that late
         required = min(required, max(scenario.rounds - first - 1, 1))
     if len(node.partners) < required:

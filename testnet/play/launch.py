@@ -318,7 +318,7 @@ class Testnet:
             if not needed or record.is_finished:
                 return record.is_finished
             num_exchanges = record.report.exchanges_ok - self._exchanges_before.get(record.report.index, 0)
-            return num_exchanges >= needed and len(record.report.partners) >= self.scenario.min_partners
+            return num_exchanges >= needed and len(record.report.partners) >= self.scenario.partners_required
 
         return (
             len(self._fault_reports) < len(self.scenario.fault)

@@ -19,9 +19,6 @@ from ..natlab.kinds import KINDS, KindError, kind_named
 from .fault import HOME_FAULTS, MAX_NODES, Chaos, Fault, FaultKind, draw_faults
 
 MAX_FAULTS: Final = 1_000
-DEFAULT_NODES: Final = 8
-DEFAULT_ROUNDS: Final = 20
-DEFAULT_MIN_PARTNERS: Final = 3
 # Partners are drawn at random: the next one may be the last one again, and sometimes no node is free.
 ROUNDS_A_PARTNER: Final = 3
 
@@ -86,8 +83,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: dict[str, Any]
     """The run's settings, as in a run file."""
-    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = DEFAULT_NODES
-    rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = DEFAULT_ROUNDS
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 8
+    rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = 20
     """At most the number of losses that a status keeps."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of the run; replaces ``run.seed``."""
@@ -114,9 +111,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A live node whose training makes no progress for this number of seconds is wedged."""
     settle_timeout: _Positive = 30.0
     """Seconds after the training in which the run state must become equal on all nodes."""
-    min_partners: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MIN_PARTNERS
-    """Minimum number of partners of each node; the default is lower with few nodes or rounds, and less is required of
-    a node that joins when fewer rounds are left."""
+    min_partners: Annotated[int, msgspec.Meta(ge=0)] = 3
+    """Minimum number of partners of each node, or as many as nodes and rounds allow; less is required of a node that
+    joins when fewer rounds are left."""
     max_loss_merged: _Positive | None = None
     """Validation loss of the mean of all replicas, in nats per token."""
     every_round: bool = False
@@ -184,8 +181,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield f"{name} has {len(entries)} entries for {self.nodes} nodes"
         if self.max_exchange_over_ideal is not None and not self.home:
             yield "max_exchange_over_ideal: say home, whose line it is"
-        if self.min_partners >= self.nodes:
-            yield f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
+
+    @property
+    def partners_required(self) -> int:
+        """Return how many partners each node can be expected to meet among those of its stage, up to the minimum."""
+        others = self.nodes // max(1, self.stages) - 1
+        return min(self.min_partners, others, self.rounds // ROUNDS_A_PARTNER)
 
     @property
     def clean(self) -> Scenario:
@@ -263,6 +264,9 @@ def load_scenario(
         if data:
             settings |= {"data": [str(path.absolute()) for path in data], "max_loss_merged": None}
         scenario = parse_scenario(settings)
+    required, asked = scenario.partners_required, scenario.min_partners
+    if required < asked and any(sizes.values()):
+        say(f"min_partners is {required}, not the scenario's {asked}: there are too few nodes or rounds for more")
     if scenario.data:
         from farandole.training.data.dataset import Bring, build_sampler  # imports numpy
 
@@ -290,11 +294,6 @@ def _resized(settings: _Settings, sizes: Mapping[str, int], say: Callable[[str],
         return made
     usual = parse_scenario(settings)
     has_fewer_rounds = sizes.get("rounds", usual.rounds) < usual.rounds
-    most = _reachable(made) if has_fewer_rounds else _num_others(made)
-    if settings.get("min_partners", 0) > most:
-        made["min_partners"] = most
-        asked = usual.min_partners
-        say(f"min_partners is {most}, not the scenario's {asked}: there are too few nodes or rounds for more")
     if has_fewer_rounds and usual.max_loss_merged is not None:
         made["max_loss_merged"] = None
         say(f"max_loss_merged does not count: it is meant for the scenario's {usual.rounds} rounds")
@@ -306,20 +305,9 @@ def _resized(settings: _Settings, sizes: Mapping[str, int], say: Callable[[str],
     return made
 
 
-def _num_others(settings: _Settings) -> int:
-    """Return the number of possible partners of each node: the others of its stage, at least."""
-    return max(0, int(settings.get("nodes", DEFAULT_NODES)) // max(1, int(settings.get("stages", 1))) - 1)
-
-
-def _reachable(settings: _Settings) -> int:
-    """Return the number of partners that a node can be expected to meet."""
-    return min(_num_others(settings), int(settings.get("rounds", DEFAULT_ROUNDS)) // ROUNDS_A_PARTNER)
-
-
 def parse_scenario(settings: _Settings) -> Scenario:
     """Parse a TOML file's table; `ManifestError` names a fault of the scenario or of its run."""
-    check({"min_partners": 0, **settings}, Scenario)
-    settings = {"min_partners": min(DEFAULT_MIN_PARTNERS, _reachable(settings)), **settings}
+    check(settings, Scenario)
     scenario = msgspec.convert(settings, Scenario)
     try:
         scenario.manifest(0.0)

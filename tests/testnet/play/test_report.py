@@ -19,7 +19,7 @@ from farandole.testnet.play.scenario import Scenario, parse_scenario
 from .reports import PASSED as CLEAN
 from .reports import node as played_node
 
-ROUNDS = 4
+ROUNDS = 6
 GOOD = NodeReport(
     index=0,
     peer_id="alice",
@@ -28,7 +28,7 @@ GOOD = NodeReport(
     inner_steps=80,
     tokens=1_000,
     loss_first=5.0,
-    losses=[(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0)],
+    losses=[(index, 5.0 - index / 2) for index in range(ROUNDS)],
     exchanges_since_restart=4,
     is_alive=True,
     state_root="root",
@@ -78,7 +78,7 @@ def test_the_verdict_shows_bits_per_byte_and_a_report_without_them_is_read() -> 
         ({"wedged": True}, "node 1 was wedged"),
         ({"restarts": 1, "exchanges_since_restart": 0}, "node 1 exchanged with nobody after"),
         ({"losses": []}, "node 1 never trained"),
-        ({"rounds": 3}, "node 1 reached round 3 of 4"),
+        ({"rounds": 3}, "node 1 reached round 3 of 6"),
         ({"partners": {"bob": 9}}, "node 1 had 1 of 2 required partners"),
         ({"state_root": "other"}, "the run state is not equal"),
         ({"state_root": ""}, "the run state is not equal"),
@@ -97,7 +97,7 @@ def test_a_node_that_was_killed_on_purpose_owes_nothing() -> None:
 
 
 def test_a_node_that_came_when_few_rounds_were_left_needs_fewer_partners() -> None:
-    late = {"losses": [(2, 3.0), (3, 2.0)], "partners": {"bob": 1}}
+    late = {"losses": [(4, 3.0), (5, 2.0)], "partners": {"bob": 1}}
     assert judge([node(0), node(1, **late), node(2)]).verdict == "pass"
     assert judge([node(0), node(1, **late | {"partners": {}}), node(2)]).verdict == "fail"
 
@@ -118,7 +118,7 @@ def test_the_merged_loss_must_be_below_its_bound() -> None:
 def test_every_node_in_every_round_and_slow_ones_with_fewer_steps() -> None:
     settings: dict[str, Any] = {"every_round": True, "slow": [1.0, 8.0]}
     assert judge([node(0), node(1, inner_steps=11)], **settings).reasons == []
-    missing = node(1, inner_steps=11, losses=[(1, 4.0), (3, 2.0)])
+    missing = node(1, inner_steps=11, losses=[(1, 4.0), (3, 2.0), (4, 2.0), (5, 2.0)])
     assert judge([node(0), missing], **settings).reasons == ["node 1 took no part in rounds [2]"]
     [reason] = judge([node(0), node(1)], **settings).reasons
     assert reason == "node 1 took as many inner steps (80) as the faster node 0"

@@ -22,7 +22,7 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
     path = tmp_path / "a.toml"
     path.write_text("nodes = 8\nrounds = 9\nmin_partners = 3\nrun = {name = 'a', model = 'tiny', seed = 4}\n")
     scenario = load_scenario(str(path), nodes=4, rounds=12, seed=7)
-    assert (scenario.nodes, scenario.rounds, scenario.min_partners) == (4, 12, 3)
+    assert (scenario.nodes, scenario.rounds, scenario.partners_required) == (4, 12, 3)
     assert scenario.manifest(0).seed == 7
     path.write_text("min_partners = 'all'\nrun = {name = 'a', model = 'tiny'}\n")
     with pytest.raises(ManifestError, match="min_partners"):
@@ -43,7 +43,7 @@ def test_so_few_nodes_and_rounds_are_not_asked_for_what_is_beyond_them(
     sizes: dict[str, Any], min_partners: int, said: str
 ) -> None:
     told: list[str] = []
-    assert load_scenario("demo", **sizes, say=told.append).min_partners == min_partners
+    assert load_scenario("demo", **sizes, say=told.append).partners_required == min_partners
     assert said in "\n".join(told)
     assert bool(said) == bool(told)
 
@@ -71,7 +71,7 @@ def test_fewer_rounds_need_not_learn_as_much() -> None:
     [({}, 3), ({"nodes": 3}, 2), ({"nodes": 9, "stages": 3}, 2), ({"rounds": 3}, 1), ({"nodes": 1}, 0)],
 )
 def test_a_scenario_need_not_say_how_many_partners_there_are(settings: dict[str, Any], min_partners: int) -> None:
-    assert parse_scenario({"run": RUN, **settings}).min_partners == min_partners
+    assert parse_scenario({"run": RUN, **settings}).partners_required == min_partners
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,6 @@ def test_a_scenario_need_not_say_how_many_partners_there_are(settings: dict[str,
         ({"run": {"name": "a"}}, "model is missing"),
         ({"run": {**RUN, "outer": {"gamma": 9.0}}}, r"outer\.gamma"),
         ({"run": RUN, "nodes": 0}, "nodes"),
-        ({"run": RUN, "nodes": 2, "min_partners": 2}, "min_partners is 2"),
         ({"run": RUN, "slow": [0.5]}, "slow"),
         ({"run": RUN, "slow": [1.0] * 9}, "slow has 9 entries for 8 nodes"),
         ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
