@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -54,14 +54,10 @@ HELD_OUT_SHARE = 0.1
 PIECE_BYTES = 4_096
 # Of each kind of text: more than 5,000 inner steps read, and little to load. The pieces are those of least hashes.
 KIND_BYTES = 4 << 20
-# Of a record that `write_kinds` writes: a few windows of text.
-RECORD_CHARACTERS = 1_024
 # Windows of each kind of held-out text; with 8 kinds these are 65,536 tokens.
 VALIDATION_WINDOWS = 256
 # An odd number, by which a window's bytes are hashed.
 _HASH_FACTOR = 0x9E3779B97F4A7C15
-# Lines of progress of a training on a GPU.
-PROGRESS_LINES = 20
 # Rates are chosen with a seed that no figure is from.
 TUNING_SEED = 1_000
 # Settings that results have in common, so that one file may have them all.
@@ -238,7 +234,8 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
             )
         else:
             for name, group in groupby(missing, attrgetter("method")):
-                keep(name, measure(comparison, [missing[key] for key in group], texts, windows, say))
+                say(f"{name}")
+                keep(name, measure(comparison, [missing[key] for key in group], texts, windows))
         return [results[key] for key in asked]
 
     tried = [replaced(method, rate=rate) for method in chosen for rate in comparison.rates]
@@ -352,21 +349,6 @@ def _window_hashes(tokens: Tokens, length: int) -> npt.NDArray[np.uint64]:
     return hashes
 
 
-def write_kinds(folder: Path, num_kinds: int) -> list[Path]:
-    """Write kinds of text into a folder, each a file of records, for members that bring text; return the files.
-
-    Records are short, so that every kind has some that are held out.
-    """
-    paths = []
-    for name, documents in documents_by_kind(num_kinds).items():
-        text = b"\n".join(documents).decode(errors="replace")
-        pieces = (text[start : start + RECORD_CHARACTERS] for start in range(0, len(text), RECORD_CHARACTERS))
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-        paths.append(path)
-    return paths
-
-
 def mixed(texts: Mapping[str, Text]) -> dict[str, Text]:
     """Return texts of which each has the training text of all kinds, and what is held out of its own."""
     training = np.concatenate([text.training[:] for text in texts.values()])
@@ -378,11 +360,10 @@ def measure(
     plays: Sequence[tuple[Method, int]],
     texts: Mapping[str, Text],
     windows: Sequence[Batch],
-    say: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Train with one method, all seeds and rates at once; each result's seconds are its share of the time.
 
-    All are evaluated on ``windows`` (B, T + 1) of each kind. On a CPU it takes one thread. ``say`` gets the progress.
+    All are evaluated on ``windows`` (B, T + 1) of each kind. On a CPU it takes one thread.
     """
     device = comparison.chosen_device.torch_device
     trials = [Trial(seed, method.rate, comparison.samplers(texts, seed)) for method, seed in plays]
@@ -394,12 +375,7 @@ def measure(
         torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
     stack = Stack(method, comparison.sizes, comparison.inner(), trials, device)
 
-    def tell(step: int) -> None:
-        if step * PROGRESS_LINES // comparison.steps > (step - 1) * PROGRESS_LINES // comparison.steps:
-            spent = time.perf_counter() - started
-            say(f"{method.name}, {len(trials)} trials: step {step} of {comparison.steps}, {spent:.0f} s")
-
-    train(method, stack, trials, comparison.steps, tell)
+    train(method, stack, trials, comparison.steps)
     losses, spreads = stack.losses(windows), stack.spreads()
     seconds = (time.perf_counter() - started) / len(trials)
     merged_losses = stack.merged_losses(windows)

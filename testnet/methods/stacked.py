@@ -15,7 +15,7 @@ longer than running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -392,14 +392,8 @@ def _decoded(values: Tensor, form: Form, onto: Tensor | None = None, last: Tenso
     return decoded
 
 
-def train(
-    method: Method,
-    trainee: Stack,
-    trials: Sequence[Trial],
-    steps: int,
-    progress: Callable[[int], None] = lambda step: None,
-) -> None:
-    """Take ``steps`` inner steps and a method's outer steps; ``progress`` gets the number of steps after each.
+def train(method: Method, trainee: Stack, trials: Sequence[Trial], steps: int) -> None:
+    """Take ``steps`` inner steps and a method's outer steps.
 
     All trials have equally many samplers. A synchronous method's single replica trains on the batches of all of them.
     The last inner step ends a round, however short: otherwise the methods would be compared at different distances
@@ -441,7 +435,6 @@ def train(
                     trainee.send_momenta(method.momentum_codec)
                     if awaited is None:
                         trainee.average_momenta(groups(step, method.exchanges + partner))
-        progress(step + 1)
 
 
 def groups_of(group: Group, num_replicas: int, seed: int, step: int, exchange: int = 0) -> list[list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from farandole.training.outer.codec import Form, form_of
 from farandole.training.outer.contribution import Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
-from ..methods.compare import HELD_OUT_SHARE, write_kinds
+from ..methods.compare import documents_by_kind
 from .gradient_attacks import Common, Insight
 from .member_attacks import ATTACKS, MOMENTA, POISONS, AttackView, forge, forge_momentum, trigger_success
 from .optimised import Policy
@@ -50,6 +51,8 @@ VALIDATION = range(100, 132)
 AWAY_EVERY, MAX_AWAY = 4, 3
 # Share of a round's inner steps after which the exchange of the round before ends, where both overlap.
 LATE_SHARE = 0.5
+# Of whole files, where members' texts differ: so each kind has some.
+HELD_OUT_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class HostileRun:
     lag: int = 0
     """Age of the weights that a newcomer gets from another member, in rounds."""
     texts_differ: bool = False
-    """Whether each member has a kind of text of its own (`write_kinds`), instead of the manifest's."""
+    """Whether each member has a kind of text of its own (`documents_by_kind`), instead of the manifest's."""
     claimed_tokens: int = 10**12
     """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
@@ -171,7 +174,8 @@ class _Play:
         if run.texts_differ:
             data = DataConfig(source="text", held_out=HELD_OUT_SHARE)
             run = replace(run, manifest=msgspec.structs.replace(run.manifest, data=data))
-            brings = [Bring((path,)) for path in write_kinds(folder, len(brings))]
+            stdlib = Path(sysconfig.get_path("stdlib"))
+            brings = [Bring(tuple(stdlib.joinpath(kind).rglob("*.py"))) for kind in documents_by_kind(len(brings))]
         self._run = run
         self._folder = folder
         self._rng = random.Random(f"hostile {run.seed}")

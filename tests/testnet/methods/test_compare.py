@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from farandole.protocol.run.manifest import DataConfig
 from farandole.testnet import cli
 from farandole.testnet.methods import compare
 from farandole.testnet.methods.baselines import Method, methods
 from farandole.testnet.methods.compare import (
-    HELD_OUT_SHARE,
     PIECE_BYTES,
     TUNING_SEED,
     VALIDATION_WINDOWS,
@@ -26,11 +24,8 @@ from farandole.testnet.methods.compare import (
     run_compare,
     texts_by_kind,
     windows_held_out,
-    write_kinds,
 )
 from farandole.training.base.errors import DataError
-from farandole.training.data.dataset import Bring, load_text
-from farandole.training.data.tokenizer import ByteTokenizer
 
 from ...token_arrays import array_of
 
@@ -76,18 +71,17 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.usefixtures("little_text")
 def test_trainings_at_once_come_to_the_results_of_single_ones() -> None:
     comparison = MethodComparison(nodes=2, steps=4, interval=2)
-    texts, said = texts_by_kind(2), list[str]()
+    texts = texts_by_kind(2)
     windows = windows_held_out(texts, comparison.sizes.context)
     plays = [(Method("pairs", "pairs", 2, rate=rate), seed) for rate, seed in ((1.0, 0), (2.0, 1))]
 
-    together = measure(comparison, plays, texts, windows, said.append)
+    together = measure(comparison, plays, texts, windows)
 
     for (method, seed), result in zip(plays, together, strict=True):
         (alone,) = measure(comparison, [(method, seed)], texts, windows)
         assert (result.method, result.seed, result.rate) == (alone.method, alone.seed, alone.rate)
         for name in ("loss", "merged_loss", "spread"):
             assert getattr(result, name) == pytest.approx(getattr(alone, name), rel=1e-3)
-    assert [f"2 trials: step {step} of 4" in line for step, line in enumerate(said, 1)] == [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -217,15 +211,6 @@ def test_too_little_new_text_to_evaluate_on_is_said(tmp_path: Path, pieces: int,
         (tmp_path / name / "text.txt").write_bytes(content)
     with pytest.raises(DataError, match=says):
         windows_held_out(texts_by_kind(2, tmp_path), 32)
-
-
-def test_kinds_are_written_as_records_of_which_each_has_some_held_out(tmp_path: Path) -> None:
-    paths = write_kinds(tmp_path, 3)
-    data = DataConfig(source="text", held_out=HELD_OUT_SHARE)
-    texts = [load_text(data, ByteTokenizer(), Bring((path,))) for path in paths]
-    assert [path.stem for path in paths] == list(texts_by_kind(3))
-    assert all(0.05 < len(text.held_out) / len(text.training) < 0.2 for text in texts)
-    assert len({text.found.corpus for text in texts}) == 3
 
 
 def test_mixed_text_is_all_kinds_for_training_and_each_kind_for_measuring() -> None:
