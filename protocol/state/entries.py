@@ -286,8 +286,6 @@ class Rule:
     """Seconds from the start of an entry's tick to its expiry; the author cannot choose it."""
     max_bytes: int
     """Most bytes of the payload."""
-    is_metered: bool
-    """Whether a token bucket bounds how often it is written, as its lifetime is too long for its ticks to do so."""
     checked: int
     """Fields of the payload that every release checks, with the same bounds. A fault in a later one makes no entry
     invalid: nodes that do not know the field pass it on, and are not to blame."""
@@ -297,29 +295,27 @@ _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 
 RULES: dict[Kind, Rule] = {
     # BEAT's quantum is one second, so nodes of small runs can beat every two seconds and miss a dead node within ten.
-    Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=9),
-    Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False, checked=5),
-    Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True, checked=5),
-    Kind.LEASE: Rule(Lease, slots=8, quantum=2, ttl=_HOUR, max_bytes=256, is_metered=False, checked=4),
-    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True, checked=6),
-    Kind.SUSPECTS: Rule(Suspects, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=1),
-    Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=2),
+    Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, checked=9),
+    Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, checked=5),
+    Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, checked=5),
+    Kind.LEASE: Rule(Lease, slots=8, quantum=2, ttl=_HOUR, max_bytes=256, checked=4),
+    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, checked=6),
+    Kind.SUSPECTS: Rule(Suspects, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, checked=1),
+    Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, checked=2),
     # Renewed during a move; after a node that dies during one, the lease soon expires and blocks no other node.
-    Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False, checked=3),
+    Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, checked=3),
     # Renewed daily while its author is online.
-    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=592, is_metered=True, checked=1),
+    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=592, checked=1),
     # For as long as any run lasts, whether the creator's node is on or not.
-    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=3_650 * _DAY, max_bytes=512, is_metered=True, checked=2),
+    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=3_650 * _DAY, max_bytes=512, checked=2),
     # The last four rounds, which is how long an author keeps their starts.
-    Kind.COMMITMENT: Rule(
-        Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, is_metered=False, checked=12
-    ),
-    Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, is_metered=True, checked=3),
+    Kind.COMMITMENT: Rule(Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, checked=12),
+    Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, checked=3),
     # The first kind that was later than a release: nodes of that one pass it on unread, so no field is checked.
-    Kind.NOTES: Rule(ProgramNotes, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0),
+    Kind.NOTES: Rule(ProgramNotes, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, checked=0),
 }
-_SHORT_LATER = Rule(Payload, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0)
-_LONG_LATER = Rule(Payload, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True, checked=0)
+_SHORT_LATER = Rule(Payload, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, checked=0)
+_LONG_LATER = Rule(Payload, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, checked=0)
 LATER_KINDS: Final[dict[int, Rule]] = dict.fromkeys(range(19, 26), _SHORT_LATER) | dict.fromkeys((26, 27), _LONG_LATER)
 """Kinds for later releases. A kind that takes a number here keeps its limits, `checked` included, so releases agree on
 which of its entries are valid, and for how long. Each reader of such a kind checks its author's rights itself. They
@@ -373,7 +369,6 @@ class Entry(msgspec.Struct, frozen=True, eq=False):
     """Unix seconds of the start of its tick."""
     expires_at: int
     """Unix seconds; a newer entry of a slot never expires before an older one."""
-    is_metered: bool
 
 
 def make_entry(kind: int, index: int, tick: int, payload: Payload | None, signed: Signed) -> Entry:
@@ -391,7 +386,6 @@ def make_entry(kind: int, index: int, tick: int, payload: Payload | None, signed
         slot_of(kind, index),
         written_at,
         written_at + rule.ttl,
-        rule.is_metered,
     )
 
 

@@ -64,15 +64,11 @@ DIGEST_BYTES = 16
 _EMPTY_DIGEST = hashlib.sha256().digest()[:DIGEST_BYTES]
 MAX_AHEAD = 60.0
 """Seconds: an entry further in the future is deferred (not stored, offered again by a later sync), not invalid."""
-METERED_BURST = 64
-"""Long-lived entries of one author at once: more than it has slots for (30 of 54)."""
-METERED_RATE = 1.0
-"""Long-lived entries per second and author; an honest author rewrites each of 30 slots once a minute at most."""
-SHORT_LIVED_BURST = 64
-"""The other entries of one author at once: more than it has slots for (24). Their ticks alone would let an author write
-14,400 leases of the last hour in one go."""
-SHORT_LIVED_RATE = 4.0
-"""Other entries per second and author; an honest author writes a heartbeat a second at most, and little else."""
+AUTHOR_BURST = 64
+"""Entries of one author at once: more than it has slots for (54). Its ticks alone would let an author write 14,400
+leases of the last hour in one go."""
+AUTHOR_RATE = 4.0
+"""Entries per second and author; an honest author writes a heartbeat a second at most, and little else."""
 _LEAST_BEAT_TTL = float(RULES[Kind.BEAT].ttl)
 
 PayloadType = TypeVar("PayloadType", bound=Payload)
@@ -138,7 +134,7 @@ class AuthorRefs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class _Author:
     """The record of one author."""
 
-    __slots__ = ("bucket", "digest", "expires_at", "fork", "key", "meter", "short_lived_meter", "slots")
+    __slots__ = ("bucket", "digest", "expires_at", "fork", "key", "meter", "slots")
 
     def __init__(self, key: bytes, bucket: int, now: float) -> None:
         self.key = key
@@ -147,8 +143,7 @@ class _Author:
         self.fork: Proof | None = None
         self.expires_at = float("inf")  # not later than the first of its entries
         self.digest: bytes | None = None
-        self.meter = TokenBucket(METERED_BURST, METERED_RATE, now)
-        self.short_lived_meter = TokenBucket(SHORT_LIVED_BURST, SHORT_LIVED_RATE, now)
+        self.meter = TokenBucket(AUTHOR_BURST, AUTHOR_RATE, now)
 
     def refs(self) -> AuthorRefs:
         entries = self.slots.items()
@@ -262,7 +257,7 @@ class RunState:
             a, b = sorted((present, entry), key=lambda side: side.id)
             self._mask(record, Proof(a.signed, b.signed), entry.written_at, report)
             return Outcome.MASKED
-        if not (record.meter if entry.is_metered else record.short_lived_meter).take(now):
+        if not record.meter.take(now):
             return Outcome.DEFERRED
         record.slots[entry.slot] = entry
         self._latest = max(self._latest, entry.written_at)

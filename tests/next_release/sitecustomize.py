@@ -30,7 +30,7 @@ EDITS = {
         ),
         "    Kind.ACCUSATION: Rule(": (
             "    Kind.PLAN: Rule(\n"
-            "        Plan, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False, checked=0\n    ),\n"
+            "        Plan, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, checked=0\n    ),\n"
             "    Kind.ACCUSATION: Rule("
         ),
     },

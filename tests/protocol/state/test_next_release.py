@@ -26,7 +26,7 @@ from farandole.protocol.state.entries import (
     decode_delta,
 )
 from farandole.protocol.state.gossip import FAULT_BURST, Gossip
-from farandole.protocol.state.state import SHORT_LIVED_BURST, Outcome, RunState
+from farandole.protocol.state.state import AUTHOR_BURST, Outcome, RunState
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import RemoteProtocolError
 
@@ -121,23 +121,23 @@ def test_a_body_and_a_lease_have_no_later_fields() -> None:
 def test_the_limits_that_releases_agree_on_are_these() -> None:
     """A change of these splits a run of two releases: use an appended field, or a kind of `LATER_KINDS`."""
     limits = {
-        int(kind): (rule.slots, rule.quantum, rule.ttl, rule.max_bytes, rule.is_metered, rule.checked)
+        int(kind): (rule.slots, rule.quantum, rule.ttl, rule.max_bytes, rule.checked)
         for kind, rule in ALL_RULES.items()
     }
-    short, long = (1, 5, 3_600, 512, False, 0), (4, 60, 604_800, 512, True, 0)
+    short, long = (1, 5, 3_600, 512, 0), (4, 60, 604_800, 512, 0)
     assert limits == {
-        1: (1, 5, 3_600, 512, False, 9),
-        2: (1, 1, 120, 64, False, 5),
-        3: (1, 60, 604_800, 64, True, 5),
-        4: (8, 2, 3_600, 256, False, 4),
-        5: (4, 10, 86_400, 256, True, 6),
-        6: (1, 5, 3_600, 512, False, 1),
-        9: (4, 10, 604_800, 512, True, 2),
-        10: (1, 1, 180, 16, False, 3),
-        11: (1, 10, 1_814_400, 592, True, 1),
-        12: (8, 10, 315_360_000, 512, True, 2),
-        16: (4, 1, 3_600, 272, False, 12),
-        17: (4, 60, 86_400, 448, True, 3),
+        1: (1, 5, 3_600, 512, 9),
+        2: (1, 1, 120, 64, 5),
+        3: (1, 60, 604_800, 64, 5),
+        4: (8, 2, 3_600, 256, 4),
+        5: (4, 10, 86_400, 256, 6),
+        6: (1, 5, 3_600, 512, 1),
+        9: (4, 10, 604_800, 512, 2),
+        10: (1, 1, 180, 16, 3),
+        11: (1, 10, 1_814_400, 592, 1),
+        12: (8, 10, 315_360_000, 512, 2),
+        16: (4, 1, 3_600, 272, 12),
+        17: (4, 60, 86_400, 448, 3),
         **dict.fromkeys((18, 25), short),  # later than a release once
         26: long,
         **dict.fromkeys(SHORT, short),
@@ -243,8 +243,8 @@ def test_junk_of_unknown_kinds_fills_no_more_than_its_authors_slots_and_meters()
     assert len(row) < 15 * (MAX_BODY_BYTES + 128) < 12_000
     at_once = [raw(2, kind, 0, "j", NOW - 3_000 + 5 * step) for step in range(100) for kind in SHORT]
     outcomes = [state.merge(Delta((item,)), NOW).outcomes[0] for item in at_once]
-    assert outcomes.count(Outcome.NEW) == SHORT_LIVED_BURST
-    assert outcomes.count(Outcome.DEFERRED) == len(at_once) - SHORT_LIVED_BURST
+    assert outcomes.count(Outcome.NEW) == AUTHOR_BURST
+    assert outcomes.count(Outcome.DEFERRED) == len(at_once) - AUTHOR_BURST
 
 
 def test_a_peer_that_brings_a_next_releases_entries_is_not_at_fault_and_one_that_brings_none_of_them_is() -> None:

@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 
 from farandole.protocol.state import state as state_module
 from farandole.protocol.state.author_places import Introducer
-from farandole.protocol.state.entries import PROOF_TTL, RULES, Delta, Kind, Lease, Proof, Signed, decode_delta, entry_id
-from farandole.protocol.state.state import (
-    METERED_BURST,
-    METERED_RATE,
-    NEWCOMER_BURST,
-    NUM_BUCKETS,
-    SHORT_LIVED_BURST,
-    Outcome,
-    RunState,
+from farandole.protocol.state.entries import (
+    MAX_SLOTS,
+    PROOF_TTL,
+    RULES,
+    Delta,
+    Kind,
+    Lease,
+    Proof,
+    Signed,
+    decode_delta,
+    entry_id,
 )
+from farandole.protocol.state.state import AUTHOR_BURST, AUTHOR_RATE, NEWCOMER_BURST, NUM_BUCKETS, Outcome, RunState
 
 from ..authors import (
     CREATOR,
@@ -303,12 +306,12 @@ def test_a_full_table_shares_its_later_places_among_those_who_brought_the_author
     assert state.merge(Delta((member(24),)), NOW).outcomes == [Outcome.NEW], "this node's own words"
 
 
-def test_long_lived_entries_are_metered() -> None:
+def test_an_authors_entries_are_metered() -> None:
     state = RunState(RUN_ID, CREATOR)
     flood = tuple(notice(1, 0, NOTICE_TICK - 200 + step) for step in range(150))
     outcomes = state.merge(Delta(flood), NOW).outcomes
-    assert outcomes.count(Outcome.NEW) == METERED_BURST
-    assert outcomes.count(Outcome.DEFERRED) == 150 - METERED_BURST
+    assert outcomes.count(Outcome.NEW) == AUTHOR_BURST
+    assert outcomes.count(Outcome.DEFERRED) == 150 - AUTHOR_BURST
     assert state.merge(Delta((notice(2),)), NOW).outcomes == [Outcome.NEW]
     assert state.merge(Delta((notice(1),)), NOW + 2).outcomes == [Outcome.NEW]
 
@@ -320,12 +323,12 @@ def lease(number: int, index: int, tick: int) -> Signed:
 def test_an_author_is_heard_as_ever_once_a_clock_that_was_fast_is_right_again() -> None:
     """An hour's entries at the allowed rate: if a node refused them, it would have no news of that author."""
     state = RunState(RUN_ID, CREATOR)
-    first = tick_at(Kind.PROGRESS) - 2 * METERED_BURST
+    first = tick_at(Kind.PROGRESS) - 2 * AUTHOR_BURST
     state.merge(Delta((progress(1, 0, first - 1),)), NOW + 3_600)
-    step = math.ceil(1 / METERED_RATE)
+    step = math.ceil(1 / AUTHOR_RATE)
     outcomes = [
         state.merge(Delta((progress(1, 0, first + number),)), NOW + number * step).outcomes
-        for number in range(2 * METERED_BURST)
+        for number in range(2 * AUTHOR_BURST)
     ]
     assert outcomes == [[Outcome.NEW]] * len(outcomes)
 
@@ -364,9 +367,8 @@ def test_forged_and_replayed_entries_leave_no_trace(count: int) -> None:
 def test_an_honest_author_is_never_put_off() -> None:
     """A newcomer gets all its slots at once; then come a heartbeat a second, and a lease and membership every five."""
     state = RunState(RUN_ID, CREATOR)
-    slots = [(kind, index) for kind, rule in RULES.items() if not rule.is_metered for index in range(rule.slots)]
-    assert len(slots) == 17
-    assert len(slots) < SHORT_LIVED_BURST
+    assert MAX_SLOTS == 54
+    assert MAX_SLOTS < AUTHOR_BURST
     for second in range(600):
         now = NOW + second
         said = [beat(1, tick_at(Kind.BEAT, now))]
