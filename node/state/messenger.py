@@ -20,6 +20,7 @@ from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
+from ..base.streams import READ_BYTES, counted
 
 if TYPE_CHECKING:
     from ..mesh.host import Host
@@ -38,7 +39,6 @@ MAX_OUTGOING = 1024
 MAX_INCOMING_PER_PEER = 4
 # One write to a stream takes several frames; beyond this they wait for the next.
 BATCH_BYTES = 64 * 1024
-READ_BYTES = 64 * 1024
 SEND_TIMEOUT = 10.0
 # The sender closes a stream that it has not used for this long; the receiver allows it twice that.
 IDLE_TIMEOUT = 120.0
@@ -78,15 +78,11 @@ class Messenger:
     def __init__(self, host: Host, nursery: trio.Nursery) -> None:
         self._host = host
         self._nursery = nursery
-        self._outgoing: dict[tuple[bytes, str], _Outgoing] = {}
+        self.outgoing: dict[tuple[bytes, str], _Outgoing] = {}
+        """What waits to be sent, for each (peer, protocol)."""
         self._incoming: Counter[tuple[bytes, str]] = Counter()
         self._max_bytes: dict[str, int] = {}
         self._on_failed: dict[str, OnFailed] = {}
-
-    @property
-    def queued_bytes(self) -> dict[tuple[bytes, str], int]:
-        """Return the bytes that wait to be sent for each (peer, protocol)."""
-        return {key: outgoing.num_bytes for key, outgoing in self._outgoing.items()}
 
     def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
         """Hand frames of a protocol, of at most `max_bytes`, to `receive(peer, payload)`.
@@ -106,12 +102,12 @@ class Messenger:
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
         """Queue a frame for a peer, connecting if need be; `LocalProtocolError` if it is larger than the protocol's."""
         framed = frame(payload, self._max_bytes.get(protocol, DEFAULT_MAX_BYTES))
-        outgoing = self._outgoing.get((peer, protocol))
+        outgoing = self.outgoing.get((peer, protocol))
         if outgoing is None:
-            if len(self._outgoing) >= MAX_OUTGOING:
+            if len(self.outgoing) >= MAX_OUTGOING:
                 self._fail(peer, protocol)
                 return
-            outgoing = self._outgoing[peer, protocol] = _Outgoing()
+            outgoing = self.outgoing[peer, protocol] = _Outgoing()
             self._nursery.start_soon(self._run_outgoing, peer, protocol, outgoing)
         outgoing.frames.append(framed)
         outgoing.num_bytes += len(framed)
@@ -137,7 +133,7 @@ class Messenger:
                 finally:
                     stream.reset()
         finally:
-            del self._outgoing[peer, protocol]
+            del self.outgoing[peer, protocol]
         if outgoing.frames:
             self._fail(peer, protocol)
 
@@ -184,10 +180,9 @@ class Messenger:
         key = (stream.peer, stream.protocol)
         if self._incoming[key] >= MAX_INCOMING_PER_PEER:
             return
-        self._incoming[key] += 1
         parser = FrameParser(max_bytes)
         frame_ends_by = trio.current_time() + FRAME_TIMEOUT
-        try:
+        with counted(self._incoming, key):
             while True:
                 if not parser.buffered:
                     frame_ends_by = trio.current_time() + 2 * IDLE_TIMEOUT
@@ -202,10 +197,6 @@ class Messenger:
                     num_received += 1
                 if was_between_frames or num_received:
                     frame_ends_by = trio.current_time() + FRAME_TIMEOUT
-        finally:
-            self._incoming[key] -= 1
-            if not self._incoming[key]:
-                del self._incoming[key]
 
 
 @asynccontextmanager

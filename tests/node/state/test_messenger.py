@@ -112,7 +112,7 @@ async def test_a_full_queue_loses_its_oldest_frames() -> None:
         large = bytes(messenger_module.DEFAULT_MAX_BYTES)
         for _ in range(2 * MAX_QUEUED_BYTES // len(large)):
             talk.from_alice.send_nowait(talk.bob.author, "/large/1", large)
-        assert talk.from_alice.queued_bytes[talk.bob.author, "/large/1"] <= MAX_QUEUED_BYTES
+        assert talk.from_alice.outgoing[talk.bob.author, "/large/1"].num_bytes <= MAX_QUEUED_BYTES
 
 
 async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_opens_another() -> None:
@@ -120,7 +120,7 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
         talk.say(b"good")
         await talk.inbox.wait_for(1)
         talk.say(b"bad")
-        while (talk.bob.author, TALK) in talk.from_alice.queued_bytes:
+        while (talk.bob.author, TALK) in talk.from_alice.outgoing:
             await wait_all_tasks_blocked(0.01)
         talk.say(b"again")
         assert await talk.inbox.wait_for(2) == [b"good", b"again"]
@@ -139,7 +139,7 @@ async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
     async with open_talk() as talk:
         talk.say(b"one")
         await talk.inbox.wait_for(1)
-        while talk.from_alice.queued_bytes or _streams(talk.alice, talk.bob):
+        while talk.from_alice.outgoing or _streams(talk.alice, talk.bob):
             await wait_all_tasks_blocked(0.01)
         talk.say(b"two")
         assert await talk.inbox.wait_for(2) == [b"one", b"two"]
