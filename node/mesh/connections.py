@@ -259,13 +259,10 @@ class FloodedNetworks:
 class ConnectionPool:
     """The live connections of one host, by peer."""
 
-    def __init__(
-        self, nursery: trio.Nursery, handlers: ProtocolHandlers, ping_interval: float, ping_timeout: float
-    ) -> None:
+    def __init__(self, nursery: trio.Nursery, handlers: ProtocolHandlers) -> None:
         """``nursery``: runs the connections; ``handlers``: serve the streams that peers open."""
         self.handlers = handlers
-        self.ping_interval = ping_interval
-        self.ping_timeout = ping_timeout
+        self.ping_interval = self.ping_timeout = 10.0
         self.max_connections = MAX_CONNECTIONS
         self.is_offline = False
         """Whether connections are refused, both new ones and ones being made; `close` ends the others."""

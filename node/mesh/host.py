@@ -43,8 +43,6 @@ from .yamux import CLOSE_TIMEOUT, Libp2pStream, Upgrader
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL = 10.0
-PING_TIMEOUT = 10.0
 # Connections accepted in one pass of the event loop; refusing one costs 0.1 ms.
 MAX_ACCEPTS_PER_PASS = 16
 # Unfinished inbound handshakes by address and in all. Behind one address may sit many honest peers (carrier NAT, a
@@ -226,8 +224,6 @@ class Host:
         key: Ed25519PrivateKey,
         nursery: trio.Nursery,
         shaping: Shaping | None = None,
-        ping_interval: float = PING_INTERVAL,
-        ping_timeout: float = PING_TIMEOUT,
         network_key: bytes = b"",
     ) -> None:
         """``nursery``: runs the host's tasks; ``shaping``: counts the bytes that its connections move.
@@ -238,7 +234,7 @@ class Host:
         self.peer_id = peer_id_of(self.author)
         self.nursery = nursery
         self.handlers = ProtocolHandlers()
-        self.connections = ConnectionPool(nursery, self.handlers, ping_interval, ping_timeout)
+        self.connections = ConnectionPool(nursery, self.handlers)
         self.upgrader = Upgrader(key, shaping, self.connections.budget, network_key)
         self.own = OwnAddresses(self.peer_id)
         self.acceptor = Acceptor(nursery, self.connections, self.upgrader, self.own)
@@ -285,8 +281,6 @@ async def open_host(
     key: Ed25519PrivateKey,
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
     *,
-    ping_interval: float = PING_INTERVAL,
-    ping_timeout: float = PING_TIMEOUT,
     shaping: Shaping | None = None,
     network_key: bytes = b"",
     first_ports: Mapping[str, int] | None = None,
@@ -303,7 +297,7 @@ async def open_host(
     Raises `ListenError` if an address is not TCP or is taken. Leaving closes the listeners and all connections.
     """
     async with open_service_nursery() as nursery:
-        host = Host(key, nursery, shaping, ping_interval, ping_timeout, network_key)
+        host = Host(key, nursery, shaping, network_key)
         try:
             host.own.announced = announce
             for address in listen:

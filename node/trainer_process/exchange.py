@@ -24,7 +24,7 @@ from farandole.training.screening.rule import Encounter, Refuse
 
 from ..trainer.channel import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
 
-_draw = random.SystemRandom().random
+_random = random.SystemRandom()
 
 
 class EngineExchange:
@@ -34,20 +34,13 @@ class EngineExchange:
     """
 
     def __init__(
-        self,
-        prepare: messages.Prepare,
-        round_end: RoundEnd,
-        report: Callable[[messages.Report], None],
-        draw: Callable[[], float] = _draw,
-        clock: Callable[[], float] = time.monotonic,
+        self, prepare: messages.Prepare, round_end: RoundEnd, report: Callable[[messages.Report], None]
     ) -> None:
         self._digest = b""
         self._author = prepare.author
         self._round_end = round_end
         self.side_thread = round_end.side_thread
         self._report = report
-        self._draw = draw
-        self._clock = clock
         self._chance = 1.0  # of the newest contribution's exchange
         self._is_suspected = False  # the partner that was screened last
         size = counted_size(round_end.contribution_bytes)
@@ -70,7 +63,7 @@ class EngineExchange:
         """
         self.side_thread.settle()
         self._size = self._round_end.contribution(fragment)
-        self._chance = self._draw()
+        self._chance = _random.random()
         self._takes_steps, self.claim = takes_steps, self._round_end.claim(takes_steps=takes_steps)
         self._encoded.store(round_index, 0)
         self._taken = self._arrived.read()  # an earlier exchange's count, which is void
@@ -123,7 +116,7 @@ class EngineExchange:
             self._forget_earlier(arrived, taken)
             self._is_suspected = command.is_suspected
             encounter = self._encounter(command.partner, command.partner_tokens)
-            left = command.by - self._clock()
+            left = command.by - time.monotonic()
             verdict = self._round_end.screen(self._incoming[: command.size], encounter, left)
             if isinstance(verdict, Refuse):
                 judged = messages.Screened(verdict.reason, command.number, clip=0.0)

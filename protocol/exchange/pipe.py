@@ -262,7 +262,6 @@ class Pipe:
     def __init__(self, is_opener: bool, *, max_message_bytes: int, is_large: bool, is_hashed: bool = False) -> None:
         self.is_opener = is_opener
         self.is_large = is_large
-        self.is_hashed = is_hashed
         self.step = RouteStep.IDLE
         self.channel: bytes | None = None
         """The bulk channel that both ends have named."""

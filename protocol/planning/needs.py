@@ -110,11 +110,11 @@ class Needs:
         return self.on_cpu if not has_gpu else self.lean_on_gpu if is_lean else self.on_gpu
 
 
-def needs_of(manifest: Manifest, *, recomputes: bool = False) -> Needs:
+def needs_of(manifest: Manifest) -> Needs:
     """Compute the requirements on a member that holds the stage with the most parameters."""
     stages = range(manifest.model.num_stages)
     largest = max(stages, key=lambda stage: stage_parameters(manifest.model, stage))
-    return needs_of_stage(manifest, largest, recomputes=recomputes)
+    return needs_of_stage(manifest, largest)
 
 
 def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) -> Needs:

@@ -45,12 +45,11 @@ class Verdict:
 class Supervisor:
     """Judges the deaths of one node's trainers, one after the other.
 
-    ``batch_size`` is the run's, in sequences, ``microbatch`` how many of them the trainer takes at a time (0: all).
-    ``is_cut``: the model is cut into stages.
+    ``batch_size`` is the run's, in sequences. ``is_cut``: the model is cut into stages.
     """
 
-    def __init__(self, batch_size: int, microbatch: int = 0, *, is_cut: bool = False) -> None:
-        self.microbatch = microbatch
+    def __init__(self, batch_size: int, *, is_cut: bool = False) -> None:
+        self.microbatch = 0
         """Sequences that the next trainer takes at a time; 0: the whole batch."""
         self._batch_size = batch_size
         self._is_cut = is_cut
@@ -78,7 +77,7 @@ class Supervisor:
 
     def _shrink(self, error: str) -> Verdict:
         """Have the next trainer take half as many sequences at a time."""
-        size = min(self.microbatch or self._batch_size, self._batch_size)
+        size = self.microbatch or self._batch_size
         if size == 1:
             return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
         self.microbatch = -(-size // 2)

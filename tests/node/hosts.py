@@ -113,12 +113,10 @@ class Relay:
 
 
 @asynccontextmanager
-async def open_relay(
-    limits: Limits | None = None, shaping: Shaping | None = None, ping: float = 10.0
-) -> AsyncIterator[Relay]:
+async def open_relay(limits: Limits | None = None, shaping: Shaping | None = None) -> AsyncIterator[Relay]:
     key = Ed25519PrivateKey.generate()
     async with (
-        open_host(key, LOOPBACK, shaping=shaping, ping_interval=ping, ping_timeout=ping) as host,
+        open_host(key, LOOPBACK, shaping=shaping) as host,
         open_service_nursery() as nursery,
     ):
         server = RelayServer(host, shaping or Shaping(), limits)
@@ -127,9 +125,9 @@ async def open_relay(
         yield Relay(host, server)
 
 
-def open_home(ping: float = 10.0) -> AbstractAsyncContextManager[Host]:
+def open_home() -> AbstractAsyncContextManager[Host]:
     """Open a node without a listener."""
-    return open_host(Ed25519PrivateKey.generate(), [], ping_interval=ping, ping_timeout=ping)
+    return open_host(Ed25519PrivateKey.generate(), [])
 
 
 async def reserve(home: Host, relay: Host) -> str:

@@ -109,7 +109,6 @@ class UsualTraffic:
     """The statistics of one kind of microbatches, from all peers that send them."""
 
     def __init__(self) -> None:
-        self.num_resets = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -143,7 +142,6 @@ class UsualTraffic:
             is_outlier |= cosine < 0.0 and deviations[2] > OUTLIER_COSINE
         if max(sender.sums) >= 1.0 and self._is_common(sender):
             self._begin()
-            self.num_resets += 1
             return ""
         if is_outlier or max(sender.sums) >= 1.0:
             self._num_refused += 1

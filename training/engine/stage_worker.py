@@ -191,7 +191,7 @@ class StageWorker(Engine):
         self._num_drawn = 0
         self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
-        self._versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
+        self.versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
         self._sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
@@ -208,11 +208,6 @@ class StageWorker(Engine):
     def num_in_flight(self) -> int:
         """Return the number of microbatches that are not settled."""
         return len(self._microbatches)
-
-    @property
-    def num_versions(self) -> int:
-        """Return the number of copies of the weights."""
-        return len(self._versions.kept)
 
     def inner_steps(self, until: Until) -> None:
         """Implement `Engine.inner_steps`."""
@@ -391,7 +386,7 @@ class StageWorker(Engine):
         if is_following and not self._pipeline.overlap:
             raise TrainingError("inner steps do not overlap in this run")
         number = self._sums.number + is_following if held_out is None else _HELD_OUT
-        return _Microbatch(self._versions.newest(self._sums.last), number, held_out or 0)
+        return _Microbatch(self.versions.newest(self._sums.last), number, held_out or 0)
 
     def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
         if slot in self._microbatches:

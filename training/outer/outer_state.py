@@ -28,7 +28,7 @@ from farandole.protocol.wire.safetensors import FP32_BYTES
 from .codec import each_piece, one_thread, slices
 from .contribution import Contribution, Contributor, Copier, copier_for
 from .momentum import Momentum
-from .rule import Meeting, OuterRule, OwnVectors, rule_of
+from .rule import Meeting, OwnVectors, rule_of
 
 # In simulated honest runs with unequal speeds it came to 5.1 at most, and usually to 0.35 (`limit_momentum`).
 MAX_MOMENTUM: Final = 10.0
@@ -130,8 +130,7 @@ class FastWeights:
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
-    The slow weights begin as a copy of them. ``rule``: one that no run file knows. ``momentum``: what travels with the
-    weights; None: nothing.
+    The slow weights begin as a copy of them. ``momentum``: what travels with the weights; None: nothing.
     """
 
     def __init__(
@@ -139,7 +138,6 @@ class OuterState:
         settings: OuterConfig,
         fast: Tensor,
         copier: Copier,
-        rule: OuterRule | None = None,
         momentum: Momentum | None = None,
     ) -> None:
         self.settings = settings
@@ -147,7 +145,7 @@ class OuterState:
         self.slow = fast.clone()
         self.vectors = {name: torch.zeros_like(fast) for name in settings.vectors}
         self._fast = fast
-        self._rule = rule_of(settings) if rule is None else rule
+        self._rule = rule_of(settings)
         self._own = OwnVectors(fast, self.slow, self.vectors)
         self.contributor = Contributor(settings, self._rule, self._own, copier, momentum)
         """Makes the contributions, of the weights and vectors as they are then."""

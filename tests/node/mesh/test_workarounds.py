@@ -170,10 +170,11 @@ async def test_a_peer_whose_line_freezes_or_is_cut_is_given_up_even_with_a_full_
         await trio.sleep_forever()
 
     async with (
-        host_at_loopback(ping_interval=0.1, ping_timeout=2.0) as alice,
+        host_at_loopback() as alice,
         host_at_loopback() as bob,
         trio.open_nursery() as nursery,
     ):
+        alice.connections.ping_interval, alice.connections.ping_timeout = 0.1, 2.0
         bob.set_handler("/hold/1", hold)
         line = Line(nursery, port_of(bob))
         await alice.connect(bob.author, [f"/ip4/127.0.0.1/tcp/{await line.open()}"])
@@ -198,10 +199,9 @@ async def _send_until_broken(stream: Libp2pStream) -> None:
 
 
 async def test_a_living_peer_is_not_given_up() -> None:
-    async with (
-        host_at_loopback(ping_interval=0.01, ping_timeout=PATIENCE) as alice,
-        host_at_loopback(ping_interval=0.01, ping_timeout=PATIENCE) as bob,
-    ):
+    async with host_at_loopback() as alice, host_at_loopback() as bob:
+        for pool in (alice.connections, bob.connections):
+            pool.ping_interval, pool.ping_timeout = 0.01, PATIENCE
         await alice.connect(bob.author, bob.addresses)
         (connection,) = alice.connections.of(bob.author)
         before = connection.muxed.num_received

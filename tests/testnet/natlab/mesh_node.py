@@ -73,14 +73,13 @@ async def run() -> None:
         open_host(
             key,
             [f"/ip6/::/tcp/{PORT}", *(f"/ip4/0.0.0.0/tcp/{port}" for port in ports)],
-            ping_interval=PING_INTERVAL,
-            ping_timeout=PING_TIMEOUT,
         ) as host,
         open_connectivity(
             host, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
         ) as connectivity,
         trio.open_nursery() as nursery,
     ):
+        host.connections.ping_interval, host.connections.ping_timeout = PING_INTERVAL, PING_TIMEOUT
         nursery.start_soon(tell, host, connectivity)
         nursery.start_soon(obey, host, nursery)
 

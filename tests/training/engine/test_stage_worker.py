@@ -296,7 +296,7 @@ def test_a_microbatch_meets_the_same_weights_there_and_back(
             expected[name] = expected[name] + gradient
     for name, gradient in summed.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    assert first.num_versions == 2, "as many copies as are in use"
+    assert len(first.versions.kept) == 2, "as many copies as are in use"
 
 
 def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
