@@ -24,7 +24,6 @@ _HEAD = re.compile(r"--- (?P<old>\S+)\n\+\+\+ (?P<new>\S+)\n(?P<hunks>.*)", re.D
 _FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
 _PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-# The markers between which commands write their figures into BENCHMARKS.md.
 _INDENTED = re.compile(r"(?<=\n\n)(?:    \S.*\n)+")
 _COMMENT = re.compile(r"\s+#\s.*")
 _CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)

@@ -28,12 +28,7 @@ from farandole.protocol.state.believing import Partners
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest, write_run, write_text
-
-SAYS = """\
-#!/bin/sh
-echo '# gpu pid type sm mem enc dec command'
-cat "$(dirname "$0")/users"
-"""
+from .test_idle_probe import install_nvidia_smi
 
 
 class Watched(NamedTuple):
@@ -58,12 +53,9 @@ async def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
     monkeypatch.setattr(idle_keeper, "CALM_SECONDS", 0.1)
     monkeypatch.setattr(idle_keeper, "BEGIN_SECONDS", {"battery": 0.0, "GPU": 0.0})
     monkeypatch.setattr(idle_keeper, "is_on_battery", lambda: None)
-    driver, users = folder / "bin" / "nvidia-smi", folder / "bin" / "users"
-    driver.parent.mkdir()
-    driver.write_text(SAYS)
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{driver.parent}{os.pathsep}{os.environ['PATH']}")
+    users = folder / "users"
     users.write_text(GAME)
+    install_nvidia_smi(folder / "bin", monkeypatch, f"echo '# gpu pid type sm mem enc dec command'\ncat '{users}'")
     rounds = {"inner_steps": 0, "round_seconds": 0.5, "exchange_seconds": 5.0}
     write_run(folder, small_manifest(rounds=rounds))
     node = NodeSettings(

@@ -147,7 +147,6 @@ async def test_who_signs_in_a_directory_of_another_run_is_warned(cli: Cli, run_f
     [
         (["status"], Exit.NO_NODE, "farandole join INVITE"),
         (["leave"], Exit.NO_NODE, "no node runs in"),
-        (["run", "invite"], Exit.NO_NODE, "no node runs in"),
         (["run", "create", "missing.toml"], Exit.BAD_INPUT, "cannot read missing.toml"),
         (["run", "show", "missing.manifest"], Exit.BAD_INPUT, "No such file"),
         (["run", "show", "farandole1abcdefgh"], Exit.BAD_INPUT, "damaged"),
@@ -165,7 +164,6 @@ async def test_who_signs_in_a_directory_of_another_run_is_warned(cli: Cli, run_f
         (["join", "--announce", "/ip4/192.168.1.10/tcp/4001"], Exit.USAGE, "public addresses"),
         (["config", "show", "--quiet-hours", "25:00-26:00"], Exit.USAGE, "22:00-07:30"),
         (["limit"], Exit.USAGE, "--upload-mbit"),
-        (["limit", "--upload-mbit", "2"], Exit.NO_NODE, "no node runs in"),
         (["dance"], Exit.USAGE, "dance"),
         (["status", "--colour"], Exit.USAGE, "--colour"),
     ],
