@@ -24,7 +24,7 @@ from farandole.protocol.state.state import RunState
 from ..authors import CREATOR, NOW, RUN_ID, author_of, signed, tick_at
 
 GHOST, BOB, CAROL, DAVE, EVE = (bytes([number]) * 32 for number in range(5))
-CORPUS = b"one text"
+CORPUS, OTHER_TEXT = b"one text", b"another."
 NUM_SLICES = 100_000
 SECTIONS = Sections(NUM_SLICES)
 STANDING = Standing(
@@ -165,9 +165,6 @@ def test_a_gpu_holds_what_it_trains_on_in_time() -> None:
 def test_sections_are_counted(masks: list[int], needed: int) -> None:
     expected = sum(1 << bit for bit in range(8) if sum(mask >> bit & 1 for mask in masks) >= needed)
     assert said_by(masks, needed) == expected
-
-
-CORPUS, OTHER_TEXT = b"one text", b"another."
 
 
 def test_a_visitor_learns_how_far_the_epochs_are() -> None:

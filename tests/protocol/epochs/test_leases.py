@@ -8,18 +8,14 @@ import pytest
 
 from farandole.protocol.epochs.lease_claims import MAX_SHARE, SETTLE_SECONDS, Standing
 from farandole.protocol.epochs.leases import ASLEEP_SECONDS, Leases, Output
-from farandole.protocol.run.slices import parts
 from farandole.protocol.state.entries import Lease, LeasedSlices
 from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTrained
 
+from .test_lease_claims import CORPUS, OTHER_TEXT, bits
+
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
-CORPUS, OTHER_TEXT = b"one text", b"another."
 NUM_SLICES = 320
 PERIOD = 2.0
-
-
-def bits(mask: int, epoch: int = 0) -> list[tuple[int, Lease]]:
-    return [(part + 1, Lease(epoch, CORPUS, (), raw)) for part, raw in enumerate(parts(mask)) if raw]
 
 
 class Node:

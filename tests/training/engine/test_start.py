@@ -14,16 +14,14 @@ from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import learning_rate
 
 from ..conftest import MakeReplica, copy_without, rate_of, rewrite, train
+from .test_checkpoint import run
 from .test_stage_worker import workers_of
 
 
 @pytest.fixture
 def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
     """A replica that has learnt, and a file with its weights as another run's consolidated checkpoint has them."""
-    learnt = make_replica()
-    for _ in range(2):
-        train(learnt, 4)
-        learnt.round_end.apply(None)
+    learnt = run(make_replica())
     learnt.checkpoint.save(tmp_path / "whole")
     return learnt, copy_without(tmp_path / "whole", ("mean", "square"), tmp_path / "start")
 

@@ -50,9 +50,7 @@ class Node:
     def propose(self, now: float) -> tuple[bytes, Propose]:
         """Let time pass until the node proposes."""
         self.handle(TimerFired(), now)
-        ((peer, message),) = self.sent
-        assert isinstance(message, Propose)
-        return peer, message
+        return only_proposal(self)
 
 
 def started(own: bytes = ALICE, config: RoundConfig = BOXED, *peers: bytes) -> Node:

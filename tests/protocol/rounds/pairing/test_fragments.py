@@ -11,7 +11,7 @@ from farandole.protocol.trainer.trainer_messages import UseFragment
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.timers import TimerFired
 
-from .nodes import ALICE, BOB, BOXED, LOW, Node
+from .nodes import ALICE, BOB, BOXED, LOW, Node, only_proposal
 
 
 def of_fragment(session: bytes, fragment: int) -> bytes:
@@ -48,8 +48,7 @@ def test_who_is_not_ready_takes_the_fragment_that_is_proposed() -> None:
 def test_who_is_ready_refuses_another_fragment_and_proposes_its_own() -> None:
     alice = with_fragments()
     alice.handle(ContributionReady(7, 1), 10.0)
-    ((_, proposal),) = alice.sent
-    assert isinstance(proposal, Propose)
+    _, proposal = only_proposal(alice)
     assert proposal.session[-1] == 1
     alice.hear(BOB, Propose(of_fragment(LOW, 2), 0.0), 10.5)
     assert alice.sent == [(BOB, Decline(of_fragment(LOW, 2), "fragment"))]
@@ -81,8 +80,7 @@ def test_a_fragment_whose_exchange_broke_keeps_its_turn() -> None:
     alice.hear(BOB, Begin(of_fragment(LOW, 2)), 40.0)
     alice.handle(ExchangeEnded(of_fragment(LOW, 2), BOB, committed=False, is_broken=True), 42.0)
     alice.handle(TimerFired(), 50.0)
-    ((_, proposal),) = alice.sent
-    assert isinstance(proposal, Propose)
+    _, proposal = only_proposal(alice)
     assert proposal.session[-1] == 2
     alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
     used = [output.fragment for output in alice.handle(RoundStarted(8), 60.0) if isinstance(output, UseFragment)]
