@@ -43,6 +43,8 @@ from .process import BenchError, BenchWorker, ask_all, obtain_python, open_worke
 from .report import CACHE, OUT, Bench, Cache, Claim, Out, Write, open_bench
 
 SAMPLE_SECONDS: Final = 15.0
+# Inner steps between two averages of DiLoCo.
+INTERVAL: Final = 12
 # What the nodes should be at least, in times as fast to the last loss of DiLoCo.
 LEAST_GAIN: Final = 2.0
 # By then a newcomer has loaded torch, on cores that others use.
@@ -74,7 +76,6 @@ class Replacement:
 
 def run(
     name: Annotated[str, typer.Option("--scenario", help="A scenario with lines and boxed rounds.")] = "race",
-    interval: Annotated[int, typer.Option(min=1, help="Inner steps between DiLoCo's averages.")] = 12,
     rate: Annotated[float, typer.Option(min=0.001, help="Factor of the scenario's learning rate for DiLoCo.")] = 1.0,
     peers: Annotated[bool, typer.Option(help="Play hivemind too, installing it once.")] = True,
     hivemind_seconds: Annotated[
@@ -87,13 +88,13 @@ def run(
     """Measure the wall-clock to a loss on slow home lines, compared with DiLoCo and hivemind (30 minutes; Linux, root).
 
     Examples: [cyan]farandole testnet bench race[/cyan];
-    [cyan]farandole testnet bench race --interval 24 --rate 0.25 --no-peers[/cyan]
+    [cyan]farandole testnet bench race --rate 0.25 --no-peers[/cyan]
     """
     scenario = load_scenario(name)
     if not scenario.home or not scenario.manifest(0.0).rounds.round_seconds or not scenario.seconds_of_step(0):
         raise BenchError(f"{name} is no race: name a scenario with [[home]], boxed rounds and step_seconds")
     manifest = scenario.manifest(0.0)
-    choices: dict[str, Any] = {"scenario": name, "rounds": scenario.rounds, "interval": interval, "rate": rate}
+    choices: dict[str, Any] = {"scenario": name, "rounds": scenario.rounds, "interval": INTERVAL, "rate": rate}
     with open_bench("race", out, write, title="Time to a loss in homes", **choices) as bench:
         python = obtain_python("hivemind", cache, bench.say) if peers else None
         folder = (out / "race").absolute()
@@ -109,7 +110,7 @@ def run(
         num_early = scenario.nodes - len(scenario.named_by("join"))
         played = {NODES: (taken, seconds * num_early / num_steps)}
         bench.say("DiLoCo")
-        played[DILOCO] = play_diloco(bench, scenario, interval, rate, seconds, samples)
+        played[DILOCO] = play_diloco(bench, scenario, rate, seconds, samples)
         if python is not None:
             played[HIVEMIND] = play_hivemind(bench, scenario, python, seconds, hivemind_seconds, samples)
         bench.say("losses")
@@ -203,11 +204,11 @@ def play_members(
 
 
 def play_diloco(
-    bench: Bench, scenario: Scenario, interval: int, rate: float, seconds: float, folder: Path
+    bench: Bench, scenario: Scenario, rate: float, seconds: float, folder: Path
 ) -> tuple[list[Sample], float]:
     """Play DiLoCo for this time; return its weights after each round, and the seconds of a member's inner step.
 
-    ``interval``: inner steps between two averages; ``rate``: factor of the learning rate.
+    ``rate``: factor of the learning rate.
     """
     nodes = scenario.manifest(0.0)
     inner = msgspec.structs.replace(nodes.inner, learning_rate=rate * nodes.inner.learning_rate)
@@ -221,7 +222,7 @@ def play_diloco(
             members[change.come].ask("load", path=str(samples[-1].weights))
             group += f"-{change.come}"
         live = list(members.values())
-        ask_all(live, "learn", steps=interval)
+        ask_all(live, "learn", steps=INTERVAL)
         ranks = [{"rank": rank} for rank in range(len(live))]
         ask_all(live, "average", ranks, world=len(ranks), group=group, device="eth0")
         file = folder / f"diloco-{len(samples):03d}.safetensors"
@@ -230,7 +231,7 @@ def play_diloco(
         bench.say(f"DiLoCo: {len(samples)} rounds, {samples[-1].seconds:.0f} of {seconds:.0f} s")
 
     play_members(scenario, worker_command("race:DiLoCoMember"), bench.log, lambda *_: settings, take_round, seconds)
-    return samples, samples[-1].seconds / (len(samples) * interval)
+    return samples, samples[-1].seconds / (len(samples) * INTERVAL)
 
 
 def play_hivemind(

@@ -79,7 +79,6 @@ def run(
     turns: Annotated[int, typer.Option(min=2, help="Rounds of each way to save; medians count.")] = 7,
     round_seconds: Annotated[float, typer.Option(min=0.001, help="Length of a round, about.")] = 20.0,
     device: Annotated[str, typer.Option(help="As for farandole join.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a trainer.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 4,
     out: Out = OUT,
     write: Write = False,
@@ -89,14 +88,14 @@ def run(
     Examples: [cyan]farandole testnet bench save[/cyan];
     [cyan]farandole testnet bench save --device cuda --batch-size 64[/cyan]
     """
-    choices: dict[str, Any] = {"turns": turns, "device": device, "threads of a trainer": threads}
+    choices: dict[str, Any] = {"turns": turns, "device": device}
     manifest = {"name": "bench-save", "model": MODEL, "inner": {"batch_size": batch_size}}
     manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
     with open_bench("save", out, write, title="Saving", **choices) as bench:
         folder = out / bench.name
         shutil.rmtree(folder, ignore_errors=True)
         bench.say(f"{turns} turns of {len(WAYS)} rounds of {round_seconds:g} s: {', '.join(WAYS.values())}")
-        request = {"manifest": manifest, "folder": str(folder), "device": device, "threads": threads}
+        request = {"manifest": manifest, "folder": str(folder), "device": device}
         try:
             with open_workers("training", ["a trainer that saves"], bench.log) as (worker,):
                 worker.put("save_in_turns", turns=turns, seconds=round_seconds, **request)

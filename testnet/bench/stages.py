@@ -81,7 +81,7 @@ def turn_of(task: Task, answers: Sequence[dict[str, Any]]) -> Turn:
     (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
     drawing = answers[0]["stepped_at"]
     seconds = max(answer["stepped_at"][-1] for answer in answers) - drawing[WARMUP_STEPS - 1]
-    return Turn((len(drawing) - WARMUP_STEPS) * task.num_microbatches / seconds, loss)
+    return Turn((len(drawing) - WARMUP_STEPS) * NUM_MICROBATCHES / seconds, loss)
 
 
 NUM_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

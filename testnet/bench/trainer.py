@@ -1,27 +1,25 @@
 """The cost of an exchange to training: nodes that train and exchange, compared with plain loops on the same device.
 
 The number of plain loops equals the number of nodes, and they run at once, so that both share the device alike; the
-ratio is between the sums. A node's rate is the slope of its tokens over time, by least squares, from its second round
-until the first node is done: it includes everything that keeps its trainer from inner steps, such as pauses and
-exchanges.
+ratio is between the sums. A node's rate is of its second round and later ones, until the first node is done: it
+includes everything that keeps its trainer from inner steps, such as pauses and exchanges.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-import numpy as np
 import trio
 import typer
 
+from farandole.node.base.settings import NodeSettings
+from farandole.node.status.round_log import RoundRecord, read_rounds
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.training.base.device import choose_device
 
 from ..play.launch import Testnet
-from ..play.process import NodeProcess
 from ..play.report import Merged
 from ..play.scenario import Scenario
 from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
@@ -34,8 +32,6 @@ ENGINE_SECONDS: Final = 3.0
 # Ends of a round that are timed, and how long they take: a billion parameters on a slow disk.
 END_TURNS: Final = 3
 END_TIMEOUT: Final = 60 * ANSWER_TIMEOUT
-# A slope through fewer is noise: statuses arrive once a second.
-MIN_SAMPLES: Final = 5
 
 
 def run(
@@ -43,7 +39,6 @@ def run(
     model: Annotated[str, typer.Option(help="A preset.")] = "125M",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 16,
     device: Annotated[str, typer.Option(help="As for farandole join.")] = "auto",
-    codec: Annotated[str, typer.Option(help="How contributions are encoded.")] = "int8",
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each node.")] = 8,
     round_seconds: Annotated[float, typer.Option(min=1, help="Length of a round.")] = 20.0,
     write: Write = False,
@@ -56,7 +51,7 @@ def run(
     where = choose_device(device).torch_device.type
     name, title = ("trainer", "Training on a CPU") if where == "cpu" else (f"trainer-{where}", "Training on a GPU")
     with open_bench(name, out, write, title=title) as bench:
-        manifest = manifest_of_bench(model, batch_size, codec, round_seconds)
+        manifest = manifest_of_bench(model, batch_size, round_seconds)
         figures = measure(bench, manifest, device, rounds, round_seconds)
         bench.setting["device"] = figures["device"]
         bench.publish(claims_of(figures), figures)
@@ -93,51 +88,43 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
         Scenario,
     )
     folder = bench.out / "trainer"
-    samples: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-
-    def watch(nodes: Sequence[NodeProcess], seconds: float) -> None:
-        """Sample a node when its tokens have changed, once all are past their first round and until one is done."""
-        if any(node.report.rounds < 1 or node.record.is_finished for node in nodes):
-            return
-        for node in nodes:
-            own, tokens = samples[node.report.index], node.report.tokens
-            if not own or own[-1][1] != tokens:
-                own.append((seconds, tokens))
-
     # The losses are not needed here.
-    testnet = Testnet(scenario, folder.absolute(), bench.say, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
+    testnet = Testnet(scenario, folder.absolute(), bench.say, measure=lambda *_: Merged(0.0, 0.0, 0.0))
     report = trio.run(testnet.play)
     exchanges = sum(node.exchanges_ok for node in report.nodes)
     if not exchanges:
         raise BenchError(f"the nodes never exchanged: see {folder / 'nodes'}")
+    homes = [folder / "nodes" / f"{node.index:02d}" for node in report.nodes]
+    played = [[*read_rounds(NodeSettings(home=home).rounds)] for home in homes]
+    ended_at = min(rounds[-1].at for rounds in played)
     return {
         "device": str(plain[0]["device"]),
         "num_parameters": num_parameters(preset(run["model"])),
         "exchanges": exchanges,
         "plain_tokens_per_second": sum(each["tokens_per_second"] for each in plain),
-        "node_tokens_per_second": sum(map(slope, samples.values())),
+        "node_tokens_per_second": sum(rate_of(each, ended_at) for each in played),
         "engine_over_plain": engine,
         "round_end": round_end,
     }
 
 
-def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: float) -> dict[str, Any]:
+def manifest_of_bench(model: str, batch_size: int, round_seconds: float) -> dict[str, Any]:
     """Return the settings of the run that both train, as in a run file."""
     return {
         "name": "bench-trainer",
         "model": model,
         "inner": {"batch_size": batch_size},
-        "outer": {"codec": codec},
+        "outer": {"codec": "int8"},
         "rounds": {"round_seconds": round_seconds, "exchange_seconds": round_seconds, "overlap": True},
     }
 
 
-def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """Return tokens per second, by least squares; raises `BenchError` if there are too few samples."""
-    if len(samples) < MIN_SAMPLES:
-        raise BenchError(f"only {len(samples)} samples of a node's tokens: measure more, or longer, rounds")
-    seconds, tokens = np.array(samples, dtype=np.float64).T
-    return float(np.polyfit(seconds - seconds[0], tokens - tokens[0], 1)[0])
+def rate_of(rounds: Sequence[RoundRecord], ended_at: float) -> float:
+    """Return tokens per second from the end of the first round to that of the last before a time."""
+    first, *others = (each for each in rounds if each.at <= ended_at)
+    if not others:
+        raise BenchError("a node ended one round alone while the other trained: play more, or longer, rounds")
+    return sum(each.tokens for each in others) / (others[-1].at - first.at)
 
 
 def claims_of(figures: Mapping[str, Any]) -> list[Claim]:

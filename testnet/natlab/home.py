@@ -47,7 +47,6 @@ class Home:
     """The line's delay of each packet, one way."""
     loss: float = 0.0
     """Probability that a packet is lost, in each direction."""
-    is_cut: bool = False
     _lease: int = 1
     _late: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -87,15 +86,14 @@ class Home:
     def set_loss(self, loss: float) -> None:
         """Lose each packet with this probability, in and out."""
         self.loss = loss
-        self._set_fate()
+        self._lose(loss)
 
     def cut(self, *, undo: bool = False) -> None:
         """Drop all packets between the home and the internet, without any notice to either side."""
-        self.is_cut = not undo
-        self._set_fate()
+        self._lose(self.loss if undo else 1.0)
 
-    def _set_fate(self) -> None:
-        self.routers[0].namespace.run("nft -f -", line_rules(self.loss, is_cut=self.is_cut))
+    def _lose(self, share: float) -> None:
+        self.routers[0].namespace.run("nft -f -", line_rules(share))
 
     # Hosts and routers
 

@@ -114,9 +114,9 @@ table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
 """
 
 
-def line_rules(loss: float, *, is_cut: bool) -> str:
+def line_rules(loss: float) -> str:
     """Return the rules for the line, both ways, in a table of their own; ``loss`` is a packet's chance to be lost."""
-    fate = "drop" if is_cut else f"numgen random mod 1000000 < {round(loss * 1e6)} drop"
+    fate = f"numgen random mod 1000000 < {round(loss * 1e6)} drop"
     return f"""table inet line
 delete table inet line
 table inet line {{

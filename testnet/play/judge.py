@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -149,16 +150,12 @@ def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | N
         yield "there is no merged model: no replica left a checkpoint"
     if scenario.every_round:
         # Where rounds have a fixed duration, slow nodes take fewer inner steps.
-        alive = [node for node in nodes if node.is_alive]
-        slowness = {node.index: scenario.slowness(node.index) for node in alive}
-        fastest, slowest = min(slowness.values(), default=1.0), max(slowness.values(), default=1.0)
-        yield from (
-            f"node {slow.index} took as many inner steps ({slow.inner_steps}) as the faster node {fast.index}"
-            for slow in alive
-            for fast in alive
-            if slowness[fast.index] == fastest < slowness[slow.index] == slowest
-            and slow.inner_steps >= fast.inner_steps
-        )
+        steps: dict[float, list[int]] = defaultdict(list)
+        for node in nodes:
+            if node.is_alive:
+                steps[scenario.slowness(node.index)].append(node.inner_steps)
+        if len(steps) > 1 and (most := max(steps[max(steps)])) >= (fewest := min(steps[min(steps)])):
+            yield f"one of the slowest nodes took {most} inner steps, and one of the fastest {fewest}"
     stages = stage_reports(scenario, nodes)
     yield from (f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers)
     whole = num_parameters(scenario.manifest(0).model)

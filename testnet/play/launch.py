@@ -295,7 +295,7 @@ class Testnet:
                 for node in self._nodes:
                     nursery.start_soon(node.have, "pause")
         self._watch()
-        self._problems += self._vacancies.problems(MAX_EMPTY_SECONDS, trio.current_time())
+        self._problems += self._vacancies.problems(MAX_EMPTY_SECONDS)
         if self.scenario.no_false_death:
             self._problems += [
                 f"node {there} was there, and node {observer} took it for dead"
@@ -445,17 +445,13 @@ def prepare_folder(out: Path) -> None:
 def free_ports(count: int) -> list[int]:
     """Return free TCP ports on 127.0.0.1, outside the range of ephemeral ones. Raises `TestnetError`."""
     ports: list[int] = []
-    with contextlib.ExitStack() as stack:
-        for port in random.sample(_PORTS, len(_PORTS)):
-            if len(ports) == count:
-                break
-            each = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                each.bind(("127.0.0.1", port))
-                ports.append(port)
-    if len(ports) < count:
-        raise TestnetError(f"{count} ports are needed, and of {_PORTS[0]} to {_PORTS[-1]} only {len(ports)} are free")
-    return ports
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if len(ports) == count:
+            return ports
+        with contextlib.suppress(OSError), socket.socket() as each:
+            each.bind(("127.0.0.1", port))
+            ports.append(port)
+    raise TestnetError(f"{count} ports are needed, and of {_PORTS[0]} to {_PORTS[-1]} only {len(ports)} are free")
 
 
 def play_and_report(testnet: Testnet) -> PlayReport:

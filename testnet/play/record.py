@@ -260,30 +260,25 @@ class Vacancies:
     """Tracks the stages whose trainers run; a stage counts from its first provider on."""
 
     seconds: dict[int, float] = field(default_factory=dict)
-    """The longest completed time without a provider, by stage."""
-    _held: set[int] = field(default_factory=set)
-    _empty_since: dict[int, float] = field(default_factory=dict)
+    """The longest time without a provider, by stage."""
+    _held: frozenset[int] = frozenset()
+    _held_at: dict[int, float] = field(default_factory=dict)
+    """Stage -> when it last had a provider."""
 
     def observe(self, held: Collection[int], now: float) -> list[str]:
         """Record which stages are held, and return a line for each change."""
-        news = []
-        for stage in sorted(self._held.difference(held, self._empty_since)):
-            self._empty_since[stage] = now
-            news.append(f"nobody holds stage {stage}")
-        for stage in sorted(self._empty_since.keys() & set(held)):
-            seconds = now - self._empty_since.pop(stage)
-            self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
-            news.append(f"stage {stage} is held again, {seconds:.1f} s later")
-        self._held.update(held)
+        now_held, ago = frozenset(held), {stage: now - at for stage, at in self._held_at.items()}
+        news = [f"nobody holds stage {stage}" for stage in sorted(self._held - now_held)]
+        again = sorted((now_held & ago.keys()) - self._held)
+        news += [f"stage {stage} is held again, {ago[stage]:.1f} s later" for stage in again]
+        self.seconds = {stage: max(seconds, self.seconds.get(stage, 0.0)) for stage, seconds in ago.items()}
+        self._held, self._held_at = now_held, {**self._held_at, **dict.fromkeys(held, now)}
         return news
 
-    def problems(self, limit: float, now: float) -> list[str]:
+    def problems(self, limit: float) -> list[str]:
         """Return stages that were, or have been, without a provider for too long."""
-        longest = {**self.seconds}
-        for stage, since in self._empty_since.items():
-            longest[stage] = max(now - since, longest.get(stage, 0.0))
         return [
             f"nobody held stage {stage} for {seconds:.0f} s, more than {limit:g} s"
-            for stage, seconds in sorted(longest.items())
+            for stage, seconds in sorted(self.seconds.items())
             if seconds > limit
         ]

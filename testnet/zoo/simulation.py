@@ -159,11 +159,11 @@ class _Member:
         return not self.is_hostile and self.order.tier(other.key) >= PUT_OFF
 
 
-def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:
+def play(run: HostileRun) -> HostileOutcome:
     """Play the run; equal arguments give equal outcomes on machines of one class."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return _Play(run, Path(folder)).play(progress)
+        return _Play(run, Path(folder)).play()
 
 
 class _Play:
@@ -184,7 +184,7 @@ class _Play:
         self._outcome = HostileOutcome()
         self._common = Common()
 
-    def play(self, progress: Callable[[int], None]) -> HostileOutcome:
+    def play(self) -> HostileOutcome:
         run, members, rng, outcome = self._run, self._members, self._rng, self._outcome
         meet_ended: Callable[[], None] | None = None  # the exchanges of the round before, if they are under way
         for round_index in range(run.rounds):
@@ -208,7 +208,6 @@ class _Play:
                 if not run.manifest.rounds.overlap:
                     meet_ended()
                     meet_ended = None
-            progress(round_index)
         if meet_ended is not None:
             meet_ended()
         learners = [member.learner for member in members if not member.is_hostile]

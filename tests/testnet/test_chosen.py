@@ -36,7 +36,7 @@ def plays() -> dict[str, Manifest]:
         "bench members": members.manifest_of(40, 0, GuardConfig()),
         "bench nat": nat.scenario_of(nat.ALL_PAIRS[0]).manifest(0.0),
         "bench mesh": manifest_from_dict(exchange._RUN),
-        "bench trainer": manifest_of(trainer.manifest_of_bench("125M", 16, "int8", 20.0), Path(), 0.0),
+        "bench trainer": manifest_of(trainer.manifest_of_bench("125M", 16, 20.0), Path(), 0.0),
         "bench stages": manifest_from_dict(Task().manifest()),
     }
 

@@ -66,13 +66,11 @@ MICROBATCH_SECONDS: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Inner steps of a model, each of ``num_microbatches`` of one sequence."""
+    """Inner steps of a model, each of `NUM_MICROBATCHES` microbatches of one sequence."""
 
     num_stages: int = 4
     steps: int = 4
     """Number of timed inner steps."""
-    num_microbatches: int = NUM_MICROBATCHES
-    """Number of microbatches per inner step."""
     model: Mapping[str, int] = field(default_factory=lambda: MODEL)
 
     @property
@@ -88,7 +86,7 @@ class Task:
             "inner": {
                 "learning_rate": LEARNING_RATE,
                 "warmup_steps": 2,
-                "batch_size": self.num_microbatches,
+                "batch_size": NUM_MICROBATCHES,
                 "clip": 0.0,
             },
             "pipeline": {

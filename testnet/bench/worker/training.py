@@ -144,16 +144,14 @@ def end_rounds(run: dict[str, object], device: str, path: str, turns: int) -> di
     return {"seconds": {part: median(each[1:]) for part, each in seconds.items()}}
 
 
-def save_in_turns(
-    manifest: dict[str, Any], device: str, threads: int, folder: str, turns: int, seconds: float
-) -> dict[str, Any]:
+def save_in_turns(manifest: dict[str, Any], device: str, folder: str, turns: int, seconds: float) -> dict[str, Any]:
     """Play rounds of about ``seconds``: a save, inner steps, an outer step; each way to save has its turn.
 
     The ways are none, behind, and torch, which is `torch.save` and fsync. Return the rounds of each: their duration,
     how long the save held the trainer, and how long it took until it was durable.
     """
     os.nice(TRAINING_NICENESS)  # as trainers are
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     checked = manifest_from_dict(manifest)
     learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
     kept = CheckpointFolder(Path(folder), 0)

@@ -10,7 +10,7 @@ from farandole.testnet.bench.stages import Turn, claims_of, turn_of, wrong
 from farandole.testnet.bench.worker.stages import Task
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
-TASK = Task(num_stages=2, steps=2, num_microbatches=4, model=TINY)
+TASK = Task(num_stages=2, steps=2, model=TINY)
 
 
 ALONE, PEER = "one process, threads: 1", "torch.distributed.pipelining, GPipe, fp32"
@@ -23,7 +23,7 @@ def test_what_is_timed_begins_when_the_first_is_warm_and_ends_when_the_last_is_d
         {"stepped_at": [10.0, 11.0, 12.0], "loss": None},
         {"stepped_at": [10.5, 11.5, 14.0], "loss": 5.5},
     ]
-    assert turn_of(TASK, answers) == Turn(2 * 4 / 4.0, 5.5)
+    assert turn_of(TASK, answers) == Turn(2 * 16 / 4.0, 5.5)
 
 
 def test_claims_are_of_medians_compared_with_the_faster_of_torchs_schedules() -> None:

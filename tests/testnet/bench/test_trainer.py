@@ -1,21 +1,23 @@
 import json
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
+from farandole.node.status.round_log import RoundRecord
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench.process import BenchError, open_workers
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.trainer import claims_of, manifest_of_bench, measure, slope
+from farandole.testnet.bench.trainer import claims_of, manifest_of_bench, measure, rate_of
+
+FIELDS: Final[tuple[Any, ...]] = (None, None, "committed", "bob", 0, 0, 0.0, "bulk", 0)
 
 
-def test_a_rate_is_the_slope_of_what_was_seen() -> None:
-    """Samples arrive up to a second late; the rate over a minute is right nevertheless."""
-    samples = [(10.0 + at + late, 1_000 * at) for at, late in zip(range(60), [0.0, 0.9, 0.4] * 20, strict=True)]
-
-    assert slope(samples) == pytest.approx(1_000, rel=0.01)
-    with pytest.raises(BenchError, match="only 2 samples"):
-        slope(samples[:2])
+def test_a_rate_is_of_the_rounds_after_the_first_until_one_node_is_done() -> None:
+    played = [RoundRecord(10.0 * n, n, 5, 100 * n, 9.0, *FIELDS) for n in range(1, 6)]
+    assert rate_of(played, ended_at=45.0) == (200 + 300 + 400) / 30.0
+    with pytest.raises(BenchError, match="play more, or longer, rounds"):
+        rate_of(played, ended_at=15.0)
 
 
 def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
@@ -34,7 +36,7 @@ def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
     with open_bench("trainer", tmp_path) as bench:
-        manifest = manifest_of_bench("tiny", batch_size=4, codec="topk", round_seconds=3.0)
+        manifest = manifest_of_bench("tiny", batch_size=4, round_seconds=3.0)
         rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0)
         bench.publish(claims_of(rates), rates)
 
