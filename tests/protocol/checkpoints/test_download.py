@@ -199,11 +199,6 @@ def test_a_liar_is_asked_for_nothing_more_and_reported() -> None:
     assert set(world.arrived) == set(range(120))
 
 
-def test_donors_that_have_nothing_more_make_room() -> None:
-    donors = {name: Donor(20.0, num_held=10) for name in (ANN, BOB, CYD, DAN)} | {EVE: Donor(20.0)}
-    assert World(donors, 50).run() <= 50 / 20 + 2
-
-
 def test_a_busy_donor_is_asked_again_when_it_said_and_no_sooner() -> None:
     world = World({ANN: Donor(20.0, busy_until=7.0)}, 20)
     assert 7.0 <= world.run() <= 7.0 + 20 / 20 + 1.0

@@ -10,18 +10,14 @@ from farandole.protocol.wire.framing import FrameParser, frame
 MAX_BYTES = 64
 
 
-def _frames(parser: FrameParser) -> list[bytes]:
-    return list(iter(parser.next_frame, None))
-
-
 @given(st.lists(st.binary(max_size=MAX_BYTES), max_size=8), st.integers(min_value=1, max_value=200))
 def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(payloads: list[bytes], size: int) -> None:
     wire = b"".join(frame(payload, MAX_BYTES) for payload in payloads)
     parser = FrameParser(MAX_BYTES)
-    received = []
+    received: list[bytes] = []
     for start in range(0, len(wire), size):
         parser.receive_data(wire[start : start + size])
-        received += _frames(parser)
+        received += iter(parser.next_frame, None)
     parser.receive_eof()
     assert received == payloads
 

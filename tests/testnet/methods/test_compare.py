@@ -27,8 +27,6 @@ from farandole.testnet.methods.compare import (
 )
 from farandole.training.base.errors import DataError
 
-from ...token_arrays import array_of
-
 
 @pytest.fixture
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,19 +168,19 @@ def test_kinds_of_text_are_apart_and_a_tenth_is_held_out() -> None:
 
     for text in texts.values():
         assert 0.05 < len(text.held_out) / len(text.training) < 0.2
-        assert array_of(text.training).dtype == np.uint8
-    assert len({bytes(array_of(text.training)[:200]) for text in texts.values()}) == 3
+        assert text.training[:].dtype == np.uint8
+    assert len({bytes(text.training[:200]) for text in texts.values()}) == 3
 
 
 def test_no_window_that_is_evaluated_on_is_in_any_training_text() -> None:
     """Of whole pieces of this text, some have such windows: licences, and lines that every file has."""
     texts, context = texts_by_kind(3), 32
-    training = b"\0".join(array_of(text.training).tobytes() for text in texts.values())
+    training = b"\0".join(text.training[:].tobytes() for text in texts.values())
 
     windows = windows_held_out(texts, context)
 
     assert [each.shape for each in windows] == [(VALIDATION_WINDOWS, context + 1)] * 3
-    held_out = [array_of(text.held_out).tobytes() for text in texts.values()]
+    held_out = [text.held_out[:].tobytes() for text in texts.values()]
     for each, own in zip(windows, held_out, strict=True):
         assert all(row.astype(np.uint8).tobytes() in own for row in each)
         assert not any(row.astype(np.uint8).tobytes() in training for row in each)
@@ -216,7 +214,7 @@ def test_too_little_new_text_to_evaluate_on_is_said(tmp_path: Path, pieces: int,
 def test_mixed_text_is_all_kinds_for_training_and_each_kind_for_measuring() -> None:
     kinds = texts_by_kind(3)
     texts = mixed(kinds)
-    whole = np.concatenate([array_of(text.training) for text in kinds.values()])
+    whole = np.concatenate([text.training[:] for text in kinds.values()])
     for name, text in texts.items():
         assert np.array_equal(text.training[:], whole)
         assert text.held_out is kinds[name].held_out
@@ -240,6 +238,6 @@ def test_kinds_of_text_are_a_folders_subfolders(tmp_path: Path) -> None:
 
     texts = texts_by_kind(2, tmp_path)
 
-    assert {name: bytes(array_of(text.training)[:1]) for name, text in texts.items()} == {"large": b"l", "middle": b"m"}
+    assert {name: bytes(text.training[:1]) for name, text in texts.items()} == {"large": b"l", "middle": b"m"}
     with pytest.raises(DataError, match="3 kinds of text, too few for 4 nodes"):
         texts_by_kind(4, tmp_path)

@@ -14,8 +14,6 @@ from farandole.training.data.dataset import Bring, Sampler, Text, load_text, tex
 from farandole.training.data.sources import Document
 from farandole.training.data.tokenizer import ByteTokenizer
 
-from ...token_arrays import array_of
-
 TEXT = Text(np.arange(5_000).astype(np.uint16), np.arange(5_000, 5_500).astype(np.uint16), Found(2, 5_499, b""))
 keys = st.binary(max_size=40)
 steps = st.integers(0, 2**40)
@@ -78,9 +76,9 @@ def test_documents_are_split_by_their_text_alone() -> None:
 
     assert text.found.num_documents == 400
     assert 60 < len(held_out) < 140
-    assert bytes(array_of(text.held_out)) == b"".join(document.text + b"\0" for document in held_out)
+    assert bytes(text.held_out[:]) == b"".join(document.text + b"\0" for document in held_out)
     assert len(text.training) == (400 - len(held_out)) * 11
-    assert array_of(text.training).dtype == np.uint8
+    assert text.training[:].dtype == np.uint8
 
 
 def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

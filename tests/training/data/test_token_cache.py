@@ -19,8 +19,6 @@ from farandole.training.data import token_cache
 from farandole.training.data.dataset import Bring, Text, load_text
 from farandole.training.data.tokenizer import ByteTokenizer
 
-from ...token_arrays import array_of
-
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -51,8 +49,8 @@ def files(bring: Bring) -> list[Path]:
 
 def same(first: Text, second: Text) -> bool:
     return (
-        np.array_equal(array_of(first.training), array_of(second.training))
-        and np.array_equal(array_of(first.held_out), array_of(second.held_out))
+        np.array_equal(first.training[:], second.training[:])
+        and np.array_equal(first.held_out[:], second.held_out[:])
         and first.found == second.found
     )
 

@@ -16,7 +16,6 @@ from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
 
-from ...token_arrays import array_of
 from ..conftest import MakeReplica
 
 
@@ -42,7 +41,7 @@ def test_microbatches_sum_to_the_batchs_gradient_and_loss(make_replica: MakeRepl
 
 def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(make_replica: MakeReplica, text: Text) -> None:
     """One's own module may have dropout, which is off while the loss is measured."""
-    without = make_replica(text=replace(text, held_out=array_of(text.held_out)[:1]))
+    without = make_replica(text=replace(text, held_out=text.held_out[:1]))
     for _ in range(2):
         without.learn()
         with pytest.raises(DataError, match="too little text is held out"):

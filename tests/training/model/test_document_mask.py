@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farandole.protocol.planning.needs import activation_bytes
 from farandole.protocol.run.manifest import DataConfig, InnerConfig, Manifest, ModelConfig, TokenizerConfig
@@ -46,10 +46,6 @@ def sharp(model: ModelConfig, separator: int | None = SEPARATOR) -> Transformer:
         parameter.data.mul_(2)
     module.separator = separator
     return module
-
-
-def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(module.parameters())))
 
 
 def gap(first: list[Tensor], second: list[Tensor]) -> float:

@@ -191,17 +191,19 @@ def test_greetings_come_once_in_their_order_and_each_from_its_side() -> None:
     refuse(bob, alice, wire.Welcome(4))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        wire.Credits(1),
-        FORWARD,
-        wire.Gradient(0),
-        wire.Dropped(0, "", is_untouched=True),
-        wire.Settled(0, is_kept=False),
-    ],
-    ids=lambda message: type(message).__name__,
-)
+SIDES = [
+    (HELLO, wire.UPSTREAM),
+    (wire.Welcome(1), wire.DOWNSTREAM),
+    (wire.Credits(9), wire.DOWNSTREAM),
+    (FORWARD, wire.UPSTREAM),
+    (wire.Gradient(0), wire.DOWNSTREAM),
+    (wire.Dropped(0, "", is_untouched=True), wire.DOWNSTREAM),
+    (wire.Settled(0, is_kept=False), wire.UPSTREAM),
+]
+"""Each message, and the side that may send it; the greetings come first."""
+
+
+@pytest.mark.parametrize("message", [message for message, _ in SIDES[2:]], ids=lambda message: type(message).__name__)
 def test_nothing_is_said_before_the_greetings(message: wire.Control) -> None:
     for is_upstream in (wire.UPSTREAM, wire.DOWNSTREAM):
         for is_greeted in (False, True):
@@ -226,19 +228,7 @@ def test_no_data_before_they_are_announced() -> None:
 PIECES = [(0, wire.DATA_BYTES), (wire.DATA_BYTES, wire.DATA_BYTES), (2 * wire.DATA_BYTES, 100)]
 
 
-@pytest.mark.parametrize(
-    ("message", "who"),
-    [
-        (HELLO, wire.UPSTREAM),
-        (wire.Welcome(1), wire.DOWNSTREAM),
-        (wire.Credits(9), wire.DOWNSTREAM),
-        (FORWARD, wire.UPSTREAM),
-        (wire.Gradient(0), wire.DOWNSTREAM),
-        (wire.Dropped(0, "", is_untouched=True), wire.DOWNSTREAM),
-        (wire.Settled(0, is_kept=False), wire.UPSTREAM),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize(("message", "who"), SIDES, ids=lambda value: type(value).__name__)
 def test_each_message_has_its_side(message: wire.Control, who: bool) -> None:
     alice, bob = pair()
     forward(alice, bob)
