@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import trio
@@ -13,11 +12,11 @@ from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
 from .base.bandwidth import Shaping
-from .base.config.file import keep_limits
+from .base.config.file import SETTINGS, keep_limits
 from .base.control import ControlError, Handler
 from .base.figures import BYTES_PER_MBIT
 from .base.quiet_hours import QuietHoursError
-from .base.settings import MIN_CAP_MBIT
+from .base.settings import MIN_CAP_MBIT, NodeSettings
 from .loop.rest_service import RestService
 from .member.run_member import RunMember
 from .status.journal import Journal
@@ -105,11 +104,21 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
     return {"invite": invite, "network_key": network_key, "admit": admit, "roster": roster, "notice": notice}
 
 
-async def kept(home: Path, journal: Journal, words: str, limits: Mapping[str, object]) -> str:
+def warn_of_overrides(settings: NodeSettings, journal: Journal, limits: Iterable[str]) -> str:
+    """Return, and warn of, the flags and variables of this start that go before these kept limits."""
+    ways = {each.name: {"flag": each.flag, "environment": each.variable} for each in SETTINGS}
+    found = ", ".join(filter(None, (ways[name].get(settings.sources.get(name, "")) for name in limits)))
+    if found:
+        journal.warn(f"{found} goes before what `farandole limit` keeps: leave it out at the next start", "limits")
+    return found
+
+
+async def kept(settings: NodeSettings, journal: Journal, words: str, limits: Mapping[str, object]) -> str:
     """Keep limits that hold already for later starts; say and return ``words``, and whether that has succeeded."""
     try:
-        await trio.to_thread.run_sync(keep_limits, home, limits)
-        words += "; kept for later starts"
+        await trio.to_thread.run_sync(keep_limits, settings.home, limits)
+        found = warn_of_overrides(settings, journal, limits)
+        words += f"; kept for later starts{f' without {found}, which goes before it' if found else ''}"
     except (OSError, ManifestError) as error:
         words += f"; until this node ends, since this cannot be kept: {error}"
     journal.say(words)

@@ -30,6 +30,7 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 
 from .base.bandwidth import Shaping
 from .base.causes import Finding, Level, lessen
+from .base.config.file import read_limits
 from .base.control import ControlError, Handler, serve_control
 from .base.errors import PeerUnreachableError
 from .base.exits import Exit
@@ -38,7 +39,7 @@ from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError
 from .base.settings import NodeSettings
 from .base.system.processes import STOP_SIGNALS
-from .control_methods import admission_handlers, change_quiet_hours, kept, set_caps
+from .control_methods import admission_handlers, change_quiet_hours, kept, set_caps, warn_of_overrides
 from .inspect import machine
 from .inspect.listing import offers_of
 from .join.address_book import AddressBook, keep_ports, load_ports
@@ -81,7 +82,7 @@ RunDaemon = Callable[[Daemon], Awaitable[None]]
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
-    journal = Journal(say=console.say, tell_round=console.tell_round)
+    journal = Journal(say=console.say, keep_round=console.keep_round)
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
@@ -226,7 +227,7 @@ async def open_control(
 
     async def limit(params: dict[str, Any]) -> object:
         changed = {name: cap for name, cap in params.items() if name in ("upload_mbit", "download_mbit")}
-        return await kept(settings.home, journal, set_caps(mesh.shaping, params), changed)
+        return await kept(settings, journal, set_caps(mesh.shaping, params), changed)
 
     page: PageAddress | None = None
 
@@ -251,6 +252,7 @@ async def open_control(
     async with open_service_nursery() as nursery, AsyncExitStack() as stack:
         # Before anything is printed: a script that reads it may ask at once.
         await nursery.start(serve_control, settings.control, {**from_page, **of_socket})
+        warn_of_overrides(settings, journal, read_limits(settings.home))
         journal.say(f"this node is {host.peer_id}")
         for address in host.addresses:
             is_announced = address.partition("/p2p/")[0] in settings.announce
@@ -350,7 +352,7 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
 
     async def quiet(params: dict[str, Any]) -> object:
         words = change_quiet_hours(rest_service, params)
-        return await kept(daemon.settings.home, daemon.journal, words, {"quiet_hours": rest.quiet_hours})
+        return await kept(daemon.settings, daemon.journal, words, {"quiet_hours": rest.quiet_hours})
 
     async def invitation(params: dict[str, Any]) -> object:
         return await trio.to_thread.run_sync(own_invite, daemon.settings.home)

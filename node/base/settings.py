@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -115,6 +115,8 @@ class NodeSettings:
         is_argument=True,
         panel="Run",
     )
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Setting -> ``flag``, ``environment``, ``file`` (or a kept limit) or ``default``; empty if no command made it."""
     manifest: Path | None = None
     """A manifest file, for the first node of a run. With an invite too: they must be of one run."""
     name: str | None = setting(

@@ -150,15 +150,15 @@ MAX_EVENT_CHARS: Final = 400
 class Journal:
     """State, events, warnings, exchanges and losses of one node.
 
-    ``say`` prints a line for the person at the terminal, ``clock`` is Unix time. ``tell_round`` prints and keeps the
-    record of a round; without it the round is printed as any other line.
+    ``say`` prints a line for the person at the terminal, ``clock`` is Unix time. ``keep_round`` keeps the record of a
+    round.
     """
 
     def __init__(
         self,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.time,
-        tell_round: Callable[[RoundRecord], None] | None = None,
+        keep_round: Callable[[RoundRecord], None] | None = None,
     ) -> None:
         self.clock = clock
         self.state = NodeState()
@@ -170,7 +170,7 @@ class Journal:
         self._standing: dict[str, Event] = {}
         """Warnings by their cause, or by themselves, newest last."""
         self._say = say
-        self._tell_round = tell_round
+        self._keep_round = keep_round
         self._told_validation: tuple[int, float] | None = None
 
     # The state
@@ -338,8 +338,6 @@ class Journal:
             bits_per_byte=self.history.bits_per_byte if is_new else None,
         )
         self._told_validation = measured
-        if self._tell_round is None:
-            self.say(record.line)
-        else:
-            self.note(record.line)
-            self._tell_round(record)
+        self.say(record.line(self.called(used.peer) if used else ""))
+        if self._keep_round is not None:
+            self._keep_round(record)

@@ -63,9 +63,8 @@ class RoundRecord(msgspec.Struct, frozen=True):
         """Bytes sent in the committed exchange."""
         return self.bytes_sent - self.failed_bytes_sent
 
-    @property
-    def line(self) -> str:
-        """The round as a line for people."""
+    def line(self, partner: str = "") -> str:
+        """Return the round as a line for people; ``partner``: what to call it, by default the end of its id."""
         line = f"round {self.round}: {plural(self.inner_steps, 'inner step')}"
         if self.skipped_steps:
             line += f" ({self.skipped_steps} without effect: gradients not finite)"
@@ -76,7 +75,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
         if self.verdict != "committed":
             return f"{line}; {self.verdict}" if self.verdict else line
         megabytes = self.contribution_bytes / 1e6
-        line += f"; averaged with {self.partner[-8:]}"
+        line += f"; averaged with {partner or self.partner[-8:]}"
         if self.clip < 1.0:
             line += f", of whose contribution {self.clip:.0%} counted"
         return f"{line}, {megabytes:.2f} MB each way in {self.exchange_seconds:.2f} s"

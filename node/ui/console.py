@@ -30,9 +30,8 @@ def show(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
 
-def tell_round(record: RoundRecord) -> None:
-    """Print a finished round, and append it to the file of rounds."""
-    say(record.line)
+def keep_round(record: RoundRecord) -> None:
+    """Append a finished round to the file of rounds."""
     rounds.info("%s", json.dumps(msgspec.structs.asdict(record)))
 
 

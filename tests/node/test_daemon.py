@@ -34,7 +34,8 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
     async with two_that_average(tmp_path, run.run_id, "--data", str(texts)) as (alice, bob):
-        assert "upload at most 50 Mbit/s, download without a cap" in await bob.ask("limit", upload_mbit=50)
+        told = await bob.ask("limit", upload_mbit=50)
+        assert told == "upload at most 50 Mbit/s, download without a cap; kept for later starts"
         await bob.says("averaged with", alice.name)
         assert (await bob.status()).upload_mbit == 50
         another_day = f"{datetime.now() + timedelta(days=3):%a} 12:00-12:01"
@@ -239,6 +240,9 @@ async def test_a_newcomer_without_the_runs_text_is_told_before_it_fetches_weight
             told = await bob.says("warning: this run needs", "--upload-mbit 0.5")
             assert "raise --upload-mbit to" in told
             await bob.says("trainer ready")
+            told = await bob.ask("limit", upload_mbit=2)
+            assert "kept for later starts without --upload-mbit, which goes before it" in told
+            assert "--upload-mbit goes before what `farandole limit` keeps" in (await bob.status()).warnings[-1]
 
 
 async def signal_trainer(daemon: Daemon, number: signal.Signals) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from .options import AsJson, Home, takes_settings
 from .output import print_json
 
 config_app = typer.Typer(help="Write the settings file, and show settings.", no_args_is_help=True)
-
-# By click's names for them.
-_SOURCES: Final = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
 @config_app.command("init")
@@ -47,7 +44,7 @@ def init_config(
 
 @config_app.command("show")
 @takes_settings(*(setting.name for setting in SETTINGS), must_exist=False)
-def show_config(settings: NodeSettings, context: typer.Context, config: Path, as_json: AsJson = False) -> None:
+def show_config(settings: NodeSettings, config: Path, as_json: AsJson = False) -> None:
     """Print every setting, and where its value comes from: a flag, the environment, `farandole limit`, the settings
     file or the default.
 
@@ -59,9 +56,8 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
     from rich.console import Console
     from rich.table import Table
 
-    given = {setting.name: context.get_parameter_source(setting.name) for setting in SETTINGS}
-    sources = {name: "default" if how is None else _SOURCES.get(how.name, "default") for name, how in given.items()}
-    sources |= {name: "farandole limit" for name in read_limits(settings.home) if sources[name] == "file"}
+    limits = {name: "farandole limit" for name in read_limits(settings.home) if settings.sources[name] == "file"}
+    sources = {**settings.sources, **limits}
     values = {setting.name: getattr(settings, setting.name) for setting in SETTINGS}
     if as_json:
         shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperOption
@@ -17,6 +17,8 @@ from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config, read_
 from ...base.config.setting import PANELS, Setting, settings_of
 from ...base.settings import HOME_VARIABLE, NodeSettings, default_home
 
+# By click's names for them.
+_SOURCES: Final = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Home = Annotated[
     Path,
@@ -104,13 +106,16 @@ def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = Fal
         _, *own = inspect.signature(command).parameters.values()
 
         @functools.wraps(command)
-        def run(home: Path, config: Path, **given: Any) -> None:
+        def run(context: typer.Context, home: Path, config: Path, **given: Any) -> None:
             values = {setting.name: given.pop(setting.name) for setting in chosen}
             if "config" in hints:
                 given["config"] = config
-            command(NodeSettings(home=home, **values), **given)
+            ways = {name: context.get_parameter_source(name) for name in values}
+            sources = {name: _SOURCES.get(way.name, "default") for name, way in ways.items() if way is not None}
+            command(NodeSettings(home=home, sources=sources, **values), **given)
 
         parameters = [
+            _parameter("context", typer.Context, inspect.Parameter.empty),
             _parameter("home", Annotated[Path, _SETTINGS_HOME], inspect.Parameter.empty),
             _parameter("config", ConfigFile, None),
             *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),

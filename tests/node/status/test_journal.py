@@ -126,7 +126,7 @@ def test_why_an_exchange_failed_is_told_once() -> None:
 def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) -> None:
     """JSON cannot hold it: a reader of the status would find null in place of a number."""
     rounds: list[RoundRecord] = []
-    journal = Journal(say=lambda text: None, tell_round=rounds.append)
+    journal = Journal(say=lambda text: None, keep_round=rounds.append)
     for number in (3.0, loss, 2.0):
         journal.history.add_loss(7, number)
         journal.record_validation(7, number)

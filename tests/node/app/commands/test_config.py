@@ -13,6 +13,7 @@ from farandole.node.base.config.file import SETTINGS, keep_limits, read_limits
 from farandole.node.base.config.setting import PANELS
 from farandole.node.base.control import ControlError
 from farandole.node.base.exits import Exit
+from farandole.node.base.settings import NodeSettings
 from farandole.node.control_methods import change_quiet_hours, kept
 from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
@@ -131,7 +132,8 @@ async def test_a_disk_that_takes_no_more_costs_no_limit_that_was_kept(tmp_path: 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # writes beyond this size fail, as on a full disk
     try:
-        told = await kept(tmp_path, Journal(say=lambda text: None), "upload at most 5 Mbit/s", {"upload_mbit": 5})
+        settings = NodeSettings(home=tmp_path)
+        told = await kept(settings, Journal(say=lambda text: None), "upload at most 5 Mbit/s", {"upload_mbit": 5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert told.startswith("upload at most 5 Mbit/s; until this node ends, since this cannot be kept: ")
