@@ -54,9 +54,13 @@ def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
 
     So a newcomer gets in while any of them is there. Members that this node is connected to come first.
     """
+
+    def is_doubted(address: str) -> bool:
+        return address.partition("/p2p/")[0] in status.doubted_addresses
+
     # A run's first node has no peer yet that could test its router's mapping; later, what peers found dead is left out.
     mapped = status.mapped_addresses if status.reachability == "unknown" else []
-    own = _usable([*dict.fromkeys((*status.addresses, *mapped))], status.peer_id)
+    own = sorted(_usable([*dict.fromkeys((*status.addresses, *mapped))], status.peer_id), key=is_doubted)
     members = sorted(
         (member for member in status.members if member.is_live and not member.is_self),
         key=lambda member: not member.is_connected,
@@ -67,11 +71,19 @@ def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
     # does one over IPv6: some newcomers have nothing else.
     ipv6 = [address for addresses in (own, *of_others) for address in addresses if distance_class(address) == IPV6]
     chosen = own[:1] + ipv6[:1] + sorted(own[1:MAX_OWN_ADDRESSES] + others, key=distance_class)
-    return rank(list(dict.fromkeys(chosen))[:MAX_ADDRESSES])
+    return sorted(rank(list(dict.fromkeys(chosen))[:MAX_ADDRESSES]), key=is_doubted)
 
 
-def warnings_about(addresses: Sequence[str]) -> list[str]:
-    """Return a warning if few newcomers from the internet, or none, can reach any of an invite's addresses."""
+def warnings_about(addresses: Sequence[str], doubted: Sequence[str] = ()) -> list[str]:
+    """Return a warning if few newcomers from the internet, or none, can reach any of an invite's addresses.
+
+    ``doubted``: as in `NodeStatus`.
+    """
+    if dead := [address for address in doubted if any(each.startswith(f"{address}/p2p/") for each in addresses)]:
+        return [
+            f"no peer reaches this node at the announced {', '.join(dead)}: if the public one has changed, name the "
+            "new one, or a domain, with --announce at the next start; if not, have the router forward that port"
+        ]
     nearest = min(map(distance_class, addresses), default=PRIVATE)
     if nearest < IPV6:
         return []

@@ -15,12 +15,12 @@ from torch import nn
 from farandole.protocol.planning.planning import choices, complete, given_by
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, sign_manifest
-from farandole.protocol.run.own_model import Parameters, packed, recipe_hash
+from farandole.protocol.run.own_model import packed, recipe_hash
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import check_can_be_averaged
-from farandole.training.cluster.ranks import Follower, Order, Ranks, open_ranks, parameters_of, whole_of
+from farandole.training.cluster.ranks import Follower, Order, open_ranks, parameters_of, whole_of
 from farandole.training.model.stages import build_module
 
 from ..base.identity import load_or_create_key
@@ -62,74 +62,58 @@ def create_run(
         Follower(ranks, model, None).end()
         return home.home
     try:
-        _write_run(model, home, ranks, name, recipe, with_frozen, {"rounds": {**_ROUNDS, **(rounds or {})}, **sections})
+        parameters = parameters_of(model, with_frozen=with_frozen)
+        if not parameters:
+            raise TrainingError("no parameter of this model requires a gradient; with_frozen=True shares all")
+        check_can_be_averaged(parameters)
+        shapes = {each: tuple(parameter.shape) for each, parameter in parameters.items()}
+        sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
+        external = {"parameters": packed(shapes), "recipe": recipe_hash(recipe) if recipe else ""}
+        settings = {
+            "name": name,
+            "created_at": int(time.time()),
+            "model": {"num_layers": 1, **sizes, "external": external},
+            "rounds": {**_ROUNDS, **(rounds or {})},
+            **sections,
+        }
+        size = len(msgspec.msgpack.encode(_starting_from(settings, NO_RUN)))  # before anything is written
+        if size > MAX_MANIFEST_BYTES:
+            raise ManifestError(
+                f"the names and shapes of {len(shapes)} parameters make a manifest of {size} bytes, and "
+                f"{MAX_MANIFEST_BYTES} is the most"
+            )
+        start = home.home / START_NAME
+        if start.exists():
+            raise ManifestError(
+                f"{home.home} has a run already. To go on with it, pass the folder to NoLoCo as run=; for another run, "
+                "name a new folder"
+            )
+        if ranks.are_many:  # which have parts of the parameters: they come to the host
+            ranks.begin(list(parameters))
+            ranks.tell(Order.READ)
+        with torch.no_grad():
+            wholes = {
+                name: whole_of(parameter).detach().to("cpu" if ranks.are_many else parameter.device)
+                for name, parameter in parameters.items()
+            }
+        if wrong := [name for name, whole in wholes.items() if not whole.isfinite().all()]:
+            raise TrainingError(f"parameter {wrong[0]} has values that are not finite")
+        key = load_or_create_key(home.key)
+
+        def weights(tensor: str) -> Floats:
+            parameter = wholes[tensor.partition("/")[2]]
+            copied: Floats = parameter.to("cpu", torch.float32).contiguous().numpy()
+            return copied
+
+        def signed(checkpoint: bytes) -> bytes:
+            return sign_manifest(_starting_from(settings, checkpoint), key).encode()
+
+        write_folder(start, key, NO_RUN, shapes, (SLOW,), weights, signed)
     except BaseException:  # Ctrl-C too: the other ranks wait for an order
         ranks.tell(Order.FAILED)
         raise
     ranks.tell(Order.OVER)
     return home.home
-
-
-def _write_run(
-    model: nn.Module,
-    home: NodeSettings,
-    ranks: Ranks,
-    name: str,
-    recipe: str,
-    with_frozen: bool,
-    sections: Mapping[str, Any],
-) -> None:
-    parameters = parameters_of(model, with_frozen=with_frozen)
-    if not parameters:
-        raise TrainingError("no parameter of this model requires a gradient; with_frozen=True shares the others too")
-    check_can_be_averaged(parameters)
-    shapes = {each: tuple(parameter.shape) for each, parameter in parameters.items()}
-    for each, shape in shapes.items():
-        try:
-            msgspec.convert({each: shape}, Parameters)
-        except msgspec.ValidationError as error:
-            raise ManifestError(f"parameter {each!r} of shape {shape} fits into no manifest: {error}") from error
-    sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
-    external = {"parameters": packed(shapes), "recipe": recipe_hash(recipe) if recipe else ""}
-    settings = {
-        "name": name,
-        "created_at": int(time.time()),
-        "model": {"num_layers": 1, **sizes, "external": external},
-        **sections,
-    }
-    size = len(msgspec.msgpack.encode(_starting_from(settings, NO_RUN)))  # before anything is written
-    if size > MAX_MANIFEST_BYTES:
-        raise ManifestError(
-            f"the names and shapes of {len(shapes)} parameters make a manifest of {size} bytes, and "
-            f"{MAX_MANIFEST_BYTES} is the most"
-        )
-    start = home.home / START_NAME
-    if start.exists():
-        raise ManifestError(
-            f"{home.home} has a run already. To go on with it, pass the folder to NoLoCo as run=; for another run, "
-            "name a new folder"
-        )
-    if ranks.are_many:  # which have parts of the parameters: they come to the host
-        ranks.begin(list(parameters))
-        ranks.tell(Order.READ)
-    with torch.no_grad():
-        wholes = {
-            name: whole_of(parameter).detach().to("cpu" if ranks.are_many else parameter.device)
-            for name, parameter in parameters.items()
-        }
-    if wrong := [name for name, whole in wholes.items() if not whole.isfinite().all()]:
-        raise TrainingError(f"parameter {wrong[0]} has values that are not finite")
-    key = load_or_create_key(home.key)
-
-    def weights(tensor: str) -> Floats:
-        parameter = wholes[tensor.partition("/")[2]]
-        copied: Floats = parameter.to("cpu", torch.float32).contiguous().numpy()
-        return copied
-
-    def signed(checkpoint: bytes) -> bytes:
-        return sign_manifest(_starting_from(settings, checkpoint), key).encode()
-
-    write_folder(start, key, NO_RUN, shapes, (SLOW,), weights, signed)
 
 
 def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:

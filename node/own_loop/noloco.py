@@ -138,22 +138,18 @@ class NoLoCo:
         """Note a step of any optimizer in this process. Raises `FarandoleError` if the run cannot follow it."""
         if optimizer is not self._optimizer:
             self._steps_of_others[optimizer] = count = self._steps_of_others.get(optimizer, 0) + 1
-            parameters = {id(parameter) for parameter in self._model.parameters()}
-            if count == MAX_STEPS_OF_OTHERS and any(
-                id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]
-            ):
-                raise TrainingError(
-                    f"another optimizer than NoLoCo's has trained the model for {count} steps: end the block, enter "
-                    "a new NoLoCo with that optimizer"
-                )
+            if count == MAX_STEPS_OF_OTHERS:
+                theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if not theirs.isdisjoint(map(id, self._model.parameters())):
+                    raise TrainingError("another optimizer trains the model by now: enter a new NoLoCo with that one")
             return
         self._steps_of_others.clear()
         if os.getpid() != self._pid:
             raise NodeError("a process forked from the loop's has no node: let the loop's process take the steps")
         if torch._C._current_graph_task_id() != -1:
             raise TrainingError(
-                "this optimizer steps during the backward pass, which still needs the parameters: give NoLoCo one that "
-                "steps after it, if only torch.optim.SGD([torch.zeros(1, requires_grad=True)])"
+                "this optimizer steps during the backward pass, which still needs the parameters. Give NoLoCo one that "
+                "steps after it: torch.optim.SGD([torch.zeros(1, requires_grad=True)]) does"
             )
         before = self.round
         self._member.step_taken()
@@ -180,19 +176,14 @@ class NoLoCo:
 
         Of several ranks, those on rank 0's machine can ask for it. So for `members`, `status` and `invite`.
         """
-        return "" if self._is_alone else str(self.status()["partner"])
+        return "" if self.is_over or not self._has_node() else str(self.status()["partner"])
 
     @property
     def members(self) -> list[str]:
         """Peer ids of the present members, including this node's; none while the node trains not, or no more."""
-        if self._is_alone:
+        if self.is_over or not self._has_node():
             return []
         return [member["peer_id"] for member in self.status()["members"] if not member["has_left"]]
-
-    @property
-    def _is_alone(self) -> bool:
-        """True if there is no node to ask: outside of the block a node that a person has started may run."""
-        return self.is_over or (self._ranks.is_leader and self._hook is None and not run_of_node(self.home))
 
     @property
     def is_over(self) -> bool:
@@ -201,17 +192,20 @@ class NoLoCo:
 
     def status(self) -> dict[str, Any]:
         """Return the JSON of ``farandole status``. Raises `FarandoleError`, `NodeError`'s base, if the node is gone."""
-        self._require_node()
+        self._has_node()
         answer: dict[str, Any] = call(self.home, "status")
         return answer
 
-    def _require_node(self) -> None:
-        if not self._ranks.is_leader and not run_of_node(self.home):
+    def _has_node(self) -> bool:
+        """Return whether there is a node to ask; before and after the block a person's own may run."""
+        has_node = (self._ranks.is_leader and self._hook is not None) or bool(run_of_node(self.home))
+        if not has_node and not self._ranks.is_leader:
             raise NodeError("ask rank 0 for partner, members, status() and invite(): the node is on its machine")
+        return has_node
 
     def invite(self) -> str:
         """Return an invite for another member."""
-        self._require_node()
+        self._has_node()
         from ..join.invites import own_invite  # with libp2p's addresses, which a loop needs for nothing else
 
         return own_invite(self.home)

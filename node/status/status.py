@@ -265,6 +265,8 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     """The notice of the run's creator to all members; empty: none."""
     mapped_addresses: list[str] = msgspec.field(default_factory=list)
     """Addresses at which the router says this node can be dialled; in ``addresses`` once others have dialled them."""
+    doubted_addresses: list[str] = msgspec.field(default_factory=list)
+    """Addresses that the owner announces, and at which no peer reaches this node now, as far as peers could try."""
     bits_per_byte: float | None = None
     """The newest of `validation` in bits per byte; None where the number of the text's bytes is not known."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
+from farandole.protocol.mesh.reachability import has_moved, is_closed
 from farandole.protocol.state.entries import PARTNER_BYTES, Beat, Member, Progress
 from farandole.protocol.state.liveness import Liveness
 from farandole.protocol.state.node_state import LOSS_SCALE, NodeState
@@ -69,7 +70,7 @@ class Reporter:
         """Return the present status with at most ``max_members`` members, connected ones first."""
         journal, host, shaping, connectivity = self.journal, self.host, self.shaping, self.connectivity
         members, run = self._look()
-        shown = members
+        shown, verdict = members, connectivity.reachability.verdict
         if len(members) > max_members:
             shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
         return NodeStatus(
@@ -87,6 +88,11 @@ class Reporter:
             peer_id=host.peer_id,
             addresses=host.addresses,
             mapped_addresses=host.own.all_mapped,
+            doubted_addresses=[
+                address
+                for address in host.own.announced
+                if journal.state.isolation or is_closed(address, verdict) or has_moved(address, verdict)
+            ],
             connected_peers=len(host.connected),
             round_trips={
                 member.peer_id: seconds
@@ -95,7 +101,7 @@ class Reporter:
             },
             remarks=journal.remarks,
             names={member.peer_id: member.name for member in shown if member.name},
-            reachability=connectivity.reachability.kind.value,
+            reachability=verdict.kind.value,
             relays=[peer_id_of(held.relay) for held in host.relays.reservations],
             relayed_peers=connectivity.server.table.num_reservations,
             relayed_circuits=connectivity.server.table.num_circuits,

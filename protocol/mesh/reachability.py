@@ -125,6 +125,21 @@ def classify(dialled: Sequence[Witness], observed: Sequence[Witness]) -> Verdict
     return Verdict(ReachabilityKind.PUNCHABLE if is_punchable else ReachabilityKind.RELAY_ONLY, seen)
 
 
+def is_closed(announced: str, verdict: Verdict) -> bool:
+    """Return whether peers did not reach this node at an announced multiaddr, as far as they could try."""
+    _, _, ip, _, port = announced.split("/")
+    # Peers dial only the IP address that they see, and not every port.
+    is_tried = ip in {seen_ip for seen_ip, _ in verdict.addresses} and is_open_to_peers(int(port))
+    return is_tried and (verdict.kind is not ReachabilityKind.PUBLIC or (ip, int(port)) not in verdict.addresses)
+
+
+def has_moved(announced: str, verdict: Verdict) -> bool:
+    """Return whether peers on the internet see this node at other IP addresses than an announced multiaddr has."""
+    _, kind, ip, _, _ = announced.split("/")
+    seen = {seen_ip for seen_ip, _ in verdict.addresses if kind == ("ip6" if ":" in seen_ip else "ip4")}
+    return any(map(is_global, seen)) and ip not in seen
+
+
 def _is_public(answers: Sequence[DialBackAnswer], is_ipv6: bool) -> bool:
     """Return whether most witnesses have reached us, or at least two and most of those that use this version of IP.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -102,8 +103,10 @@ def bind_(module: nn.Module, layout: Layout, weights: Tensor, gradient: Tensor) 
 
 
 def check_can_be_averaged(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise `TrainingError` if a parameter has no values, or ones that cannot be averaged."""
+    """Raise `TrainingError` if a parameter has no values, or ones that cannot be averaged, or a strange name."""
     for name, parameter in parameters.items():
+        if not re.fullmatch(r"[\w.-]{1,200}", name, re.ASCII):
+            raise TrainingError(f"parameter {name!r}: a run's names have letters of English, digits, _ . and -")
         if not parameter.is_floating_point():
             raise TrainingError(f"parameter {name} is {parameter.dtype}: only floating-point numbers are averaged")
         if parameter.is_meta:

@@ -189,16 +189,10 @@ class UserParameters:
 
     @torch.no_grad()
     def read(self, flat: Tensor) -> None:
-        """Copy the parameters to ``flat``, with what rounding has dropped of them.
-
-        Raises `TrainingError` if the module has others by now.
-        """
+        """Copy the parameters to ``flat``, with what rounding has dropped. Raises `TrainingError` if it has others."""
         present = parameters_of(self._module, with_frozen=True)
         if any(present.get(name) is not each for name, each in zip(self._names, self._parameters, strict=True)):
-            raise TrainingError(
-                "the model's parameters were replaced, as `load_state_dict(..., assign=True)` does: end the block, and "
-                "enter a new NoLoCo, with a new optimizer"
-            )
+            raise TrainingError("the model's parameters were replaced: enter a new NoLoCo with a new optimizer of them")
         self._ranks.tell(Order.READ)
         synchronize(self._parameters)  # the user's thread may queue its work on any stream
         for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):

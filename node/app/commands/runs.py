@@ -144,6 +144,7 @@ def make_invite(
     """
     from farandole.protocol.run.invite import decode_invite
 
+    from ...base.control import call
     from ...join.invites import own_invite, warnings_about
 
     invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
@@ -154,7 +155,8 @@ def make_invite(
             err=True,
         )
     typer.echo(invite)
-    say_warnings(warnings_about(decode_invite(invite).addresses))
+    doubted = call(home, "status", max_members=0).get("doubted_addresses", ())
+    say_warnings(warnings_about(decode_invite(invite).addresses, doubted))
 
 
 @run_app.command("members")

@@ -20,7 +20,7 @@ from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.wire.errors import FarandoleError
-from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.identity import peer_id_of, with_name
 
 from ...base.causes import CHECKS, Diagnosis, Finding, Level, found
 from ...base.control import call
@@ -53,6 +53,8 @@ class Examination:
         self._clock = clock
         self._findings: list[Finding] = []
         self._is_running = is_locked(settings.lock)
+        self._called: Callable[[str], str] = partial(with_name, name="")
+        """Returns what to call the peer with an id: with its name, if a node runs here that knows it."""
         # What the invite and the folder say.
         self._run_id: bytes | None = None
         self._manifest: Manifest | None = None  # the run's, once a file, the folder or a peer has given it
@@ -65,12 +67,12 @@ class Examination:
     async def run(self) -> Diagnosis:
         """Make all checks."""
         settings = self._settings
+        await self._check("node", self._look_at_node)
         await self._read_invitation()
         async with trio.open_nursery() as everything:
             everything.start_soon(self._check, "torch", machine.check_torch, settings.device)
             async with trio.open_nursery() as nursery:  # before the network, where this visit itself listens
                 nursery.start_soon(self._check, "home", _in_thread, machine.check_home, settings.home)
-                nursery.start_soon(self._check, "node", self._look_at_node)
                 nursery.start_soon(self._check, "key", _in_thread, machine.check_key, settings.key)
                 nursery.start_soon(self._check, "data", _in_thread, machine.check_data, settings.data, settings.stream)
                 look = partial(machine.check_ports, settings.listening, self._kept_ports, is_running=self._is_running)
@@ -107,7 +109,7 @@ class Examination:
                 self._run_id, self._network_key = invite.run_id, invite.network_key
                 self._has_admission = bool(invite.admission)
                 self._named = [(split_address(address)[1], address) for address in invite.addresses]
-                names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in self._named))
+                names = ", ".join(dict.fromkeys(self._called(peer_id_of(peer)) for peer, _ in self._named))
                 cause = "invite-fine" if invite.addresses else "invite-empty"
                 self._findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
         for address in settings.bootstrap:
@@ -156,6 +158,7 @@ class Examination:
             status = msgspec.convert(await _in_thread(ask), NodeStatus)
         except (FarandoleError, msgspec.ValidationError):
             return found("node-silent")
+        self._called = status.called
         return found("node-running", kind=status.reachability)
 
     # The network
@@ -196,7 +199,7 @@ class Examination:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._check, "run", self._look_at_run, host, met)
                 nursery.start_soon(self._check, "clock", check_clock, host, met, self._clock)
-                nursery.start_soon(self._check, "nat", check_nat, host, met)
+                nursery.start_soon(self._check, "nat", check_nat, host, met, self._called)
             return
         why = "no address of a peer is known"
         if doors or peers:

@@ -13,12 +13,11 @@ from typing import Final, Literal, TypeVar
 
 import trio
 
-from farandole.protocol.mesh.dialling import is_open_to_peers
-from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_global
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_closed, is_global
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
-from farandole.protocol.wire.identity import short_name
+from farandole.protocol.wire.identity import peer_id_of
 
 from ...base.causes import Finding, describe_skew, found, lessen
 from ...base.errors import PeerUnreachableError, StrangerError
@@ -243,8 +242,11 @@ def find_skew(votes: Sequence[float]) -> Finding:
     return found("clock-fine", how=describe_skew(min(votes, key=abs) if skew is None else skew.seconds))
 
 
-async def check_nat(host: Host, peers: Sequence[bytes]) -> list[Finding]:
-    """Check how others reach this node, and whether a peer would relay others to it, where that is needed."""
+async def check_nat(host: Host, peers: Sequence[bytes], called: Callable[[str], str]) -> list[Finding]:
+    """Check how others reach this node, and whether a peer would relay others to it, where that is needed.
+
+    ``called`` returns what to call the peer with an id.
+    """
     reachability = Reachability()
     await Examiner(host, reachability).examine()
     kind = reachability.kind
@@ -254,7 +256,7 @@ async def check_nat(host: Host, peers: Sequence[bytes]) -> list[Finding]:
 
     async def ask(peer: bytes) -> str:
         await host.relays.reserve(peer)
-        return short_name(peer)
+        return called(peer_id_of(peer))
 
     names = await _ask_all(ask, [peer for peer in peers if host.connections.is_direct(peer)])
     if names:
@@ -264,14 +266,7 @@ async def check_nat(host: Host, peers: Sequence[bytes]) -> list[Finding]:
 
 def judge_nat(verdict: Verdict, announced: Sequence[str] = ()) -> Finding:
     """Judge the router by the verdict, and the multiaddrs that the node's owner announces."""
-    closed = []
-    for address in announced:
-        _, _, ip, _, port = address.split("/")
-        # Peers dial only the IP address that they see, and not every port.
-        is_tried = ip in {seen_ip for seen_ip, _ in verdict.addresses} and is_open_to_peers(int(port))
-        if is_tried and (verdict.kind is not ReachabilityKind.PUBLIC or (ip, int(port)) not in verdict.addresses):
-            closed.append(address)
-    if closed:
+    if closed := [address for address in announced if is_closed(address, verdict)]:
         return found("nat-announced-closed", announced=", ".join(closed))
     seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
     ips = [ip for ip, _ in verdict.addresses]

@@ -6,6 +6,7 @@ import msgspec
 
 from farandole.node.join.invites import choose_bootstrap_addresses, warnings_about
 from farandole.node.status.status import MemberStatus
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, has_moved
 from farandole.protocol.run.invite import Invite, decode_invite, encode_invite
 from farandole.protocol.wire.identity import peer_id_of
 
@@ -61,6 +62,26 @@ def test_the_first_of_a_run_names_what_its_router_says() -> None:
     assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own, outer])) == [outer, own]
     tried = msgspec.structs.replace(alone, addresses=[own], reachability="relay only")
     assert choose_bootstrap_addresses(tried) == [own], "peers have tried, and did not get through"
+
+
+def test_an_announced_address_that_peers_do_not_confirm_comes_last_and_is_warned_about() -> None:
+    """The provider has given this home another address, and peers see it."""
+    old, new, home = (f"/ip4/{ip}/tcp/4001" for ip in ("8.8.4.4", "8.8.8.8", "192.168.1.5"))
+    seen = Verdict(ReachabilityKind.PUBLIC, (("8.8.8.8", 4001),))
+    assert has_moved(old, seen)
+    assert not any(has_moved(address, seen) for address in (new, "/ip6/2a05:1::a/tcp/4001", "/dns/a.example.org/tcp/1"))
+    assert not has_moved(old, Verdict(ReachabilityKind.PUNCHABLE, (("192.168.1.9", 4001),))), "a neighbour cannot tell"
+    status = msgspec.structs.replace(
+        STATUS,
+        addresses=[f"{address}/p2p/{ALICE}" for address in (old, home, new)],
+        members=STATUS.members[:1],
+        doubted_addresses=[old],
+    )
+    addresses = choose_bootstrap_addresses(status)
+    assert [address.partition("/p2p/")[0] for address in addresses] == [new, home, old]
+    (warning,) = warnings_about(addresses, [old])
+    assert old in warning
+    assert warnings_about(addresses) == []
 
 
 def test_nobodys_loopback_is_passed_on_where_there_is_anything_else() -> None:

@@ -118,7 +118,7 @@ def test_a_loop_that_goes_on_with_another_optimizer_is_told_so(loop: Entered) ->
     for _ in range(2):  # nor is one of several optimizers that take turns
         take_steps(model, others, MAX_STEPS_OF_OTHERS - 1)
         take_steps(model, optimizer, 1)
-    with pytest.raises(TrainingError, match="enter a new NoLoCo with that optimizer"):
+    with pytest.raises(TrainingError, match="another optimizer trains the model"):
         take_steps(model, others, MAX_STEPS_OF_OTHERS)
 
 

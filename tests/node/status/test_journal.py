@@ -83,6 +83,8 @@ def test_a_peer_is_named_once_for_what_it_does_and_with_who_invited_it() -> None
     tick, names = tick_at(Kind.MEMBER), ((MALLORY, "Eve"), (BEN, "Bob"))
     told = (signed(number, Kind.MEMBER, 0, tick, Member(name=name)) for number, name in names)
     journal.run.merge(Delta(tuple(told)), NOW)
+    journal.finish_round(round_end(1, ended(1, eve)))
+    assert f'; averaged with {short_name(eve)} "Eve", ' in said[-1]
 
     def meet(number: int, failure: str = "", clip: float = 1.0) -> None:
         for peer in (eve, bob):  # of three meetings with Bob, two are good

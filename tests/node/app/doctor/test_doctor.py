@@ -25,6 +25,7 @@ from farandole.node.app.commands.doctor import diagnosis_screen
 from farandole.node.app.doctor.examination import Examination, conclude
 from farandole.node.app.doctor.peers import Knock, find_skew, judge_doors, judge_nat, make_doors
 from farandole.node.base.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, found
+from farandole.node.base.control import serve_control
 from farandole.node.base.errors import StrangerError
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import load_or_create_key, locked
@@ -63,6 +64,7 @@ from ....patience import PATIENCE
 from ...conftest import Cli
 from ...hosts import open_home, open_node, open_relay, reserve
 from ...small_runs import MODEL, SIGNED, NewerManifest
+from ...statuses import STATUS
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 HOUR = 3_600.0
@@ -451,6 +453,18 @@ def test_what_pytorch_says_of_itself() -> None:
 async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> None:
     with locked(tmp_path / "lock"):
         assert "node-silent" in causes(await look(tmp_path, None), Level.WARNING)
+
+
+async def test_peers_have_the_names_that_the_node_here_knows(tmp_path: Path) -> None:
+    async def status(params: dict[str, Any]) -> object:
+        return msgspec.structs.replace(STATUS, names={peer.peer_id: "Anna's PC"})
+
+    async with open_peer() as peer, trio.open_nursery() as nursery:
+        with locked(tmp_path / "lock"):
+            await nursery.start(serve_control, tmp_path / "control.sock", {"status": status})
+            diagnosis = await look(tmp_path, invite_to(*peer.addresses))
+            nursery.cancel_scope.cancel()
+    assert f'{peer.peer_id[-8:]} "Anna\'s PC"' in of(diagnosis, "invite").found
 
 
 # Whole examinations
