@@ -23,15 +23,6 @@ from .donors import ANN, BOB, CYD, DAN, EVE, World
 from .files import KEY, RUN
 
 
-async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(world: World, clock: MockClock) -> None:
-    world.members = {ANN: 1, BOB: 0}
-    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 20)}
-    await world.weights.obtain()
-    assert world.asked == [(ANN, 1)]
-    assert world.is_fetched(ANN, 1, 29)
-    assert world.settings.fetched(None).name == "fetched.safetensors"
-
-
 async def test_a_full_disk_is_one_warning_before_any_peer_is_asked(world: World, clock: MockClock) -> None:
     world.hold(29, ANN)
     free, asked_when_full, told = 3_000_000, list[object](), list[str]()
@@ -104,18 +95,13 @@ async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
     assert SEED_AFTER <= trio.current_time() - began_at <= SEED_AFTER + 5
     assert "NOBODY HAS THE WEIGHTS OF STAGE 1" in world.journal.warnings[-1]
     assert await world.weights.fetch_ahead(1)
-
-
-async def test_a_stage_whose_members_have_weights_awaits_them(world: World, clock: MockClock) -> None:
     world.members = {ANN: 1}
-    notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
-    world.patch(world, "notices", lambda stage: {ANN: [notice]})
-    with pytest.raises(JoinError, match="step 4"):
-        await world.weights.obtain()
-    assert not await world.weights.fetch_ahead(1)
+    assert not await world.weights.fetch_ahead(1), "a member is ahead, and has announced nothing yet"
 
 
-async def test_many_silent_members_do_not_keep_a_newcomer_for_hours(world: World, clock: MockClock) -> None:
+async def test_many_silent_members_do_not_keep_a_newcomer_for_hours_and_are_waited_for(
+    world: World, clock: MockClock
+) -> None:
     async def no_answer(*args: object) -> tuple[SignedIndex, Index]:
         await trio.sleep(DIAL_TIMEOUT)
         raise PeerUnreachableError("no answer")
@@ -128,3 +114,5 @@ async def test_many_silent_members_do_not_keep_a_newcomer_for_hours(world: World
     with pytest.raises(JoinError, match="step 4"):
         await world.weights.obtain()
     assert trio.current_time() - began_at <= WEIGHTS_TIMEOUT + MAX_ASKED * DIAL_TIMEOUT + WEIGHTS_RETRY
+    world.members = {}
+    assert not await world.weights.fetch_ahead(1), "somebody has announced weights"
