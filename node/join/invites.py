@@ -75,10 +75,7 @@ def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
 
 
 def warnings_about(addresses: Sequence[str], doubted: Sequence[str] = ()) -> list[str]:
-    """Return a warning if few newcomers from the internet, or none, can reach any of an invite's addresses.
-
-    ``doubted``: as in `NodeStatus`.
-    """
+    """Return a warning if few newcomers, or none, can reach an invite's addresses; ``doubted``: as in `NodeStatus`."""
     if dead := [address for address in doubted if any(each.startswith(f"{address}/p2p/") for each in addresses)]:
         return [
             f"no peer reaches this node at the announced {', '.join(dead)}: if the public one has changed, name the "

@@ -69,8 +69,7 @@ class Attachment:
     def __init__(self, node: ChildNode, run_id: bytes, loop: Loop, timeout: float = math.inf) -> None:
         self.turns = Turns()
         self.engine: ExternalEngine | None = None
-        self.is_over = False
-        """Whether the node trains no more."""
+        self.is_over = False  # whether the node trains no more
         self._node = node
         self._run_id = run_id
         self._loop = loop

@@ -34,8 +34,6 @@ from ..store.run_file import manifest_of
 logger = logging.getLogger(__name__)
 
 START_NAME: Final = "start"
-# The user's loop does not wait if the outer step may be late.
-_ROUNDS: Final = {"overlap": True}
 
 
 def create_run(
@@ -73,7 +71,7 @@ def create_run(
             "name": name,
             "created_at": int(time.time()),
             "model": {"num_layers": 1, **sizes, "external": external},
-            "rounds": {**_ROUNDS, **(rounds or {})},
+            "rounds": {"overlap": True, **(rounds or {})},  # the user's loop does not wait if outer steps may be late
             **sections,
         }
         size = len(msgspec.msgpack.encode(_starting_from(settings, NO_RUN)))  # before anything is written

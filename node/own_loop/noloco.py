@@ -28,8 +28,6 @@ from .attachment import Attachment, NodeError
 from .child_node import ChildNode, await_node, run_of_node
 from .create import start_of
 
-# For a node that cannot join: an invite whose members are gone, a disk that is too small.
-TIMEOUT: Final = 600.0
 # Of one that trains the model between two steps of the given one: a loop has gone on with a new optimizer.
 MAX_STEPS_OF_OTHERS: Final = 100
 
@@ -55,9 +53,8 @@ class NoLoCo:
 
     Raises `NodeError` if there is no node, another `FarandoleError` for a ``run`` that is none, is of another model or
     takes no loops, and `ValueError` for a ``tokens_per_byte`` that is not positive. In the loop, ``optimizer.step``
-    raises `NodeError` when the node is gone. ``timeout``: seconds after which entering the block raises `NodeError` if
-    the node gets neither into the run nor on with the download of its weights; rests do not count. What the node warns
-    of is logged by the logger ``farandole``.
+    raises `NodeError` when the node is gone; so does the block, if the node gets neither into the run nor on with the
+    download of its weights for ``timeout`` seconds, without rests. The logger ``farandole`` repeats its warnings.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class NoLoCo:
         tokens_per_step: int | None = None,
         recipe: str = "",
         options: Sequence[str] = (),
-        timeout: float = TIMEOUT,
+        timeout: float = 600.0,
     ) -> None:
         if tokens_per_byte is not None and not 0 < tokens_per_byte < math.inf:
             raise ValueError(f"tokens_per_byte is {tokens_per_byte}: give the tokens over the bytes, such as 0.25")
@@ -103,8 +100,7 @@ class NoLoCo:
             self._member = Follower(ranks, model, evaluate)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._pid = 0  # of the process that has entered the block
-        self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()
-        """Steps of other optimizers since the last one of ours."""
+        self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # since the last one of ours
 
     def __enter__(self) -> Self:
         if self._pid:

@@ -9,16 +9,14 @@ It needs transformers and accelerate: pip install 'farandole[hf]' accelerate
 from __future__ import annotations
 
 import atexit
-from typing import TYPE_CHECKING, Any
+import inspect
+from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from farandole.node.own_loop.noloco import NoLoCo
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["Callback"]
 
@@ -31,6 +29,7 @@ class Callback(TrainerCallback):
     """
 
     def __init__(self, run: Any = None, **settings: Any) -> None:
+        inspect.signature(NoLoCo).bind(None, None, run, **settings)  # raises `TypeError` for a name that is none
         self._run = run
         self._settings = settings
         self.noloco: NoLoCo | None = None

@@ -8,6 +8,7 @@ It needs Lightning: pip install 'farandole[lightning]'
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import lightning
@@ -27,6 +28,7 @@ class Callback(lightning.Callback):
     """
 
     def __init__(self, run: Any = None, **settings: Any) -> None:
+        inspect.signature(NoLoCo).bind(None, None, run, **settings)  # raises `TypeError` for a name that is none
         self._run = run
         self._settings = settings
         self.noloco: NoLoCo | None = None

@@ -47,6 +47,8 @@ def test_a_trainer_takes_outer_steps_between_its_own(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)  # the run's weights replace them
+    with pytest.raises(TypeError, match="tokens_per_stepp"):
+        farandole.hf.Callback(run, tokens_per_stepp=3)
     ours = farandole.hf.Callback(run)
     seen = Rounds(ours)
     data = [{"input_ids": list(range(n, n + 16)), "labels": list(range(n, n + 16))} for n in range(16)]

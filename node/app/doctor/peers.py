@@ -243,10 +243,7 @@ def find_skew(votes: Sequence[float]) -> Finding:
 
 
 async def check_nat(host: Host, peers: Sequence[bytes], called: Callable[[str], str]) -> list[Finding]:
-    """Check how others reach this node, and whether a peer would relay others to it, where that is needed.
-
-    ``called`` returns what to call the peer with an id.
-    """
+    """Check how others reach this node, and whether a peer, as it is ``called`` by its id, would relay if needed."""
     reachability = Reachability()
     await Examiner(host, reachability).examine()
     kind = reachability.kind
