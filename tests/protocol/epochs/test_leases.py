@@ -13,7 +13,7 @@ from farandole.protocol.trainer.trainer_messages import DrawSlices, SlicesTraine
 
 from .test_lease_claims import CORPUS, OTHER_TEXT, bits
 
-ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
+ALICE, BOB = b"a" * 32, b"b" * 32
 NUM_SLICES = 320
 PERIOD = 2.0
 

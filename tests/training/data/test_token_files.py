@@ -15,7 +15,6 @@ from farandole.training.data import token_files
 from farandole.training.data.dataset import Bring, Sampler, Text, load_text
 from farandole.training.data.tokenizer import ByteTokenizer, Tokenizer
 
-DATA = DataConfig(source="text", held_out=0.3)
 SEPARATOR = 500
 Write = Callable[[Path, Sequence[Sequence[int]]], Path]
 

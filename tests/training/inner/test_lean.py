@@ -15,7 +15,6 @@ from farandole.protocol.run.manifest import InnerConfig, InnerName
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import TrainingError
-from farandole.training.engine.learner import Learner
 from farandole.training.inner.lean import Rounding
 from farandole.training.screening.rule import UNKNOWN
 
@@ -25,10 +24,6 @@ CPU = torch.device("cpu")
 
 
 LEAN = TrainerSettings(lean=True)
-
-
-def trained(replica: Learner) -> Tensor:
-    return weights_of(replica.replica.module)
 
 
 def test_rounding_at_random_is_right_on_average_and_follows_from_run_author_and_step() -> None:
@@ -68,7 +63,7 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
     inner = msgspec.structs.replace(inner, optimizer=optimizer)
     lean, plain = make_replica(inner_settings=inner, settings=LEAN), make_replica(inner_settings=inner)
     train(lean, 4)
-    plain.round_end.weights.flat.copy_(trained(lean))
+    plain.round_end.weights.flat.copy_(weights_of(lean.replica.module))
     for name, vector in plain.checkpoint.vectors().items():
         if name in ("mean", "square"):
             vector.copy_(lean.checkpoint.vectors()[name])
@@ -81,7 +76,7 @@ def test_a_lean_step_is_a_plain_one_but_for_rounding(
     def is_near(rounded: Tensor, exact: Tensor) -> bool:
         return bool(((rounded.float() - exact).abs() <= 2**-7 * exact.abs() + 1e-9).all())
 
-    assert is_near(trained(lean), plain.round_end.weights.flat)
+    assert is_near(weights_of(lean.replica.module), plain.round_end.weights.flat)
     assert all(
         is_near(lean.checkpoint.vectors()[name], plain.checkpoint.vectors()[name]) for name in ("mean", "square")
     )
@@ -120,7 +115,7 @@ def test_lean_and_plain_partners_meet_in_the_same_slow_weights(make_replica: Mak
         exchange(alice, bob)
         assert torch.equal(alice.round_end.slow_weights(), bob.round_end.slow_weights())
         torch.testing.assert_close(alice.round_end.fast_weights(), bob.round_end.fast_weights(), rtol=2**-7, atol=0)
-    assert torch.equal(alice.round_end.fast_weights(), trained(alice).float()), "read exactly"
+    assert torch.equal(alice.round_end.fast_weights(), weights_of(alice.replica.module).float()), "read exactly"
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -168,14 +163,14 @@ def test_a_verdicts_trial_leaves_the_weights_as_they_were(make_replica: MakeRepl
     train(node, 5)
     train(partner, 5)
     sent(node)
-    before = trained(node)
+    before = weights_of(node.replica.module)
     ended = node.round_end.ended
     assert ended is not None
     node.round_end.partner.exam.begin(1.0, math.inf)
     assert node.round_end._partner_of(UNKNOWN, ended.contribution.sent).loss_before() is not None
-    assert torch.equal(trained(node), before)
+    assert torch.equal(weights_of(node.replica.module), before)
     node.round_end.screen(sent(partner))
-    assert torch.equal(trained(node), before)
+    assert torch.equal(weights_of(node.replica.module), before)
 
 
 @pytest.mark.parametrize("lean", [False, True])

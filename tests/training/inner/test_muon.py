@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.training.data.dataset import Sampler, Text
 from farandole.training.inner.optimizer import learning_rate, matrices_of
 from farandole.training.model.model import build_model, language_loss
 
-from ..conftest import ALICE, RUN_ID, MakeReplica, train, weights_of
+from ..conftest import MakeReplica, train, weights_of
 
 MUON = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1, optimizer="muon")
 
@@ -46,7 +45,6 @@ def test_matrices_are_all_but_the_models_ends_and_have_one_vector_of_state(make_
 def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
     make_replica: MakeReplica,
     model: ModelConfig,
-    text: Text,
     optimizer: str,
     momentum: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -60,7 +58,6 @@ def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
     inner = msgspec.structs.replace(MUON, optimizer=optimizer)
     node = make_replica(inner_settings=inner, alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
     plain = build_model(model, 7)
-    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=MUON.batch_size, context=model.context)
     matrices = [parameter for name, parameter in plain.named_parameters() if name in matrices_of(plain)]
     rest = [parameter for name, parameter in plain.named_parameters() if name not in matrices_of(plain)]
     decay = MUON.weight_decay
@@ -83,7 +80,7 @@ def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
 
     for step in range(30):
         plain.zero_grad()
-        loss = language_loss(plain, torch.from_numpy(sampler.batch(step)))
+        loss = language_loss(plain, torch.from_numpy(node.sampler.batch(step)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), MUON.clip)
         for each in (of_matrices, of_rest):

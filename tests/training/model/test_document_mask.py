@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,22 +163,18 @@ def test_a_round_is_replayed_with_the_mask(make_replica: MakeReplica, inner: Inn
     assert other.end != digest
 
 
-def sampler_of(tmp_path: Path, write: Callable[[Path], None], data: DataConfig) -> Batches:
-    write(tmp_path / "train.bin")
-    run = Manifest("a", ModelConfig(2, 16, 2, 24, 16, 256), data=data)
-    return build_sampler(run, RUN_ID, BOB, Bring((tmp_path,)))
-
-
 def test_ready_tokens_need_separators(tmp_path: Path) -> None:
     data = DataConfig(source="text", held_out=0.1, mask_documents=True)
 
-    def write(tokens: list[int]) -> Callable[[Path], None]:
-        return lambda path: np.array(tokens * 50, np.uint16).tofile(path)
+    def sampler_of(*tokens: int, data: DataConfig = data) -> Batches:
+        np.array(tokens * 50, np.uint16).tofile(tmp_path / "train.bin")
+        run = Manifest("a", ModelConfig(2, 16, 2, 24, 16, 256), data=data)
+        return build_sampler(run, RUN_ID, BOB, Bring((tmp_path,)))
 
-    assert sampler_of(tmp_path, write([7, 8, 9, SEPARATOR]), data).separator == SEPARATOR
+    assert sampler_of(7, 8, 9, SEPARATOR).separator == SEPARATOR
     with pytest.raises(DataError, match=r"train\.bin does not separate them: it never has token 0.*--data"):
-        sampler_of(tmp_path, write([7, 8, 9]), data)
-    sampler_of(tmp_path, write([7, 8, 9]), msgspec.structs.replace(data, mask_documents=False))
+        sampler_of(7, 8, 9)
+    sampler_of(7, 8, 9, data=msgspec.structs.replace(data, mask_documents=False))
 
 
 def test_a_tokenizer_needs_a_separator(model: ModelConfig, inner: InnerConfig, text: Text, tmp_path: Path) -> None:
