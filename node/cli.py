@@ -21,6 +21,7 @@ from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
 from .app.commands.control import dial, join, leave, limit, pause, relay, resume, show_id, start
 from .app.commands.doctor import doctor
+from .app.commands.lora import lora_app
 from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
 from .app.commands.runs import run_app
@@ -45,6 +46,7 @@ run_app.command("metrics")(show_metrics)
 app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(lora_app, name="lora")
 app.command("id")(show_id)
 for command in (join, start, relay, dial, status, dashboard, peers, sample, doctor, limit, pause, resume, leave):
     app.command()(command)

@@ -307,6 +307,10 @@ CAUSES: Final = {
         "this run's model is code of its own, {function} of {package}, which is not allowed",
         "get that package from the person who invited you, read it, install it, and use --allow-model {function}",
     ),
+    "run-needs-base": _failed(
+        "this run trains adapters of a base model{why}",
+        "name your copy of that model, a Hugging Face folder, with --base",
+    ),
     "run-needs-package": _failed(
         "this run's {what} needs the Python package {package}, which is not installed", "{command}"
     ),

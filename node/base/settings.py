@@ -9,7 +9,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -26,6 +26,8 @@ DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
 # bulk whatever else goes on (`farandole.node.transfers.giver`), the other half being for an exchange.
 MIN_CAP_MBIT: Final = 0.5
 
+# Of a Hugging Face folder.
+TOKENIZER_NAME: Final = "tokenizer.json"
 # Lease of a router's port mapping: a router that is switched off forgets it anyway, and one whose node is gone should
 # not keep it for long.
 PORT_LEASE_SECONDS: Final = 3_600
@@ -198,6 +200,14 @@ class NodeSettings:
         "or a folder; repeatable. Needs the Python packages of farandole's extra `data`.",
         placeholder="DATASET",
         example=["HuggingFaceFW/fineweb-edu:sample-10BT"],
+        panel="Run",
+    )
+    base: Path | None = setting(
+        None,
+        "Your copy of the base model, a Hugging Face folder, for runs that train adapters of it.",
+        placeholder="FOLDER",
+        unset="none, for runs that need none",
+        example="Qwen3-8B",
         panel="Run",
     )
     allow_model: list[str] = setting(
@@ -380,6 +390,19 @@ class NodeSettings:
     def listening(self) -> list[str]:
         """The multiaddrs to listen on."""
         return [re.sub("/tcp/0$", f"/tcp/{self.port}", address) for address in self.listen]
+
+    def with_base(self) -> NodeSettings:
+        """Return these settings, where the base model's folder is given, with what follows from it."""
+        if self.base is None:
+            return self
+        from farandole.protocol.run.own_model import ADAPTERS  # imports msgspec, which ``--help`` does not need
+
+        tokenizer = self.base / TOKENIZER_NAME
+        return replace(
+            self,
+            allow_model=[*self.allow_model, f"{ADAPTERS}={self.base.absolute()}"],
+            tokenizer=self.tokenizer or (tokenizer if tokenizer.exists() else None),
+        )
 
     @property
     def port_lease(self) -> int | None:

@@ -25,8 +25,11 @@ import trio
 
 from farandole.protocol.planning.needs import Memory, Needs, needs_of, needs_of_stage
 from farandole.protocol.run.manifest import Manifest
-from farandole.training.base.errors import how_to_add
+from farandole.protocol.run.own_model import ADAPTERS, OwnModel
+from farandole.training.base.errors import TrainingError, how_to_add
 from farandole.training.base.host_memory import available_bytes, total_bytes
+from farandole.training.model.base_folder import require_base
+from farandole.training.model.own_function import is_allowed
 
 from ..base.causes import Finding, found
 from ..base.figures import BYTES_PER_MBIT, mbit, size
@@ -246,11 +249,16 @@ def _check_data(path: Path) -> Finding:
 def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
     """Return a finding for each thing that the run requires of a node that trains, and this one lacks.
 
-    Reads the tokenizer's file.
+    Reads the tokenizer's file, and a base model's weights.
     """
     needs: list[Finding] = []
     if manifest.data.source == "text" and not (settings.data or settings.stream):
         needs.append(found("run-needs-text"))
+    own = manifest.model.own
+    if own is not None and own.function == ADAPTERS:
+        needs += _check_base(own, settings)
+    elif own is not None and not is_allowed(own.function, settings.allow_model):
+        needs.append(found("run-needs-model", function=own.function, package=own.package or "no package that it names"))
     if manifest.tokenizer.kind == "tokenizers":
         path, sha256, why = settings.tokenizer, manifest.tokenizer.sha256, ""
         if path is None:
@@ -266,10 +274,18 @@ def check_needs(manifest: Manifest, settings: NodeSettings) -> list[Finding]:
         needs += _check_package("tokenizer", "tokenizers", "tokenizers")
     if manifest.model.hf is not None:
         needs += _check_package("model", "transformers", "hf")
-    own = manifest.model.own
-    if own is not None and own.function not in settings.allow_model:
-        needs.append(found("run-needs-model", function=own.function, package=own.package or "no package that it names"))
     return needs
+
+
+def _check_base(own: OwnModel, settings: NodeSettings) -> list[Finding]:
+    """Return what keeps this machine from training adapters of a base model."""
+    if settings.base is None:
+        return [found("run-needs-base", why="")]
+    try:
+        require_base(settings.base, str(own.config["base"]))
+    except (TrainingError, KeyError) as error:
+        return [found("run-needs-base", why=f": {error}")]
+    return _check_package("adapters", "peft", "lora")
 
 
 def _check_package(what: str, package: str, extra: str) -> list[Finding]:

@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -20,11 +20,11 @@ from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
 from farandole.protocol.run.models import PRESETS, preset
-from farandole.protocol.run.own_model import FunctionName, Settings
+from farandole.protocol.run.own_model import ADAPTERS, FunctionName, Settings
 from farandole.protocol.run.rules import with_known
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import DataError, TrainingError
-from farandole.training.model.own_function import require_allowed
+from farandole.training.model.own_function import is_allowed, require_allowed
 
 from ..base.config.toml_file import TomlFile, check, did_you_mean, shown
 from ..base.errors import JoinError
@@ -32,7 +32,7 @@ from ..base.errors import JoinError
 _HF_PREFIX: Final = "hf:"
 # What a run file may have, and a manifest has in another form.
 _SHORTCUTS: Final[Mapping[str, Collection[str]]] = {
-    "model": ("preset", "hf", "own"),
+    "model": ("preset", "hf", "own", "lora"),
     "tokenizer": ("file",),
     "inner": tuple(name.removeprefix("inner.") for name in BY_TOKENS),
 }
@@ -64,14 +64,16 @@ def manifest_of(
     if isinstance(model, str):  # "3M", "hf:FOLDER" or "package.module:function"
         kind = "hf" if model.startswith(_HF_PREFIX) else "own" if ":" in model else "preset"
         model = {kind: model.removeprefix(_HF_PREFIX)}
-    if "tokenizer" not in settings and isinstance(model, Mapping) and "hf" in model:
-        tokenizer = hf_tokenizer(model["hf"], folder)
+    if "tokenizer" not in settings and isinstance(model, Mapping) and (of := model.get("hf", model.get("lora"))):
+        tokenizer = hf_tokenizer(of, folder)
     complete = with_known({"created_at": int(now), "outer": {}, **settings})
     if "model" not in settings and not settings.keys() - set(Manifest.__struct_fields__):
         raise ManifestError(f"model is missing: expected {_MODEL_FORM}")
     if "model" in settings:
         complete["model"] = _model(model, folder, allowed_models)
     complete["tokenizer"] = _tokenizer(tokenizer, folder)
+    if isinstance(model, Mapping) and "lora" in model and isinstance(complete.get("inner", {}), Mapping):
+        complete["inner"] = {**ADAPTERS_INNER, **complete.get("inner", {})}
     complete["inner"] = _by_steps(complete.get("inner", {}), complete.get("model"))
     check(complete, Manifest, shortcuts=_SHORTCUTS)
     manifest = manifest_from_dict(complete)
@@ -102,6 +104,8 @@ def _try_tokenizer(manifest: Manifest, path: Path) -> None:
 
 def _model(model: object, folder: Path, allowed_models: Collection[str]) -> object:
     """Expand a table that starts from a preset, ``{preset = "3M", context = 512}``, from ``hf``, or from ``own``."""
+    if isinstance(model, Mapping) and isinstance(model.get("lora"), str):
+        return lora_model(model, folder)
     if isinstance(model, Mapping) and isinstance(model.get("own"), str):
         return own_model(model, allowed_models)
     if isinstance(model, Mapping) and model.get("hf") is not None:
@@ -296,6 +300,55 @@ def require_trainable_model(manifest: Manifest, allowed: Collection[str], *, by_
         raise JoinError(str(error)) from error
 
 
+# Adapters
+#
+# ``model = {lora = "FOLDER", rank = 16}`` trains adapters of the base model in the Hugging Face folder
+# (`farandole.training.model.adapters`), which each member has a copy of and names with --base.
+
+# Of adapters, as they are trained by one machine (arXiv 2106.09685, appendix D; peft's examples).
+ADAPTERS_INNER: Final[Mapping[str, object]] = {
+    "optimizer": "adamw",
+    "learning_rate": 2e-4,
+    "warmup_steps": 50,
+    "total_steps": 5_000,
+    "batch_size": 4,
+}
+# What a home GPU has memory for beside a base; a run file may say more.
+USUAL_CONTEXT: Final = 512
+
+
+class _Adapters(msgspec.Struct, frozen=True):
+    """The model table of such a run file."""
+
+    lora: str
+    rank: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 16
+    alpha: Annotated[float, msgspec.Meta(gt=0)] = 0.0
+    """The factor of B A is alpha / rank; 0: twice the rank."""
+    context: base.Context = 0
+    """0: the base's own, but at most `USUAL_CONTEXT`."""
+
+
+def lora_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Make a manifest's ``model`` table from one of a run file that has ``lora``; raises `ManifestError`."""
+    check(model, _Adapters, "model")
+    table = msgspec.convert(model, _Adapters, strict=True)
+    place = (folder / table.lora).absolute()
+    try:
+        from farandole.training.model.base_folder import base_config, base_hash
+
+        settings = base_config(place)
+        config = {"base": base_hash(place), "rank": table.rank}
+    except TrainingError as error:
+        raise ManifestError(f"model.lora: {error}") from error
+    own = {
+        "own": ADAPTERS,
+        "context": table.context or min(USUAL_CONTEXT, settings.get("max_position_embeddings", USUAL_CONTEXT)),
+        "vocabulary": settings.get("vocab_size"),
+        "config": {**config, "alpha": table.alpha or 2.0 * table.rank},
+    }
+    return own_model(own, [f"{ADAPTERS}={place}"])
+
+
 def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
     """Make a manifest's ``model`` table from one of a run file that has ``own``; other fields stay as they are.
 
@@ -306,7 +359,7 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
     check(model, _Table, "model")
     table = msgspec.convert(model, _Table, strict=True)
     try:
-        if table.own not in allowed:
+        if not is_allowed(table.own, allowed):
             raise ManifestError(
                 f"model.own: {table.own} is code of your own, and not allowed yet: install its package into "
                 f"farandole's environment, and type the command again with --allow-model {table.own}"

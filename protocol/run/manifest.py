@@ -20,7 +20,7 @@ from ..wire.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, pub
 from .exclusions import exclusions_in
 from .families import HFConfig
 from .families.base import NumLayers
-from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel
+from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel, problems_of
 from .roster import Roster
 from .rules import DEFAULT_SCREENING, NoLoCoConfig, OuterRules, RoundConfig, ScreeningRules, with_known
 from .slices import NUM_PARTS, PART_BYTES
@@ -302,7 +302,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield "model.external has no sizes, no stages: num_layers is 1, the others are 0, and there is nothing else"
         if model.external.num_parameters > MAX_PARAMETERS:
             yield f"model.external has more than {MAX_PARAMETERS} parameters"
-        yield from model.external.problems
+        yield from problems_of("model.external", model.external.parameters)
         return
     yield from _problems_of_model(model)
     if model.num_stages > 1 and manifest.inner.batch_size % manifest.pipeline.microbatch_size:
@@ -365,6 +365,7 @@ def _problems_of_own(model: ModelConfig, own: OwnModel) -> Iterator[str]:
         for value in setting if isinstance(setting, list) else [setting]:
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"model.own.config has {value}: numbers must be finite"
+    yield from problems_of("model.own", own.ends)
     if model.hf is not None:
         yield "model.own and model.hf name two models: a run has one"
     if model.num_heads or model.hidden or bool(model.width) != own.has_sections:

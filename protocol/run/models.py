@@ -16,7 +16,7 @@ from ..wire.errors import ManifestError
 from ..wire.safetensors import Shape
 from .families.base import repeated
 from .manifest import ModelConfig
-from .own_model import count
+from .own_model import count, expanded
 
 # A preset's name is its number of parameters with the byte-level vocabulary of 256 (within 5 %; a larger vocabulary
 # adds width x vocabulary). Heads are 16 to 128 wide and the SwiGLU layer about 8/3 of the width, as in Llama (arXiv
@@ -59,11 +59,11 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
     """Return each parameter's shape by its name, of all stages together."""
     if model.external is not None:
-        return model.external.shapes
+        return expanded(model.external.parameters)
     if model.own is not None:
         if not model.own.has_sections:
-            return dict(model.own.ends)
-        ends = {f"ends.{name}": shape for name, shape in model.own.ends.items()}
+            return expanded(model.own.ends)
+        ends = {f"ends.{name}": shape for name, shape in expanded(model.own.ends).items()}
         return {**ends, **repeated("layers", model.num_layers, model.own.layer)}
     if model.hf is not None:
         return {**repeated(model.hf.layers_name, model.num_layers, model.hf.layer_shapes), **model.hf.end_shapes}

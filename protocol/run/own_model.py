@@ -21,6 +21,11 @@ import msgspec
 _ParameterName = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^[A-Za-z0-9_.-]+\Z")]
 _Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=2**40)], ...], msgspec.Meta(max_length=8)]
 Parameters = dict[_ParameterName, _Shape]
+# One of them may stand for as many as a range in braces has numbers (below).
+_PackedName = Annotated[
+    str, msgspec.Meta(max_length=200, pattern=r"^[A-Za-z0-9_.-]*(\{[0-9]{1,5}-[0-9]{1,5}\})?[A-Za-z0-9_.-]*\Z")
+]
+PackedParameters = dict[_PackedName, _Shape]
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _FUNCTION_FORM = "a function's name in quotes, package.module:function"
 FunctionName = Annotated[
@@ -34,14 +39,18 @@ Settings = dict[_SettingName, _Setting]
 # Limit for all layers together: as many as the largest models have, and sizes in bytes stay exact everywhere.
 MAX_PARAMETERS = 2**41
 
+# The function that makes adapters of a base model, of which each member has a copy.
+ADAPTERS: Final = "farandole.training.model.adapters:adapted"
+
 
 class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A module made by a function: whole, or of sections (`farandole.training.model.own_model.SectionedModel`)."""
 
     function: FunctionName
     """``package.module:function``, as its owner allows it."""
-    ends: Annotated[Parameters, msgspec.Meta(min_length=1)]
-    """Shapes of both ends' parameters by their names there; of all parameters, where there are no sections."""
+    ends: Annotated[PackedParameters, msgspec.Meta(min_length=1)]
+    """Shapes of both ends' parameters by their names there; of all parameters, where there are no sections. Those of
+    equal layers are there once (`packed`)."""
     layer: Parameters = {}
     """Shapes of one layer's parameters by their names there; empty where there are no sections."""
     config: Settings = {}
@@ -59,67 +68,44 @@ class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return count(self.ends) + num_layers * count(self.layer)
 
 
-def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of elements of all shapes together."""
-    return sum(map(math.prod, shapes.values()))
-
-
-# A model that each member trains in its own loop (`farandole.training.cluster.external`), in a manifest.
-#
-# Members bring the model, its inner optimizer and its data themselves. The manifest states what must be equal for an
-# exchange: the names, shapes and order of the parameters. All other agreements, such as the batch size and the source
-# of the text, are a *recipe*, known by its hash.
-#
 # Layers repeat: the adapters of 80 layers are more than a thousand names. So ``layers.{0-79}.lora_A`` stands for 80;
 # names one after another with the same range are a layer, and come layer by layer.
 
-_RangeName = Annotated[
-    str, msgspec.Meta(max_length=200, pattern=r"^[A-Za-z0-9_.-]*(\{[0-9]{1,5}-[0-9]{1,5}\})?[A-Za-z0-9_.-]*\Z")
-]
-_RANGE: Final = re.compile(r"(?P<before>.*)\{(?P<first>\d+)-(?P<last>\d+)\}(?P<after>.*)")
-_NUMBER: Final = re.compile(r"(?:^|(?<=\.))(?:0|[1-9]\d{0,4})(?=\.)")
 # As many as fitted into a manifest one by one, many times over; a range of a few bytes says no more.
 MAX_NAMES: Final = 1 << 16
-
-
-class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters that members share."""
-
-    parameters: Annotated[dict[_RangeName, _Shape], msgspec.Meta(min_length=1)]
-    """Shapes by name, in the order in which they are sent; those of equal layers once, as `packed` returns them."""
-    recipe: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
-    """SHA-256 of the text of the members' agreements; empty: there are no others."""
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of elements of all parameters."""
-        return sum(len(_range_in(name)[1]) * math.prod(shape) for name, shape in self.parameters.items())
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by the names of all parameters, in order."""
-        return {
-            _RANGE.sub(rf"\g<before>{number}\g<after>", name): shape
-            for (_, numbers), layer in groupby(self.parameters.items(), lambda entry: _range_in(entry[0]))
-            for names in [list(layer)]
-            for number in numbers
-            for name, shape in names
-        }
-
-    @property
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the names."""
-        counts = [len(_range_in(name)[1]) for name in self.parameters]
-        if sum(counts) > MAX_NAMES:
-            yield f"model.external names more than {MAX_NAMES} parameters"
-        elif not all(counts) or len(self.shapes) != sum(counts):
-            yield "model.external names a parameter twice, or in a range without numbers"
+_RANGE: Final = re.compile(r"(?P<before>.*)\{(?P<first>\d+)-(?P<last>\d+)\}(?P<after>.*)")
+_NUMBER: Final = re.compile(r"(?:^|(?<=\.))(?:0|[1-9]\d{0,4})(?=\.)")
 
 
 def _range_in(name: str) -> tuple[str, range]:
     """Return what is before the range in a name, and its numbers; of another name, the name and a single number."""
     match = _RANGE.fullmatch(name)
     return (match["before"], range(int(match["first"]), int(match["last"]) + 1)) if match else (name, range(1))
+
+
+def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of elements of all shapes together; names may have ranges."""
+    return sum(len(_range_in(name)[1]) * math.prod(shape) for name, shape in shapes.items())
+
+
+def expanded(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return shapes by the names of all parameters, in order, from those that `packed` returned."""
+    return {
+        _RANGE.sub(rf"\g<before>{number}\g<after>", name): shape
+        for (_, numbers), layer in groupby(parameters.items(), lambda entry: _range_in(entry[0]))
+        for entries in [list(layer)]
+        for number in numbers
+        for name, shape in entries
+    }
+
+
+def problems_of(what: str, parameters: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield what is wrong with the names, before anything is `expanded`."""
+    counts = [len(_range_in(name)[1]) for name in parameters]
+    if sum(counts) > MAX_NAMES:
+        yield f"{what} names more than {MAX_NAMES} parameters"
+    elif not all(counts) or len(expanded(parameters)) != sum(counts):
+        yield f"{what} names a parameter twice, or in a range without numbers"
 
 
 def packed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -153,6 +139,27 @@ def _starting_with(start: str, left: Sequence[tuple[str, tuple[int, ...]]]) -> l
     """Return the first parameters whose names start so, without that."""
     first = takewhile(lambda entry: entry[0].startswith(start), left)
     return [(name.removeprefix(start), shape) for name, shape in first]
+
+
+# A model that each member trains in its own loop (`farandole.training.cluster.external`), in a manifest.
+#
+# Members bring the model, its inner optimizer and its data themselves. The manifest states what must be equal for an
+# exchange: the names, shapes and order of the parameters. All other agreements, such as the batch size and the source
+# of the text, are a *recipe*, known by its hash.
+
+
+class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters that members share."""
+
+    parameters: Annotated[PackedParameters, msgspec.Meta(min_length=1)]
+    """Shapes by name, in the order in which they are sent; those of equal layers once (`packed`)."""
+    recipe: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    """SHA-256 of the text of the members' agreements; empty: there are no others."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of elements of all parameters."""
+        return count(self.parameters)
 
 
 def recipe_hash(recipe: str) -> str:

@@ -70,6 +70,32 @@ Tokenizer(models.WordLevel({{"Text": 0}})).save("tokenizer.json")
 $ python make_data.py
 ```
 """
+# Readers of the page on adapters have a base model, the same one, and text, each another.
+FRIENDS = """
+<!-- play: on={name} file=make_base.py -->
+```python
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from farandole.node.store.consolidated.hf_folder import byte_level_tokenizer
+
+torch.manual_seed(0)
+sizes = {{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}}
+LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes)).save_pretrained("base")
+Path("base", "tokenizer.json").write_text(json.dumps(byte_level_tokenizer()))
+for folder, text in ("mine", "def one(x): return x + 1\\n"), ("theirs", "Over the lazy dog. "):
+    Path(folder).mkdir()
+    for number in range(60):
+        Path(folder, f"{{number}}.txt").write_text(f"{{number}} " + 40 * text)
+```
+
+```console
+$ python make_base.py
+```
+"""
 soak = pytest.mark.soak
 # Pages whose commands test_long runs, generated ones, one that installs, and one that needs a GPU: test_names checks
 # their commands.
@@ -92,7 +118,8 @@ QUICK, *SLOW = CHANGING_THE_CODE = (
 
 
 def test_every_page_with_commands_is_played() -> None:
-    played = {*AS_THEY_ARE, *CHANGING_THE_CODE, "docs/volunteer.md", "docs/your-data.md", "docs/your-own-protocol.md"}
+    with_more = {f"docs/{name}.md" for name in ("fine-tune-together", "volunteer", "your-data", "your-own-protocol")}
+    played = {*AS_THEY_ARE, *CHANGING_THE_CODE, *with_more}
     with_commands = {name_of(page) for page in PAGES if any(block.commands for block in blocks(page.read_text()))}
     assert with_commands - ELSEWHERE == played
 
@@ -121,6 +148,14 @@ async def test_the_guide_on_data_is_played_with_some(tmp_path: Path) -> None:
     machines = ("second", "third", "fourth", "here")
     async with open_player(tmp_path) as player:
         await player.play("\n".join(DATA.format(name=name) for name in machines) + page)
+
+
+@soak
+@pytest.mark.skipif(find_spec("peft") is None, reason="the extra 'lora' is not installed")
+async def test_the_guide_on_adapters_is_played_by_two_friends(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "fine-tune-together.md").read_text()
+    async with open_player(tmp_path) as player:
+        await player.play("\n".join(FRIENDS.format(name=name) for name in ("friend", "here")) + page)
 
 
 @pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=soak) for name in SLOW)])

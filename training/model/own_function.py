@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from importlib import metadata
 from typing import Any
 
+from farandole.protocol.run.own_model import ADAPTERS
+
 from ..base.errors import TrainingError
 
 Maker = Callable[[dict[str, Any]], object]
@@ -18,13 +20,26 @@ Maker = Callable[[dict[str, Any]], object]
 
 def require_allowed(function: str, package: str, allowed: Collection[str]) -> None:
     """Raises `TrainingError`, which says what to do, unless the function is one that the owner allows."""
-    if function not in allowed:
+    if function == ADAPTERS and folder_for(function, allowed) is None:
+        raise TrainingError("this run trains adapters of a base model: name your copy of it with --base FOLDER")
+    if not is_allowed(function, allowed):
         raise TrainingError(
             f"this run's model is code of its own: {_described(function, package)}. farandole takes no code from the "
             "network, and runs only what you have installed and allowed. Get that package from whoever invited you, "
             "read it (it runs with your rights), install it into farandole's environment, and join with --allow-model "
             f"{function}"
         )
+
+
+def is_allowed(function: str, allowed: Collection[str]) -> bool:
+    """Return whether the owner allows a function, with or without a folder for it."""
+    return function in [each.partition("=")[0] for each in allowed]
+
+
+def folder_for(function: str, allowed: Collection[str]) -> str | None:
+    """Return the folder that the owner gives to a function, as ``package.module:function=FOLDER``; None: none."""
+    folders = [folder for each in allowed for name, _, folder in [each.partition("=")] if name == function and folder]
+    return folders[0] if folders else None
 
 
 def load_function(function: str, package: str, allowed: Collection[str]) -> Maker:
@@ -48,7 +63,8 @@ def load_function(function: str, package: str, allowed: Collection[str]) -> Make
             f"{module_name} has no function {name!r}: is it the version of {_described(function, package)}?"
         )
     maker: Maker = found
-    return maker
+    folder = folder_for(function, allowed)
+    return maker if folder is None else lambda settings: maker({**settings, "folder": folder})
 
 
 def package_of(function: str) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.own_model import OwnModel
+from farandole.protocol.run.own_model import ADAPTERS, OwnModel, expanded, packed
 
 from ..base.errors import TrainingError
 from .model import StageModule
@@ -95,11 +95,11 @@ def build_own_model(
     maker = load_function(own.function, own.package, allowed)
     made = call(maker, own.config, model.context, model.vocabulary, seed)
     if isinstance(made, nn.Module):
-        _require_same(made, own.ends, own)
+        _require_same(made, expanded(own.ends), own)
         return require_fit(made)
     stage = OwnStage(made, seed, range(model.num_layers) if layers is None else layers, has_ends=has_ends)
     if has_ends:
-        _require_same(stage.ends, own.ends, own)
+        _require_same(stage.ends, expanded(own.ends), own)
     for layer in stage.layers.values():
         _require_same(layer, own.layer, own)
     return require_fit(stage, is_cut=model.num_stages > 1)
@@ -200,18 +200,22 @@ def try_own_model(
     length = min(context, max(2, _MAX_LOGITS // vocabulary))
     maker = load_function(function, "", allowed)
     made = call(maker, config, context, vocabulary, _SEED)
+    if function == ADAPTERS and isinstance(
+        made, nn.Module
+    ):  # of a model that transformers makes: the trials would take minutes
+        return OwnModel(function, packed(shapes_in(require_fit(made))), {}, dict(config)), 1, 0
     if isinstance(made, nn.Module):
         again = call(maker, config, context, vocabulary, _SEED)
         assert isinstance(again, nn.Module)
         _require_same_weights(require_fit(made), again)
         _require_causal(made, length, vocabulary)
-        return OwnModel(function, shapes_in(made), {}, dict(config), package_of(function)), 1, 0
+        return OwnModel(function, packed(shapes_in(made)), {}, dict(config), package_of(function)), 1, 0
     stage = OwnStage(made, _SEED, range(1), has_ends=True)
     require_fit(stage)
     _require_same_weights(stage, OwnStage(made, _SEED, range(1), has_ends=True))
     _require_sections(made, stage, length)
     _require_causal(stage, length, vocabulary)
-    shapes = shapes_in(stage.ends), shapes_in(stage.layers["0"])
+    shapes = packed(shapes_in(stage.ends)), shapes_in(stage.layers["0"])
     return OwnModel(function, *shapes, dict(config), package_of(function)), made.num_layers, made.width
 
 

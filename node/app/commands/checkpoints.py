@@ -177,12 +177,16 @@ def export_model(
 ) -> None:
     """Write a Hugging Face folder: config.json, model.safetensors, tokenizer; for transformers and programs like it.
 
+    Of a run that trains adapters: adapter_config.json, adapter_model.safetensors; `PeftModel.from_pretrained` loads it.
+
     Example: [cyan]farandole checkpoint export model --to model-hf[/cyan]
     """
     from ...store.consolidated.folder import read_folder
     from ...store.consolidated.hf_folder import export_hf
+    from ...store.consolidated.peft_folder import export_adapters, has_adapters
 
-    names = export_hf(read_folder(folder), to, tokenizer)
+    read = read_folder(folder)
+    names = export_adapters(read, to) if has_adapters(read.manifest) else export_hf(read, to, tokenizer)
     print_answer(as_json, {"folder": str(to), "files": names}, f"{to} holds {', '.join(names)}")
 
 

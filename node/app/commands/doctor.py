@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @takes_settings(
     *("invite", "port", "listen", "announce", "bootstrap", "device", "stage", "data", "tokenizer", "stream"),
     "allow_model",
+    "base",
     *("upload_mbit", "download_mbit"),
     must_exist=False,
 )

@@ -112,7 +112,7 @@ def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = Fal
                 given["config"] = config
             ways = {name: context.get_parameter_source(name) for name in values}
             sources = {name: _SOURCES.get(way.name, "default") for name, way in ways.items() if way is not None}
-            command(NodeSettings(home=home, sources=sources, **values), **given)
+            command(NodeSettings(home=home, sources=sources, **values).with_base(), **given)
 
         parameters = [
             _parameter("context", typer.Context, inspect.Parameter.empty),

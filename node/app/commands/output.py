@@ -88,6 +88,7 @@ def write_manifest(
     `ManifestError`.
     """
     from farandole.protocol.run.manifest import decode_body, decode_manifest
+    from farandole.protocol.run.own_model import ADAPTERS
 
     from ...base.requirements import doubtful_settings, unusual_needs
     from ...base.settings import NodeSettings, default_home
@@ -109,9 +110,10 @@ def write_manifest(
     if manifest.model.external:
         options += " --trainer external"
     else:
-        options += f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
+        if (own := manifest.model.own) is not None:
+            options += " --base FOLDER" if own.function == ADAPTERS else f" --allow-model {own.function}"
         options += " --data PATH" if manifest.data.source == "text" else ""
-        options += " --tokenizer FILE" if manifest.tokenizer.sha256 else ""
+        options += " --tokenizer FILE" if manifest.tokenizer.sha256 and " --base" not in options else ""
     options += "" if home == default_home() else f" --home {home}"
     run_id = signed.run_id.hex()
     made: dict[str, object] = {"run_id": run_id, "manifest": str(path), "warnings": warnings}

@@ -18,7 +18,7 @@ MAX_TOKENS: Final = 10_000
 
 
 # The device's setting is the trainer's: `device` in the settings file must not decide about this command.
-@takes_settings("tokenizer", "allow_model")
+@takes_settings("base", "tokenizer", "allow_model")
 def sample(
     settings: NodeSettings,
     folder: Annotated[

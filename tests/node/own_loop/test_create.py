@@ -18,7 +18,7 @@ from farandole.node.own_loop.child_node import await_node
 from farandole.node.own_loop.create import start_of
 from farandole.node.store.consolidated.folder import read_folder, verify_hashes
 from farandole.protocol.run.invite import Invite, encode_invite
-from farandole.protocol.run.own_model import recipe_hash
+from farandole.protocol.run.own_model import expanded, recipe_hash
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
@@ -52,7 +52,7 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
     assert manifest.model.external is not None
     assert manifest.model.external.recipe == recipe_hash("batches of 8")
     names = ["0.weight", "0.bias", "1.weight", "1.bias"] + ["2.weight", "2.bias"] * with_frozen
-    assert list(manifest.model.external.shapes) == names
+    assert list(expanded(manifest.model.external.parameters)) == names
 
     other = a_model()
     engine = ExternalEngine(Loop(other), manifest, Turns(), run_id=made.signed.run_id)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES
-from farandole.protocol.run.own_model import MAX_NAMES, ExternalModel, packed
+from farandole.protocol.run.own_model import MAX_NAMES, count, expanded, packed, problems_of
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -25,11 +25,11 @@ def adapters(num_layers: int, rank: int = 16, width: int = 8_192) -> Shapes:
 def test_the_adapters_of_eighty_layers_fit_into_a_manifest() -> None:
     shapes = adapters(80)
     assert len(msgspec.msgpack.encode(shapes)) > MAX_MANIFEST_BYTES
-    model = ExternalModel(packed(shapes))
-    assert len(msgspec.msgpack.encode(model)) < 2_000
-    assert list(model.shapes.items()) == list(shapes.items())
-    assert model.num_parameters == 80 * 14 * 16 * 8_192
-    assert list(model.problems) == []
+    short = packed(shapes)
+    assert len(msgspec.msgpack.encode(short)) < 2_000
+    assert list(expanded(short).items()) == list(shapes.items())
+    assert count(short) == count(shapes) == 80 * 14 * 16 * 8_192
+    assert list(problems_of("model", short)) == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_adapters_of_eighty_layers_fit_into_a_manifest() -> None:
 )
 def test_all_names_come_back_in_their_order(names: list[str]) -> None:
     shapes: Shapes = dict.fromkeys(names, (1, 2))
-    assert list(ExternalModel(packed(shapes)).shapes.items()) == list(shapes.items())
+    assert list(expanded(packed(shapes)).items()) == list(shapes.items())
 
 
 def test_layers_of_other_shapes_are_not_equal() -> None:
@@ -62,5 +62,5 @@ def test_layers_of_other_shapes_are_not_equal() -> None:
     ],
 )
 def test_a_signer_of_false_ranges_is_refused_before_they_take_memory(names: list[str], problem: str) -> None:
-    (said,) = ExternalModel(dict.fromkeys(names, (1,))).problems
+    (said,) = problems_of("model", dict.fromkeys(names, (1,)))
     assert problem in said
