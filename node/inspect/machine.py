@@ -131,14 +131,21 @@ def check_memory(manifest: Manifest | None, settings: NodeSettings, *, is_runnin
 
 
 def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
-    """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage."""
+    """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage.
+
+    A base model comes to the host's memory first.
+    """
     device, stage = settings.device, settings.stage
     model = manifest.model
     stages = range(model.num_stages) if stage is None or stage >= model.num_stages else [stage]
     has_gpu = device.startswith("cuda") or (device == "auto" and has_nvidia_driver())
     needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
     memories = (each.memory(has_gpu=has_gpu, is_lean=settings.lean) for each in needs)
-    return min(memories, key=lambda memory: memory.host)
+    needed = min(memories, key=lambda memory: memory.host)
+    if settings.base is None:
+        return needed
+    base = sum(path.stat().st_size for path in settings.base.glob("*.safetensors"))
+    return Memory(needed.host + base, needed.device + base if has_gpu else 0)
 
 
 def _nearest_folder(path: Path) -> Path:

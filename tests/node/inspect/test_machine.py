@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from farandole.node.base.settings import NodeSettings
@@ -40,3 +42,10 @@ def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None
     assert "--upload-mbit 10 and --download-mbit 20" in check_line(LARGE, 10.0, 20.0)[0].found
     assert "only exchanges whose partner is ready early" in check_line(LARGE, 60.0, 0.0)[0].found
     assert check_line(LARGE, 0.0, 0.0) == check_line(LARGE, 97.0, 0.0) == []
+
+
+def test_a_base_model_needs_room_beside_its_adapters(tmp_path: Path) -> None:
+    (tmp_path / "model-1.safetensors").write_bytes(bytes(3_000))
+    for device, on_gpu in (("cpu", 0), ("cuda:0", 3_000)):
+        alone, beside = (memory_needed(LARGE, NodeSettings(device=device, base=base)) for base in (None, tmp_path))
+        assert (beside.host - alone.host, beside.device - alone.device) == (3_000, on_gpu)
