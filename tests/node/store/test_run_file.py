@@ -82,7 +82,6 @@ def fault(tmp_path: Path, text: str | bytes) -> str:
     [
         ("[outer]\ngama = 0.7", "4: outer.gama is no setting; did you mean gamma?"),
         ("[outer]\ncodec = 'int3'", "4: outer.codec: expected one of fp32, bf16, fp16, int8, int4, topk, got"),
-        ("[screening]\nkind = 'gaurd'", "4: screening.kind: expected guard, got"),
         ("[screening]\nradius = 0.5", "4: screening.radius: expected a finite number, 1 to 100"),
         ("[inner]\nbatch_size = '16'", '4: inner.batch_size: expected a whole number, 1 to 65536, got "16"'),
         ("[inner]\nbeta1 = 1.5", "4: inner.beta1: expected a finite number, at least 0 and less than 1, got 1.5"),
