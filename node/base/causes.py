@@ -174,8 +174,8 @@ CAUSES: Final = {
         "close other programs",
     ),
     "memory-too-little": _failed(
-        "this run's model needs {needed} of memory here, for one sequence at a time, and this machine (or the control "
-        "group that it gives this node) has {total}",
+        "this run's model needs {needed} of memory here, for one sequence at a time, and this machine (or the node's "
+        "control group) has {total}",
         "take a machine with more{gpu}, a run of a smaller model, or ask the creator for one whose model is cut into "
         "stages",
     ),
@@ -191,7 +191,7 @@ CAUSES: Final = {
     ),
     "gpu-unused": _warning(
         "there is an NVIDIA GPU, but PyTorch {version} computes on {device}",
-        "install farandole with PyTorch for CUDA (docs/install.md); if that does not help, update NVIDIA's driver",
+        "install farandole with PyTorch for CUDA (docs/install.md), or update NVIDIA's driver",
     ),
     "data-none": _ok("no text of your own is named: a run that asks for it needs --data or --stream"),
     "data-fine": _ok("{path} can be read"),
@@ -223,7 +223,7 @@ CAUSES: Final = {
     ),
     "port-unusable": _failed(
         "cannot listen on {address}: {why}",
-        "name an address of this machine with --listen, or 0.0.0.0 for all, and a port above 1023, as in --port 4001",
+        "name an address of this machine with --listen, and a port above 1023, as in --port 4001",
     ),
     "port-no-ipv6": _ok("{address} is left out: this system has no IPv6"),
     "port-no-address": _failed(
@@ -283,8 +283,8 @@ CAUSES: Final = {
         "{address} has a name that does not resolve", "check this machine's DNS server; or " + _NEWER_INVITE
     ),
     "bootstrap-login-page": _failed(
-        "the name in {address} is {ips} here, which is no public address: DNS answers with the address of a login "
-        "page, as in hotels and trains, or the node is in this network",
+        "the name in {address} is {ips} here, which is no public address: a login page's, as in hotels and trains, or "
+        "one of this network",
         "open any web page in a browser and log in; or set another DNS server",
     ),
     "bootstrap-moved": _warning("no peer that was known before answers at its last address", DIAL_MOVED),

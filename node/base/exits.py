@@ -26,10 +26,10 @@ class Exit(enum.IntEnum):
         1,
         "`farandole doctor` found a fault that keeps a node from working; or `run plan` found no settings that fit; or "
         "a defect of farandole (a traceback).",
-        "Doctor: follow the remedy after each `->`; all causes are listed below. Plan: take a smaller model, or "
-        "members with more memory or a faster line. A traceback: report it.",
+        "Doctor: follow the remedy after each `->`. Plan: take a smaller model, or members with more memory or a "
+        "faster line. A traceback: report it.",
     )
-    USAGE = 2, "Wrong options or arguments.", "Run the command with `--help`: it lists its options, with examples."
+    USAGE = 2, "Wrong options or arguments.", "Run the command with `--help`."
     BAD_INPUT = (
         3,
         "The command cannot work with what it was given or found: an invite, a manifest, a run file, a settings file "
@@ -59,8 +59,8 @@ class Exit(enum.IntEnum):
     VERDICT_FAILED = (
         8,
         "The testnet ran, and its verdict is not a pass; or `run audit` found a round that is not as its author says.",
-        "For a testnet, see the reasons above the verdict and in report.json, and the nodes' logs next to it. For an "
-        "audit, tell the run's creator which author it names.",
+        "For a testnet, see the reasons in report.json, and the nodes' logs next to it. For an audit, tell the run's "
+        "creator which author it names.",
     )
     INTERRUPTED = (
         130,

@@ -132,8 +132,7 @@ class NodeSettings:
     )
     port: int = setting(
         0,
-        "TCP port to listen on, in place of port 0 in --listen. 0: a free one at the first start, and later the same "
-        "one if free.",
+        "TCP port to listen on, in place of port 0 in --listen. 0: a free one, and later the same one if free.",
         placeholder="PORT",
         least=0,
         most=65_535,
@@ -277,15 +276,14 @@ class NodeSettings:
     )
     lean: bool = setting(
         False,
-        "Train in half of the GPU's memory: weights, gradient and the optimizer's means in bf16 with stochastic "
-        "rounding: at the peak 8 bytes a parameter instead of 18, with Muon 6 instead of 14. Exchanges stay fp32. On a "
-        "CPU it saves nothing. Refused in deterministic or audited runs, with stages, and for other "
-        "models than farandole's own.",
+        "Train in half of the GPU's memory, in bf16 with stochastic rounding: at the peak 8 bytes a parameter instead "
+        "of 18, with Muon 6 instead of 14. Exchanges stay fp32. On a CPU it saves nothing. Refused in deterministic or "
+        "audited runs, with stages, and for other models than farandole's own.",
     )
     recompute: bool = setting(
         False,
-        "Keep only the input of each layer for the backward pass, and compute the layer again there: less memory for "
-        "activations, the same gradients, inner steps about a third longer. Only for farandole's own models.",
+        "Compute each layer again in the backward pass: less memory for activations, the same gradients, inner steps "
+        "about a third longer. Only for farandole's own models.",
     )
     stage: int | None = setting(
         None,

@@ -59,15 +59,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_layers: NumLayers
     """Layers of attention and SwiGLU."""
     width: _Width
-    """Width of the activations between layers; at least 8."""
+    """Width of the activations between layers."""
     num_heads: _NumHeads
     """Heads of attention; they divide the width."""
     hidden: _Hidden
-    """Width of the SwiGLU layer; at least 8."""
+    """Width of the SwiGLU layer."""
     context: _Context
-    """Tokens a sequence; at least 8."""
+    """Tokens a sequence."""
     vocabulary: _Vocabulary
-    """Number of different tokens; at least 2."""
+    """Number of different tokens."""
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     """Contiguous groups of layers, each held by other nodes; 1: every node holds the whole model."""
     stage_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=512)], ...], msgspec.Meta(max_length=512)] = ()
@@ -93,8 +93,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of passes over the text, split among the nodes by leases (`protocol.epochs.leases`), after which the
     run is over. 0: each node draws on its own, without end."""
     mask_documents: bool = False
-    """Whether tokens attend to their own document alone (Llama 3, arXiv 2407.21783, section 3.2), and not to others in
-    the same sequence (`farandole.training.model.model.document_mask`)."""
+    """Whether tokens attend to their own document alone (Llama 3, arXiv 2407.21783, section 3.2)."""
 
     @property
     def shares_text(self) -> bool:
@@ -126,8 +125,8 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total_steps: _Count = 25_000
     """Inner steps of one replica after which the learning rate stays at its least."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """How the rate falls: as a cosine, from the end of the warm-up; or ``wsd``, warm-up, stable, decay (arXiv
-    2404.06395): it is stable until the last ``decay_share`` of ``total_steps``, and falls linearly there."""
+    """How the rate falls after the warm-up: as a cosine; or ``wsd`` (arXiv 2404.06395), stable until the last
+    ``decay_share`` of ``total_steps``, and then linearly."""
     decay_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
     """Share of ``total_steps`` in which ``wsd`` lowers the rate."""
     beta1: _UnitInterval = 0.9
@@ -243,8 +242,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``open``: anyone may join; ``invited``: anyone with an invite signed by the creator, or by a member that the
     creator lets invite (`farandole.protocol.run.invitations`); a list of peer ids: only these."""
     private: bool = False
-    """Whether connections need a key (`farandole.protocol.run.invite`). Only invites contain it, so strangers
-    cannot even find out which protocol the members use."""
+    """Whether connections need a key that only invites contain (`farandole.protocol.run.invite`)."""
     start: StartConfig | None = None
     """Null: the weights are initialised from the seed."""
     audits: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

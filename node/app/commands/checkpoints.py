@@ -76,8 +76,7 @@ def pull_model(
 
     Without an invite it is the run of the node that runs here. In a run for invited members, name a member's data
     directory (--home), or give an invite; the command then takes one of its --uses. Late in a run the mean of several
-    replicas is better than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one,
-    which goes on with them while a member still holds that checkpoint.
+    replicas is better than any of them. An interrupted pull goes on later, while a member holds that checkpoint.
 
     Examples: [cyan]farandole checkpoint pull farandole1... --to model --merge 4[/cyan]; then
     [cyan]farandole checkpoint export model --to model-hf[/cyan]
@@ -105,8 +104,8 @@ def pull_model(
 def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, as_json: AsJson = False) -> None:
     """Make a new run that goes on from a checkpoint: with other stages, nodes, codec or length, the model the same.
 
-    The run file may be two lines; what it leaves out is as it was. The learning rate's schedule goes on where it was,
-    and so do epochs of the data.
+    What the run file leaves out is as it was. The learning rate's schedule and epochs of the data go on where they
+    were.
 
     Example: [cyan]farandole checkpoint resume model run.toml -o more.manifest[/cyan], then
     [cyan]farandole join more.manifest --start model[/cyan]

@@ -32,8 +32,8 @@ def doctor(
 ) -> None:
     """Find what keeps this machine from joining or from being reached; exit code 1 if a check failed.
 
-    Takes an invite, and those settings of join that it can check. Failures come first, each with its remedy, then
-    warnings; the last line is the verdict, with the checks that could not be made, and why.
+    Failures come first, each with its remedy, then warnings; the last line is the verdict, with the checks that could
+    not be made, and why.
 
     Examples: [cyan]farandole doctor farandole1...[/cyan]; [cyan]farandole doctor --json | jq .findings[/cyan]
     """

@@ -54,11 +54,10 @@ def plan_run(
     """Find settings with which a model of this size fits members' memory and lines, before a run is signed.
 
     Prints a run file, which says in comments why each setting was chosen and what the run needs. What a given run file
-    says stays as it is, and the other settings are printed. Exit code 1 if nothing fits.
+    says stays as it is. Exit code 1 if nothing fits.
 
     Examples: [cyan]farandole run plan 125M --upload 20Mbit[/cyan];
-    [cyan]farandole run plan 350M --gpu 24GB --upload 20Mbit > run.toml[/cyan];
-    [cyan]farandole run plan 1B --gpu 24GB --upload 40Mbit --members 8[/cyan];
+    [cyan]farandole run plan 350M --gpu 24GB --members 8 > run.toml[/cyan];
     [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
