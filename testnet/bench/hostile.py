@@ -31,8 +31,6 @@ class FloodResult:
     """The figures of one part."""
 
     name: str
-    number: int
-    seconds: float
     over_mb: float
     """Peak memory above that before."""
     left_over: dict[str, int]
@@ -106,15 +104,13 @@ def measure(plans: Sequence[Flood], log: Path, say: Say) -> list[FloodResult]:
                 failures += answer["failures"]
                 looks.append(node.ask("figures"))
                 say(f"{name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
-            flooded = attackers.get()
+            attackers.get()
             time.sleep(SETTLE_SECONDS)
             looks.append(node.ask("figures"))
         first, last = looks[0], looks[-1]
         rows.append(
             FloodResult(
                 name=name,
-                number=flooded["number"],
-                seconds=flooded["seconds"],
                 over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
                 left_over={what: last[what] - first[what] for what in ("descriptors", "tasks")},
                 dials=len(dials),

@@ -19,11 +19,12 @@ import numpy as np
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.store.consolidated.tensors import write_tensors
 from farandole.node.store.folder import index_of
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, encode_signed_index, hash_block, sign_index
+from farandole.protocol.checkpoints.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS, NoLoCoConfig, required_vectors
 from farandole.protocol.wire.identity import public_bytes
-from farandole.protocol.wire.safetensors import encode_header
+from farandole.training.engine.blocks import content_of
 
 from ..natlab.groups import open_leash
 from ..natlab.lab import open_lab
@@ -73,25 +74,19 @@ def claims_of(figures: Mapping[str, Any]) -> list[Claim]:
 
 def make_checkpoint(path: Path, size_mb: int) -> None:
     """Write a checkpoint, half of which a newcomer needs, and its signed index next to it."""
-    num_elements = size_mb * MB // 8
-    header = encode_header({}, ((f"{name}/w", (num_elements,)) for name in _VECTORS))
-    rng = np.random.default_rng(0)
-    with path.open("wb") as file:
-        file.write(header)
-        for _ in _VECTORS:
-            file.write(rng.standard_normal(num_elements, dtype=np.float32).data)
-    key = Ed25519PrivateKey.generate()
-    with path.open("rb") as file:
-        hashes = b"".join(hash_block(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+    shapes = {f"{name}/w": (size_mb * MB // 8,) for name in _VECTORS}
+    key, rng = Ed25519PrivateKey.generate(), np.random.default_rng(0)
+    write_tensors(path, {}, shapes, lambda name: rng.standard_normal(shapes[name], dtype=np.float32))
+    content = content_of(path)
     index = Index(
         run_id=RUN_ID,
         author=public_bytes(key),
         round=1,
         inner_steps=1,
         tokens=1,
-        size=path.stat().st_size,
+        size=content.size,
         layout=bytes(32),
-        hashes=hashes,
+        hashes=content.hashes,
     )
     index_of(path).write_bytes(encode_signed_index(sign_index(key, index)))
 

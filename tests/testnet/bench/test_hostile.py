@@ -14,7 +14,7 @@ from farandole.testnet.bench.report import open_bench
 
 
 def test_what_strangers_cost_is_claimed_and_limited(tmp_path: Path) -> None:
-    row = FloodResult("garbage", 50, 5.0, 3.0, {"descriptors": 1, "tasks": 0}, dials=10, dial_max=0.5)
+    row = FloodResult("garbage", 3.0, {"descriptors": 1, "tasks": 0}, dials=10, dial_max=0.5)
     with open_bench("hostile", tmp_path) as bench:
         publish(bench, [row])
         claims = json.loads((tmp_path / "hostile.json").read_text())["claims"]
