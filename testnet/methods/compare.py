@@ -19,9 +19,8 @@ from dataclasses import replace as replaced
 from functools import partial
 from hashlib import sha256
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,17 +65,8 @@ _SAME_SETTINGS = ("nodes", "steps", "interval", "parameters", "kinds", "torch", 
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-class Play(NamedTuple):
-    """One training of the comparison."""
-
-    method: str
-    seed: int
-    rate: float
-    """Factor of the learning rate."""
-
-    def __str__(self) -> str:
-        """Return it in words."""
-        return f"{self.method}, seed {self.seed}, rate x {self.rate:g}"
+Key = tuple[str, int, float]
+"""One training of the comparison: its method, its seed, and the factor of the learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +84,11 @@ class Result:
     spread: float
     """See `Stack.spreads`."""
     seconds: float
+
+    @property
+    def key(self) -> Key:
+        """Return the training that it is of."""
+        return self.method, self.seed, self.rate
 
 
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
@@ -203,6 +198,7 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     windows = windows_held_out(texts, comparison.sizes.context)
     texts = mixed(texts) if comparison.is_mixed else texts
     console = Console()
+    say = partial(console.print, highlight=False, markup=False)
     num_read = comparison.steps * BATCH_SIZE * comparison.sizes.context
     measured = {
         **setting(),
@@ -213,18 +209,15 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     results = _earlier_results(out, measured) if out is not None else {}
 
     def keep(_: object, made: Sequence[Result]) -> None:
-        results.update({Play(result.method, result.seed, result.rate): result for result in made})
+        results.update({result.key: result for result in made})
         if out is not None:
             document = {"settings": measured, "results": [asdict(each) for each in results.values()]}
             out.parent.mkdir(parents=True, exist_ok=True)
             with replacing(out) as file:
                 file.write((json.dumps(document, indent=2) + "\n").encode())
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
     def play(plays: Iterable[tuple[Method, int]]) -> list[Result]:
-        asked = {Play(method.name, seed, method.rate): (method, seed) for method, seed in plays}
+        asked = {(method.name, seed, method.rate): (method, seed) for method, seed in plays}
         missing = {key: each for key, each in asked.items() if key not in results}
         if comparison.chosen_device.torch_device.type == "cpu":
             play_all(
@@ -233,7 +226,7 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
                 keep,
             )
         else:
-            for name, group in groupby(missing, attrgetter("method")):
+            for name, group in groupby(missing, itemgetter(0)):
                 say(f"{name}")
                 keep(name, measure(comparison, [missing[key] for key in group], texts, windows))
         return [results[key] for key in asked]
@@ -245,7 +238,7 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     return final
 
 
-def _earlier_results(path: Path, measured: Mapping[str, object]) -> dict[Play, Result]:
+def _earlier_results(path: Path, measured: Mapping[str, object]) -> dict[Key, Result]:
     """Return the results in the file of a comparison that was interrupted or had fewer methods, seeds or rates."""
     try:
         document = json.loads(path.read_bytes())
@@ -257,7 +250,7 @@ def _earlier_results(path: Path, measured: Mapping[str, object]) -> dict[Play, R
         raise DataError(f"{path} is no file of a comparison: remove it, or name another folder with --out") from error
     if differing:
         raise DataError(f"{path} is of a comparison with other {differing[0]}: name another folder with --out")
-    return {Play(result.method, result.seed, result.rate): result for result in results}
+    return {result.key: result for result in results}
 
 
 def best_of(tried: Sequence[Method], results: Sequence[Result]) -> list[Method]:

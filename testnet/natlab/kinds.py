@@ -86,7 +86,7 @@ class HomeKind:
         return port == HTTPS_PORT or Egress.ONLY_HTTPS not in [nat.egress for nat in self.nats]
 
 
-class KindError(FarandoleError):
+class KindError(FarandoleError, ValueError):
     """There is no such kind of home; the message names those there are."""
 
 

@@ -15,7 +15,7 @@ from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.errors import ManifestError
 
-from ..natlab.kinds import KINDS, KindError, kind_named
+from ..natlab.kinds import KINDS, kind_named
 from .fault import HOME_FAULTS, MAX_NODES, Chaos, Fault, FaultKind, draw_faults
 
 MAX_FAULTS: Final = 1_000
@@ -48,11 +48,7 @@ class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of nodes in the home, which share its line and its local network."""
 
     def __post_init__(self) -> None:
-        try:
-            kind_named(self.kind)
-        except KindError as error:
-            near = did_you_mean(self.kind, KINDS)
-            raise ValueError(f"{error}{f'; did you mean {near}?' if near else ''}") from error
+        kind_named(self.kind)
 
 
 class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,8 +60,6 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A daemon with a hostile part, or a program that takes part in the run state alone."""
     attack: str = "echo"
     """What a daemon sends as its contribution: a name of `farandole.testnet.zoo.member_attacks.ATTACKS`."""
-    tokens: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 10**12
-    """Number of tokens that it claims to have trained on in a round."""
     trains: bool = True
     """Whether it takes inner steps; a member that does not is always ready for an exchange."""
     pairing: Literal["honest", "greedy", "absent"] = "honest"

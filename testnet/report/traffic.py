@@ -19,9 +19,8 @@ from farandole.protocol.run.rules import encoded_bytes
 CODECS: Final = ("fp32", "int8", "int4")
 
 
-def home_run(model: str) -> Manifest:
-    """Return the run that ``run create`` makes of a preset if a run file says nothing else."""
-    return complete(Manifest(model, preset(model)), ())
+# What ``run create`` makes of each preset if a run file says nothing else.
+RUNS: Final = [complete(Manifest(model, preset(model)), ()) for model in PRESETS]
 
 
 def traffic_table() -> str:
@@ -29,15 +28,14 @@ def traffic_table() -> str:
     heads = "".join(f" {codec} |" for codec in CODECS)
     lines = [f"| model |{heads} a round, chosen | seconds a round | in an hour | Mbit/s needed |"]
     lines.append("|---" * (len(CODECS) + 5) + "|")
-    for model in PRESETS:
-        sizes = "".join(f" {size(encoded_bytes(codec, num_parameters(preset(model))))} |" for codec in CODECS)
-        run = home_run(model)
+    for run in RUNS:
+        sizes = "".join(f" {size(encoded_bytes(codec, num_parameters(run.model)))} |" for codec in CODECS)
         needs, seconds = needs_of(run), run.rounds.round_seconds
         hourly = size(round(needs.contribution_bytes * 3_600 / seconds))
         rate = 8e-6 * needs.rate
         digits = 1 if rate >= 1 else 2
         lines.append(
-            f"| `{model}` |{sizes} {size(needs.contribution_bytes)} | {seconds:g} | {hourly} | {rate:.{digits}f} |"
+            f"| `{run.name}` |{sizes} {size(needs.contribution_bytes)} | {seconds:g} | {hourly} | {rate:.{digits}f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -48,10 +46,10 @@ def needs_table() -> str:
         "| model | memory, without a GPU | GPU memory | host memory, with a GPU | disk | a newcomer downloads |",
         "|---" * 6 + "|",
     ]
-    for model in PRESETS:
-        needs = needs_of(home_run(model))
+    for run in RUNS:
+        needs = needs_of(run)
         sizes = (needs.on_cpu.host, needs.on_gpu.device, needs.on_gpu.host, needs.disk_bytes, needs.join_bytes)
-        lines.append(f"| `{model}` |" + "".join(f" {size(each)} |" for each in sizes))
+        lines.append(f"| `{run.name}` |" + "".join(f" {size(each)} |" for each in sizes))
     return "\n".join(lines) + "\n"
 
 

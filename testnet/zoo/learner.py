@@ -39,8 +39,8 @@ class HostileRoundEnd(RoundEnd):
 
     @property
     def tokens_claimed(self) -> int:
-        """Return the number of tokens that the plan claims."""
-        return self._plan.tokens
+        """Return more tokens than any member has trained on."""
+        return 10**12
 
     @torch.no_grad()
     def encode(self, out: Buffer, progress: Callable[[int], None] = lambda num_bytes: None) -> bytes:

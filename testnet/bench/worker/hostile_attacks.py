@@ -21,6 +21,7 @@ from libp2p.abc import ISecureConn
 
 from farandole.node.mesh.links import Socket
 from farandole.node.mesh.yamux import Upgrader
+from farandole.protocol.mesh.yamux import DATA, HEADER, PING, SYN, WINDOW_UPDATE
 from farandole.protocol.wire.errors import FarandoleError
 
 # A false length: 256 MiB, as a varint.
@@ -31,9 +32,6 @@ MAX_SECONDS: Final = 20.0
 NUM_STREAMS: Final = 3_000
 # Between two pieces of the attack that sends a byte at a time.
 DRIP_INTERVAL: Final = 0.25
-_HEADER: Final = struct.Struct("!BBHII")
-_DATA, _WINDOW_UPDATE, _PING = 0, 1, 2
-_SYN: Final = 1
 _READ_BYTES: Final = 65_536
 
 
@@ -55,7 +53,7 @@ def message(text: str) -> bytes:
 
 def frame(kind: int, flags: int, stream_id: int, length: int) -> bytes:
     """Return a yamux header."""
-    return _HEADER.pack(0, kind, flags, stream_id, length)
+    return HEADER.pack(0, kind, flags, stream_id, length)
 
 
 OPENING: Final = message("/multistream/1.0.0")
@@ -96,21 +94,21 @@ RAW: Final[dict[str, Pieces]] = {
 
 def _random_frames(rng: random.Random) -> Iterator[bytes]:
     """Send random bytes in place of frames, half of the time behind a plausible header."""
-    yield (frame(_DATA, _SYN, 1, 100) if rng.random() < 0.5 else b"") + rng.randbytes(2_000)
+    yield (frame(DATA, SYN, 1, 100) if rng.random() < 0.5 else b"") + rng.randbytes(2_000)
 
 
 def _thousands_of_streams(rng: random.Random) -> Iterator[bytes]:
     """Open streams, and in each begin a negotiation that goes no further."""
     for first in range(0, NUM_STREAMS, 200):
         ids = range(2 * first + 1, 2 * (first + 200) + 1, 2)
-        yield b"".join(frame(_DATA, _SYN, index, len(OPENING)) + OPENING for index in ids)
+        yield b"".join(frame(DATA, SYN, index, len(OPENING)) + OPENING for index in ids)
 
 
 def _full_windows(rng: random.Random) -> Iterator[bytes]:
     """Fill the windows of many streams, behind a negotiation that does not end."""
     for index in range(1, 512, 2):
-        yield frame(_WINDOW_UPDATE, _SYN, index, 0)
-        yield from repeat(frame(_DATA, 0, index, 60_000) + b"\xff" * 60_000, 4)
+        yield frame(WINDOW_UPDATE, SYN, index, 0)
+        yield from repeat(frame(DATA, 0, index, 60_000) + b"\xff" * 60_000, 4)
 
 
 AUTHENTICATED: Final[dict[str, Pieces]] = {
@@ -118,16 +116,16 @@ AUTHENTICATED: Final[dict[str, Pieces]] = {
     "random frames": _random_frames,
     # More on one stream than its window holds.
     "overflowing windows": lambda rng: chain(
-        [frame(_WINDOW_UPDATE, _SYN, 1, 0)], repeat(frame(_DATA, 0, 1, 60_000) + bytes(60_000))
+        [frame(WINDOW_UPDATE, SYN, 1, 0)], repeat(frame(DATA, 0, 1, 60_000) + bytes(60_000))
     ),
     # A frame longer than any window.
-    "overlong frames": lambda rng: [frame(_DATA, _SYN, 1, 2**31) + bytes(1_000)],
+    "overlong frames": lambda rng: [frame(DATA, SYN, 1, 2**31) + bytes(1_000)],
     "thousands of streams": _thousands_of_streams,
     "full windows": _full_windows,
     # No answer is read.
-    "pings without end": lambda rng: repeat(frame(_PING, _SYN, 0, 7) * 1_000),
+    "pings without end": lambda rng: repeat(frame(PING, SYN, 0, 7) * 1_000),
     # One stream without a negotiation.
-    "idle connections": lambda rng: [frame(_WINDOW_UPDATE, _SYN, 1, 0)],
+    "idle connections": lambda rng: [frame(WINDOW_UPDATE, SYN, 1, 0)],
 }
 """After it, up to the start of yamux: name -> what is sent."""
 ATTACKS: Final = (*RAW, *AUTHENTICATED)
