@@ -68,15 +68,14 @@ async def serve_control(
     """
 
     async def serve(connection: trio.SocketStream) -> None:
-        async with connection:
-            buffer = bytearray()
-            while True:
-                with trio.fail_after(IDLE_TIMEOUT):
-                    line = await _receive_line(connection, buffer)
-                if line is None:
-                    return
-                with trio.fail_after(REQUEST_TIMEOUT + 5.0):
-                    await connection.send_all(await answer(line, handlers))
+        buffer = bytearray()
+        while True:
+            with trio.fail_after(IDLE_TIMEOUT):
+                line = await _receive_line(connection, buffer)
+            if line is None:
+                return
+            with trio.fail_after(REQUEST_TIMEOUT + 5.0):
+                await connection.send_all(await answer(line, handlers))
 
     with bound_socket(path) as listener:
         await serve_door(listener, serve, MAX_CONNECTIONS, task_status)

@@ -95,31 +95,30 @@ class ProgramService:
         self._num_streams: Counter[bytes] = Counter()
 
     async def serve(self, connection: trio.SocketStream) -> None:
-        """Serve a program's connection, and close it. Raises `trio.BrokenResourceError` if the program is gone."""
-        async with connection:
-            try:
-                with trio.fail_after(LOCAL_SECONDS):
-                    request = await _receive(connection)
-                match request:
-                    case Open():
-                        await self._open(connection, request)
-                    case Listen():
-                        await self._listen(connection, request.name)
-                    case Take(name):
-                        await self._take(connection, name)
-                    case HoldNote():
-                        await self._hold_note(connection, request)
-                    case FindNotes(name):
-                        found = self._find_notes().items()
-                        notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
-                        await _say(connection, Answer(notes=notes))
-                    case Provide(file):
-                        await self._provide(connection, file)
-                    case FindProviders(file, seconds):
-                        providers = await self._host.dht.find_providers(file_key(self._run_id, file), seconds)
-                        await _say(connection, Answer(peers=[peer_id_of(peer) for peer, _ in providers]))
-            except FarandoleError as error:
-                await _say(connection, Answer(str(error)))
+        """Serve a program's connection, to its end. Raises `trio.BrokenResourceError` if the program is gone."""
+        try:
+            with trio.fail_after(LOCAL_SECONDS):
+                request = await _receive(connection)
+            match request:
+                case Open():
+                    await self._open(connection, request)
+                case Listen():
+                    await self._listen(connection, request.name)
+                case Take(name):
+                    await self._take(connection, name)
+                case HoldNote():
+                    await self._hold_note(connection, request)
+                case FindNotes(name):
+                    found = self._find_notes().items()
+                    notes = {peer_id_of(author): all_of[name] for author, all_of in found if name in all_of}
+                    await _say(connection, Answer(notes=notes))
+                case Provide(file):
+                    await self._provide(connection, file)
+                case FindProviders(file, seconds):
+                    providers = await self._host.dht.find_providers(file_key(self._run_id, file), seconds)
+                    await _say(connection, Answer(peers=[peer_id_of(peer) for peer, _ in providers]))
+        except FarandoleError as error:
+            await _say(connection, Answer(str(error)))
 
     # Streams
 

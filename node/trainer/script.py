@@ -82,6 +82,8 @@ class ScriptDoor:
 
     async def let_in(self, connection: trio.SocketStream) -> None:
         """Take in a loop that has connected, or dismiss it."""
+        kept = socket.socket(fileno=connection.socket.detach())  # the connection itself is closed after this call
+        connection = trio.SocketStream(trio.socket.from_stdlib_socket(kept))
         trainer = Trainer(connection)
         if self.dismissal:
             await trainer.stop(messages.Dismiss(self.dismissal, is_over=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import socket
 import stat
@@ -34,10 +33,7 @@ NO_IPV6: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _LINGER_NOT: Final = struct.pack("ii", 1, 0)
 # sockaddr_un holds 108 bytes with the final zero on Linux, 104 on macOS.
 MAX_SOCKET_PATH_BYTES: Final = 103
-# Pause after a failed accept: if no descriptor is free, one may be soon.
-ACCEPT_PAUSE: Final = 0.1
 
-_log = logging.getLogger(__name__)
 _Socket = socket.socket | trio.socket.SocketType | trio.SocketStream
 
 
@@ -129,29 +125,16 @@ async def serve_door(
 ) -> NoReturn:
     """Listen, and run ``serve`` for each of the owner's connections until cancelled; further ones wait.
 
-    ``serve`` closes its connection, unless it raises. `trio.BrokenResourceError` and `trio.TooSlowError` mean that the
-    program is gone, and end nothing else.
+    A connection is closed when ``serve`` ends. `trio.BrokenResourceError` and `trio.TooSlowError` mean that the program
+    is gone, and end nothing else.
     """
     slots = trio.CapacityLimiter(max_connections)
 
     async def run(connection: trio.SocketStream) -> None:
-        try:
+        with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
             async with slots:
                 await serve(connection)
-        except (trio.BrokenResourceError, trio.TooSlowError):
-            connection.socket.close()
-        except BaseException:  # cancelled, too: nobody else has the connection
-            connection.socket.close()
-            raise
 
     listener.listen(max_connections)
-    async with trio.open_nursery() as nursery:
-        task_status.started()
-        while True:
-            try:
-                accepted, _ = await listener.accept()
-            except OSError as error:  # out of descriptors, or the program is gone again
-                _log.warning("cannot accept a connection of a program: %s", error)
-                await trio.sleep(ACCEPT_PAUSE)
-                continue
-            nursery.start_soon(run, trio.SocketStream(accepted))
+    task_status.started()
+    await trio.serve_listeners(run, [trio.SocketListener(listener)])

@@ -4,8 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,29 +61,18 @@ async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
 async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_control(
     tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_refused = 0
+    num_refused, accept = 0, trio.SocketListener.accept
 
-    class Listener:
-        """A listener like the real one, once descriptors are free."""
+    async def starved(listener: trio.SocketListener) -> trio.SocketStream:
+        """Accept as a system does whose descriptors are free in a moment."""
+        nonlocal num_refused
+        if num_refused < 3:
+            num_refused += 1
+            await trio.lowlevel.checkpoint()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await accept(listener)
 
-        def __init__(self, real: trio.socket.SocketType) -> None:
-            self.listen, self._accept = real.listen, real.accept
-
-        async def accept(self) -> object:
-            nonlocal num_refused
-            if num_refused < 3:
-                num_refused += 1
-                await trio.lowlevel.checkpoint()
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return await self._accept()
-
-    @contextmanager
-    def starved(path: Path) -> Iterator[Listener]:
-        with bound_socket(path) as bound:
-            yield Listener(bound)
-
-    monkeypatch.setattr(control, "bound_socket", starved)
-    monkeypatch.setattr(sockets, "ACCEPT_PAUSE", 0.0)
+    monkeypatch.setattr(trio.SocketListener, "accept", starved)
     await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
     assert await ask(tmp_path, "echo", tokens=3) == {"tokens": 3}
     assert num_refused == 3
@@ -99,9 +87,8 @@ async def test_what_leads_to_it_is_for_its_owner_alone(home: Path) -> None:
 
 async def test_another_programs_answer_is_told_from_a_node(tmp_path: Path, nursery: trio.Nursery) -> None:
     async def babble(stream: trio.SocketStream) -> None:
-        async with stream:
-            await stream.receive_some()
-            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await stream.receive_some()
+        await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     with bound_socket(tmp_path / "control.sock") as listener:
         await nursery.start(sockets.serve_door, listener, babble, 1)
