@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from farandole.protocol.wire.identity import peer_id_of
 from .errors import PeerUnreachableError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # Most bytes that a stream hands over at once: all that one pass of the connection's reader has read, so a reader that
 # keeps up leaves nothing unread.
@@ -143,3 +145,19 @@ async def ask(host: StreamHost, peer: bytes, protocol: str, question: bytes, max
     async with aclosing(await host.open_stream(peer, protocol)) as stream:
         await stream.send_all(frame(question, len(question)))
         return await receive_frame(stream, FrameParser(max_bytes))
+
+
+async def ask_all(ask: Callable[[bytes], Awaitable[T]], peers: Iterable[bytes]) -> list[T]:
+    """Ask all peers at once and return the answers that came; each question has its deadline."""
+    answers: list[T] = []
+
+    async def ask_one(peer: bytes) -> None:
+        try:
+            answers.append(await ask(peer))
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            logger.debug("no answer: %s", error)
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(ask_one, peer)
+    return answers

@@ -87,19 +87,13 @@ def takes_settings(*names: str, must_exist: bool = True, of_run_file: bool = Fal
     chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
     # Help shows panels in the order of their first options.
     chosen.sort(key=lambda setting: PANELS.index(setting.panel))
-    if names:  # only a whole node takes a manifest too, and the doctor needs no invite
-        unset = "the run that this folder knows" if "announce" in names else "the run of the node that runs here"
-        chosen = [
-            replace(setting, help="An invite to the run.", unset=unset) if setting.name == "invite" else setting
-            for setting in chosen
-        ]
-
+    argument: dict[str, Any] = {}
     if of_run_file:
-        help_ = "The run's settings, as for `run create`."
-        chosen = [
-            replace(setting, help=help_, unset="run.toml", placeholder="RUN.TOML") if setting.is_argument else setting
-            for setting in chosen
-        ]
+        argument = {"help": "The run's settings, as for `run create`.", "unset": "run.toml", "placeholder": "RUN.TOML"}
+    elif names:  # only a whole node takes a manifest too, and the doctor needs no invite
+        unset = "the run that this folder knows" if "announce" in names else "the run of the node that runs here"
+        argument = {"help": "An invite to the run.", "unset": unset}
+    chosen = [replace(setting, **argument) if setting.is_argument else setting for setting in chosen]
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)

@@ -7,20 +7,21 @@ import errno
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import trio
 
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_closed, is_global
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
-from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
 from ...base.causes import Finding, describe_skew, found, lessen
 from ...base.errors import PeerUnreachableError, StrangerError
+from ...base.streams import ask_all
 from ...join.bootstrap import dial, fetch_manifest, find_members
 from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host
@@ -42,7 +43,6 @@ FIND_TIMEOUT: Final = 4.0
 NUM_ASKED: Final = 3
 # Enough for the votes that must agree on a wrong clock, with two wrong ones among them.
 NUM_CLOCKS: Final = NUM_AGREEING + 2
-_Answer = TypeVar("_Answer")
 
 
 Knock = Literal["open", "refused", "silent", "no route"]
@@ -215,7 +215,7 @@ async def ask_for_manifest(host: Host, peers: Sequence[bytes], run_id: bytes) ->
         except ManifestError as error:
             raise PeerUnreachableError(str(error)) from error
 
-    answers = await _ask_all(ask, peers)
+    answers = await ask_all(ask, peers)
     run = run_id.hex()[:16]
     for answer in answers:
         if isinstance(answer, Manifest):
@@ -229,7 +229,7 @@ async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], fl
     async def ask(peer: bytes) -> tuple[bytes, str, float]:
         return peer, host.connections.network_of(peer), await ask_time(host, peer, clock)
 
-    answers = await _ask_all(ask, peers[:NUM_CLOCKS])
+    answers = await ask_all(ask, peers[:NUM_CLOCKS])
     return find_skew(votes_of(answers)) if answers else found("clock-untold", why="no peer reports its time")
 
 
@@ -255,7 +255,7 @@ async def check_nat(host: Host, peers: Sequence[bytes], called: Callable[[str], 
         await host.relays.reserve(peer)
         return called(peer_id_of(peer))
 
-    names = await _ask_all(ask, [peer for peer in peers if host.connections.is_direct(peer)])
+    names = await ask_all(ask, [peer for peer in peers if host.connections.is_direct(peer)])
     if names:
         return [nat, found("relay-fine", names=", ".join(names))]
     return [nat, found("relay-none-needed" if kind is ReachabilityKind.RELAY_ONLY else "relay-none")]
@@ -275,19 +275,3 @@ def judge_nat(verdict: Verdict, announced: Sequence[str] = ()) -> Finding:
         case ReachabilityKind.RELAY_ONLY:
             return found("nat-symmetric" if len(set(ips)) < len(ips) else "nat-relay-only", seen=seen)
     return found("nat-untold", why="no peer reports how others reach this node")
-
-
-async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:
-    """Ask all peers at once and return the answers that came; each question has its deadline."""
-    answers: list[_Answer] = []
-
-    async def ask_one(peer: bytes) -> None:
-        try:
-            answers.append(await ask(peer))
-        except (PeerUnreachableError, RemoteProtocolError):
-            return
-
-    async with trio.open_nursery() as nursery:
-        for peer in peers:
-            nursery.start_soon(ask_one, peer)
-    return answers

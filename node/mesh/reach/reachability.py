@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import trio
@@ -47,7 +47,7 @@ from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError
 from ...base.nurseries import open_service_nursery
-from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, counted, expecting_answer, receive_frame
+from ...base.streams import DIAL_BACK_TIMEOUT, DIAL_TIMEOUT, ask_all, counted, expecting_answer, receive_frame
 from ..addresses import direct_ips, multiaddr_of
 from ..connections import Connection
 from ..host import Host
@@ -385,7 +385,7 @@ class Examiner:
         async with open_service_nursery() as nursery:
             if is_first and witnesses:
                 nursery.start_soon(self._reachability.doubt)
-            dialled = await self._gather(witnesses, self.dialback.ask)
+            dialled = await ask_all(self.dialback.ask, witnesses)
         if not is_first and not any(witness.answer.has_dialled for witness in dialled):
             return False  # no peer that could contradict what is known
         verdict = classify(dialled, ())
@@ -395,7 +395,7 @@ class Examiner:
                 async with self.dialback.observed_by(peer) as witness:
                     return witness
 
-            verdict = classify(dialled, await self._gather(witnesses, observe))
+            verdict = classify(dialled, await ask_all(observe, witnesses))
         elif not is_first and self._reachability.kind is not ReachabilityKind.PUBLIC:
             # Behind NAT, and suddenly public: through a hole, unless a known address or the router explains it.
             own, mapped = self._host.own.ips, [port for _, port in self._host.own.mapped.values()]
@@ -418,18 +418,3 @@ class Examiner:
 
     def _ip_of(self, peer: bytes) -> str:
         return next(iter(direct_ips(self._host.connections.remote_addresses(peer))), "")
-
-    async def _gather(self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]]) -> list[Witness]:
-        """Ask these peers at once and return their answers."""
-        found: list[Witness] = []
-
-        async def add(peer: bytes) -> None:
-            try:
-                found.append(await ask(peer))
-            except PeerUnreachableError as error:
-                logger.debug("no witness: %s", error)
-
-        async with trio.open_nursery() as nursery:
-            for peer in peers:
-                nursery.start_soon(add, peer)
-        return found

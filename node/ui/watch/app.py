@@ -40,9 +40,6 @@ _OF_THE_RUN: Final = ("data", "loss", "stage", "the run")
 # "12.345" and a space.
 LABEL_WIDTH: Final = 7
 
-News = NodeStatus | str
-"""A status, or why the node did not answer, for people."""
-
 
 def first_lines(found: Headline) -> Text:
     """Draw whether the node is well, and the remedy if it is not."""
@@ -159,20 +156,20 @@ class WatchApp(App[None]):
             self.notify(str(error), severity="error", markup=False)
 
     def _follow(self) -> None:
-        def take(news: News) -> None:
-            if isinstance(news, str):
-                self._lost = news
-            else:
-                self._status, self._read_at, self._lost = news, self._clock(), ""
+        def take(status: NodeStatus | None, lost: str) -> None:
+            self._lost = lost
+            if status is not None:
+                self._status, self._read_at = status, self._clock()
             self._draw_all()
 
         while not self._is_over.is_set():
+            status, lost = None, ""
             try:
-                news: News = msgspec.convert(self._ask("status"), NodeStatus)
+                status = msgspec.convert(self._ask("status"), NodeStatus)
             except (FarandoleError, msgspec.MsgspecError) as error:
-                news = str(error)
+                lost = str(error)
             if not self._is_over.is_set():
-                self.call_later(take, news)
+                self.call_later(take, status, lost)
             self._is_over.wait(self._interval)
 
     def _draw_all(self) -> None:

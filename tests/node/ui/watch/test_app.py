@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 
 from farandole.node.status.status import Event, NodeStatus, Resources
-from farandole.node.ui.watch.app import News, WatchApp
+from farandole.node.ui.watch.app import WatchApp
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...statuses import BOB, NOW, STATUS
@@ -39,6 +39,10 @@ FULL = msgspec.structs.replace(
 
 def changed(**changes: object) -> NodeStatus:
     return msgspec.structs.replace(FULL, **changes)
+
+
+News = NodeStatus | str
+"""A status, or why the node does not answer."""
 
 
 class FakeNode:
