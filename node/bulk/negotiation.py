@@ -154,7 +154,7 @@ class BulkService:
         for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
             if (fit := self.take(peer, kept.session)) is not None:
                 return fit
-        if self._reach is not None and self._reach.is_out_of_reach(peer):
+        if self._reach is not None and self._reach.puncher.is_out_of_reach(peer):
             return None
         if not self._backoff.is_due(peer, trio.current_time(), self._path(peer)):
             return None

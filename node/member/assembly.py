@@ -137,8 +137,8 @@ def make_member(
         return (start and start.find(question)) or await weights.provider.find(question)
 
     exchanges = ExchangeService(host, channels, mesh.shaping)
-    BlockService(conditions, find, exchanges).register()
-    SketchService(host, run_id, weights.provider.find_own).register()
+    BlockService(conditions, find, exchanges)
+    SketchService(host, run_id, weights.provider.find_own)
 
     supervisor = Supervisor(manifest.inner.batch_size, is_cut=is_cut)
     pipeline = leases = None

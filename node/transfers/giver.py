@@ -413,10 +413,7 @@ class BlockService:
         self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
         self._served: dict[bytes, _Turn] = {}
         """The peers that are served, in the order in which they came."""
-
-    def register(self) -> None:
-        """Register the protocol's handler on the host."""
-        self._conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)
+        conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
         """Serve one peer, until it has what it needs. Peers that had their turn are asked to make room for another."""

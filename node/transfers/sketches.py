@@ -69,17 +69,13 @@ class SketchService:
     """Answers other members of one run with sketches of what ``find_own`` finds."""
 
     def __init__(self, host: StreamHost, run_id: bytes, find_own: FindOwn) -> None:
-        self._host = host
         self._run_id = run_id
         self._find_own = find_own
         self._meters = PeerMeters(PEER_BURST, PEER_RATE)
         self._turn = trio.Lock()
         self._num_waiting = 0
         self._rests_until = 0.0
-
-    def register(self) -> None:
-        """Register the protocol's handler on the host."""
-        self._host.set_handler(SKETCH_PROTOCOL, self.serve)
+        host.set_handler(SKETCH_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
         """Answer one question; with an empty sketch if this node has no weights of the stage."""

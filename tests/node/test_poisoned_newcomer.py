@@ -116,9 +116,9 @@ async def open_liar(
         messenger.set_receiver(PROTOCOL, MAX_PUSH_BYTES, lambda peer, payload: None)
         for victim, places in victims.items():
             await host.connect(victim, places)
-        BlockService(Conditions(host, run_id), find).register()
+        BlockService(Conditions(host, run_id), find)
         if number == JUDGE:
-            SketchService(host, run_id, lambda stage: find(BlockQuestion(run_id, stage))).register()
+            SketchService(host, run_id, lambda stage: find(BlockQuestion(run_id, stage)))
         addresses = tuple(address.rpartition("/p2p/")[0] for address in host.addresses)
         said = {
             Kind.MEMBER: Member(stage=index.stage, addresses=addresses),

@@ -337,10 +337,6 @@ class Connectivity:
         self.server = server
         self._host = host
 
-    def is_out_of_reach(self, peer: bytes) -> bool:
-        """Return whether attempts have shown that a peer is reachable only through relays."""
-        return self.puncher.is_out_of_reach(peer)
-
     @asynccontextmanager
     async def observe_port(self, port: int) -> AsyncIterator[list[Address]]:
         """Yield a port's outer addresses as peers see them, while the block runs; empty if the router keeps ports.

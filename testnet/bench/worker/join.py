@@ -49,7 +49,7 @@ class JoiningNode:
         self._channels = await self._stack.enter_async_context(open_bulk(self._host, RUN_ID, self._shaping))
         self._exchanges = ExchangeService(self._host, self._channels, self._shaping)
         conditions = Conditions(self._host, RUN_ID, self._shaping, self._channels)
-        BlockService(conditions, self._find, self._exchanges).register()
+        BlockService(conditions, self._find, self._exchanges)
         return {"address": self._host.addresses[0]}
 
     async def _find(self, question: BlockQuestion) -> Holding | None:

@@ -59,7 +59,6 @@ async def open_member() -> AsyncIterator[Member]:
         conditions = Conditions(host, RUN, channels=channels)
         service = BlockService(replace(conditions), lambda question: member.find(question))
         member = Member(host, channels, service, conditions)
-        member.service.register()
         yield member
 
 

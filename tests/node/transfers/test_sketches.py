@@ -44,7 +44,7 @@ def finding(holding: Holding) -> Callable[[int], Awaitable[Holding | None]]:
 async def test_a_members_sketch_is_that_of_its_file(tmp_path: Path) -> None:
     holding = hold(tmp_path / "theirs", CONTENT)
     async with host_at_loopback() as newcomer, host_at_loopback() as member:
-        SketchService(member, RUN, finding(holding)).register()
+        SketchService(member, RUN, finding(holding))
         newcomer.dialler.add_addresses(member.author, member.addresses)
         with trio.fail_after(PATIENCE):
             sketch = await ask_for_sketch(newcomer, member.author, QUESTION)

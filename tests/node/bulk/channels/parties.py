@@ -59,6 +59,10 @@ class BulkHost(MemoryHost):
     def upgrader(self) -> BulkHost:
         return self  # which has the key
 
+    @property
+    def puncher(self) -> BulkHost:
+        return self
+
     def is_out_of_reach(self, peer: bytes) -> bool:
         return peer in self.unreachable
 
