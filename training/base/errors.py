@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Final
@@ -53,7 +52,6 @@ class OutlierError(ActivationError):
 
 _PACKAGE: Final = "farandole"
 _EXTRA: Final = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
-_NESTED: Final = re.compile(rf"{_PACKAGE}\[([\w,-]+)\]")
 
 
 def how_to_add(extra: str) -> str:
@@ -61,25 +59,17 @@ def how_to_add(extra: str) -> str:
 
     An installed program has an environment of its own: ``pip`` alone would install into another.
     """
-    wanted = [*_requirements(extra)] or [f"{_PACKAGE}[{extra}]"]
+    wanted = _requirements(extra) or [f"{_PACKAGE}[{extra}]"]
     has_pip = find_spec("pip") is not None
     installer = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
     return " ".join([installer, *map(shlex.quote, wanted)])
 
 
-def _requirements(extra: str) -> Iterator[str]:
-    """Yield the requirements of an extra, and of the extras in it, as the installed package states them."""
+def _requirements(extra: str) -> list[str]:
+    """Return the requirements of an extra, as the installed package states them."""
     try:
         stated = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:
         stated = []
-    for line in stated:
-        requirement, _, marker = (part.strip() for part in line.partition(";"))
-        found = _EXTRA.search(marker)
-        if found is None or found.group(1) != extra:
-            continue
-        if nested := _NESTED.fullmatch(requirement):
-            for inner in nested.group(1).split(","):
-                yield from _requirements(inner)
-        else:
-            yield requirement
+    lines = (line.partition(";") for line in stated)
+    return [each.strip() for each, _, marker in lines if (found := _EXTRA.search(marker)) and found[1] == extra]
