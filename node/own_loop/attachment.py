@@ -131,7 +131,7 @@ class Attachment:
     def _watch(self) -> None:
         """Log what the node warns of and why it rests, until the loop is over; give it up if it makes no progress."""
         told_at, told_rest, waited = time.time(), "", 0.0
-        while not self._ended.wait(LOOK_SECONDS):
+        while not (self._ended.wait(LOOK_SECONDS) or self.is_over):
             status = status_of(self._node.home)
             for event in status.get("events", []):
                 if event["is_warning"] and event["at"] > told_at:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "__version__", "create_run", "model_of"]
+__all__ = ["FarandoleError", "Mesh", "MeshError", "NoLoCo", "NodeError", "create_run", "model_of"]
 
 _PLACES = {
     "FarandoleError": "farandole.protocol.wire.errors",
