@@ -42,8 +42,3 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have the processes of tests that are marked so started, not forked."""
     template.is_enabled = item.get_closest_marker("started") is None
-
-
-def pytest_sessionfinish() -> None:
-    """End the template."""
-    template.uninstall()

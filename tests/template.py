@@ -43,10 +43,7 @@ IMPORTED: Final = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.run", "farandole.node.own_loop.attachment"),
     *("farandole.node.cli", "farandole.node.daemon", "farandole.node.relay_node"),
     *("farandole.node.trainer_process.main", "farandole.node.trainer_process.process"),
-    *(
-        "farandole.training.base.device",
-        "farandole.training.base.determinism",
-    ),
+    *("farandole.training.base.device", "farandole.training.base.determinism"),
     *("farandole.testnet.cli", "farandole.testnet.play.launch"),
 )
 _PACKAGES: Final = ("farandole", "tests", "torch.distributed.run")
@@ -99,25 +96,13 @@ class Job(NamedTuple):
 
 
 class Template:
-    """A connection with a template."""
+    """A connection with a template, which ends once this process has, and its forks go on."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        environment: Mapping[bytes, bytes],
-        process: subprocess.Popen[bytes] | None = None,
-    ) -> None:
-        """``environment``: that in which it imported. ``process``: itself, if it is no fork; it ends unasked."""
+    def __init__(self, connection: socket.socket, environment: Mapping[bytes, bytes]) -> None:
+        """``environment``: that in which it imported."""
         self._connection = connection
-        self._process = process
         self._environment = _read_early(environment)
         self._lock = threading.Lock()  # `trio` starts processes in threads
-
-    def close(self) -> None:
-        """End the template; its forks go on."""
-        self._connection.close()
-        if self._process is not None:
-            self._process.wait()
 
     def fork(self, job: Job, descriptors: list[int]) -> int | None:
         """Return the id of the process, or None if the template cannot make it."""
@@ -145,16 +130,6 @@ def install() -> None:
     _template_environment.update(os.environb)
     if sys.platform == "linux" and _CLONE is not None and _start_process is not None:
         subprocess._fork_exec = _fork_or_start  # type: ignore[attr-defined]  # what `Popen` calls has no public name
-
-
-def uninstall() -> None:
-    """Start processes as always; the template ends."""
-    global _template
-    if _start_process is not None:
-        subprocess._fork_exec = _start_process  # type: ignore[attr-defined]  # as above
-    if _template is not None:
-        _template.close()
-        _template = None
 
 
 def _fork_or_start(
@@ -237,7 +212,9 @@ def _the_template() -> Template:
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_template_environment
             )
-        _template = Template(ours, _template_environment, process)
+        atexit.register(ours.close)
+        process.returncode = 0  # nobody waits for it
+        _template = Template(ours, _template_environment)
     return _template
 
 
