@@ -107,6 +107,8 @@ class HostileOutcome:
     """The largest distance between two honest members' slow weights, relative to their norm."""
     merged: float = 0.0
     """Loss of the mean of the honest members' slow weights, in nats per token."""
+    travelled: float = 0.0
+    """How far that mean is from the initial weights, a norm."""
 
     @property
     def loss(self) -> float:
@@ -221,7 +223,9 @@ class _Play:
             trigger_success(learner.replica.module, torch.as_tensor(learner.sampler.held_out_batch(0))[:, :-1])
             for learner in learners
         )
-        learners[0].round_end.weights.flat.copy_(torch.stack(slow).mean(0))
+        mean = torch.stack(slow).mean(0)
+        outcome.travelled = float((mean - members[0].initial).norm())
+        learners[0].round_end.weights.flat.copy_(mean)
         outcome.merged = unseen_loss(learners[0], texts)
         return outcome
 

@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -367,6 +367,7 @@ class RoundEnd:
             histories.of(b""),
             ended.fragment,
             movement=lambda: self._movement(ended),
+            partner_movement=lambda: self.outer.distance_to_slow(replace(made, sent=contribution)),
             shares_text=self.partner.exam.shares_text,
             has_loss=lambda: self._measure is not None and self.partner.exam.has_text,
             evaluate=lambda share: self._loss_at(partial(self.outer.towards, share, made, contribution)),

@@ -1,54 +1,46 @@
 """Guard: average a contribution as far as that makes this node's weights no worse on text that only it can know.
 
-In a pair each node has one neighbour, so one exchange does not show whether a partner is honest: there is no median
-over neighbours, which most robust means use. A node has two other things: its own history, and text. The verdict is a
-share of the mean, in two steps.
+In a pair there is no median over neighbours, which most robust means use. A node has its own history, and text. The
+verdict is a share of the mean, in two steps.
 
-**Distance.** Honest contributions are about as far away as earlier ones, so a contribution is averaged only up to a few
-medians of the accepted distances (self-centred clipping, ClippedGossip, arXiv 2202.01545, with the radius from
-history):
+**Distance.** Honest contributions are about as far away as earlier ones, so one is averaged only up to a few medians of
+the accepted distances (self-centred clipping, ClippedGossip, arXiv 2202.01545, with the radius from history):
 
     mean = own + share * clip * (partner's - own),   clip = min(1, limit / |partner's - own|)
 
 The limit has a cap that follows this node's own movement in a round, which no partner controls and which shrinks with
-the learning rate (BALANCE, arXiv 2406.10416). Without it, an attacker that is met often would triple the limit each
-time.
+the learning rate (BALANCE, arXiv 2406.10416): an attacker that is met often would triple the limit each time. In the
+first meetings a member that overshoots makes the loss of the mean better, and that at the end of the run worse: there
+the mean leads little further than this node's inner steps did, as the mean of two equally fast replicas does anyway.
 
 **Loss.** The loss of the mean is compared with that of this node's own weights, on windows of text that were drawn for
-this exchange by a secret of the node's: a contribution can be good for them only by being good for all text. A mean of
-two honest replicas is usually better than either. It counts in full where it costs no more than noise on a few windows,
-or than the round's inner steps have gained: honest replicas differ by as much, and the next steps gain it again. Early
-in a run, and at a large learning rate, this is much, and late it is little. Where the mean costs more, half of it is
-tried, and then nothing of the contribution counts here, while this node's own still helps the partner.
+this exchange by a secret of the node's: a contribution can be good for them only by being good for all text. It counts
+in full where the mean costs no more than noise on a few windows, or than the round's inner steps have gained: honest
+replicas differ by as much, and the next steps gain it again. Where it costs more, half of it is tried, and then nothing
+of the contribution counts here, while this node's own still helps the partner.
 
-So the harm of an exchange is bounded, whatever the partner knows of the guard, since it cannot know the text. The bound
-shrinks with the distance: what lies nearer than inner steps lead may cost as much less. It is wider where means have
-usually cost something, as at learning rates at which good weights lie far apart, if the partner's own weights are as
-good as this node's.
+The bound shrinks with the distance: what lies nearer than inner steps lead may cost as much less. It is wider where
+means have usually cost something, as at large learning rates, if the partner's own weights are as good as this node's.
 
 Where all members' texts differ, a partner is always worse on this node's, and one whose text is unlike the others'
-costs each of them more than most liars do. A node cannot tell them apart, and members that count for nothing drift away
-until no mean is any good. So as much of each contribution counts there as costs no more than half of the bound: half, a
-quarter and so on (`MAX_HALVINGS`). A liar gains no more by it than by lies that cost as much as the bound.
+costs more than most liars do; members that count for nothing drift away until no mean is any good. So as much of each
+contribution counts there as costs no more than half of the bound: half, a quarter and so on (`MAX_HALVINGS`).
 
 A peer of which nothing counted is met last the next time. Members report to each other which peers these are
 (`farandole.protocol.state.believing`): of a peer that enough of them suspect, a mean may cost no more than noise. Nodes
-that liars have pushed apart would stay apart: both are good, and the mean is worse than either. A node that has found
-only such partners takes over the weights of the next one that is better. A liar gains nothing by being that partner: it
-must be better on this node's text.
+that liars have pushed apart would stay apart, so one that has found only such partners takes over the weights of the
+next that is better on this node's text.
 
 Where no loss is known in time, distance alone decides, and the contribution counts by half. In stages no loss is ever
 known, and it counts in full.
 
-**Worth.** Where all have the same text, a partner whose own weights are behind this node's by what inner steps gain in
-a round would take back as much of the round as its share is, and the mean, which is smoother than both, would hide it.
-So its share shrinks the further it is behind, to `LEAST_WORTH` of what it would be. A partner that claims fewer tokens
-may be behind by as much as that explains.
+**Worth.** Where all have the same text, a partner whose own weights are behind this node's would take back as much of
+the round as its share is, and the mean, which is smoother than both, would hide it. So its share shrinks the further it
+is behind, down to `LEAST_WORTH` of it, unless it claims as many tokens fewer.
 
-The number of tokens behind a contribution is claimed by its sender, so it moves the shares within narrow bounds only. A
-newcomer whose weights are of an earlier round claims none (`Engine.claim`): they would make the mean worse, so they
-have no weight, and the newcomer takes half of its partner's. A member that claims none without need moves nothing.
-Among honest partners nothing is clipped, and both compute the same mean to the bit.
+The number of tokens is the sender's claim, so it moves the shares within narrow bounds only. A newcomer whose weights
+are of an earlier round claims none (`Engine.claim`): they have no weight, and it takes half of its partner's. Among
+honest partners nothing is clipped, and both compute the same mean to the bit.
 """
 
 from __future__ import annotations
@@ -74,12 +66,13 @@ MOST_NOISE: Final = 0.003
 LEAST_LOSS: Final = 1.0
 # Lower bound of a distance or a gain, to avoid a division by zero.
 LEAST: Final = 1e-30
-# The share of the gain of a round's inner steps that a mean may cost: the next ones recover it.
-GAIN_SHARE: Final = 1.0
 # Means may cost this many medians of what earlier ones would have cost, which fewer than half of liars do not move.
 USUAL_COSTS: Final = 2.0
 # A contribution whose loss is known may be further away by this factor: one of a faster partner is.
 CHECKED_RADIUS: Final = 4.0
+# Until MIN_KNOWN distances are known, a mean leads this many of the node's own movements from where the round began;
+# equally fast honest partners, at most 1.04. Its square is a quadratic of the share, which the limit solves.
+MOST_LEAD: Final = 1.25
 # A partner that is behind by a round's gain or more keeps this part of its share.
 LEAST_WORTH: Final = 0.25
 # The share that counts of a contribution whose loss was not known in time, and is tried of one that costs too much.
@@ -102,7 +95,7 @@ class Guard(ScreeningRule):
     def begin(self) -> None:
         """Reset the sum and the results of the last comparison."""
         self._losses: tuple[float, float] | None = None
-        self._usual_distance = 0.0
+        self._limit = 0.0
         self._is_astray = False
         self._has_yardstick = True
         self.sums = torch.zeros(1, dtype=torch.float64)
@@ -132,15 +125,20 @@ class Guard(ScreeningRule):
         share = self._share(partner.encounter)
         if share == 0.0:
             return Accept(share)
-        self._usual_distance = usual = self._usual(partner)
+        usual = self._usual(partner)
         if usual == 0.0 < distance:  # this node has taken no inner step yet, so there is no reference distance
             self._has_yardstick = False
             return Accept(share, 0.0)
         if CHECKED_RADIUS * usual < self._settings.min_clip * distance:
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
         before = partner.evaluate(0.0)
-        limit = usual if before is None else CHECKED_RADIUS * usual
-        verdict = Accept(share, min(1.0, limit / max(distance, LEAST)))
+        self._limit = usual if before is None else CHECKED_RADIUS * usual
+        if len(partner.everybody[self._series(partner)]) < MIN_KNOWN and partner.encounter.own_tokens:
+            own, far = self._movement(partner), max(distance, LEAST)
+            slope = (partner.partner_movement() ** 2 - own**2) / far - far
+            lead = math.sqrt(slope**2 + 4.0 * (MOST_LEAD**2 - 1.0) * own**2) - slope
+            self._limit = min(self._limit, lead / (2.0 * share))
+        verdict = Accept(share, min(1.0, self._limit / max(distance, LEAST)))
         after = None if before is None else partner.evaluate(verdict.shares[1])
         if before is None or after is None:
             return replace(verdict, clip=HALF * verdict.clip) if partner.has_loss() else verdict
@@ -191,7 +189,7 @@ class Guard(ScreeningRule):
             return min(allowed, most)
         began = partner.loss_before()
         gain = 0.0 if began is None else max(began - before, 0.0)
-        allowed = max(allowed, GAIN_SHARE * gain * nearness)
+        allowed = max(allowed, gain * nearness)
         if after - before <= allowed:
             return min(allowed, most)
         as_sent = partner.loss_as_sent()
@@ -252,11 +250,11 @@ class Guard(ScreeningRule):
             return ""
         if not self._has_yardstick:
             return "this node has taken no inner step yet, so it does not know what is usual"
-        if self._losses is not None and (self._is_astray or self._distance <= self._usual_distance):
+        if self._losses is not None and (self._is_astray or self._distance <= self._limit):
             own, mean = self._losses
             return f"the loss on held-out text is {mean:.3f} with it, and {own:.3f} of mine"
-        far = f"it is {self._distance:.3g} away from mine, usual is up to {self._usual_distance:.3g}"
-        return far if self._distance > self._usual_distance else "there was no time to measure its loss"
+        far = f"it is {self._distance:.3g} away from mine, usual is up to {self._limit:.3g}"
+        return far if self._distance > self._limit else "there was no time to measure its loss"
 
     def remember(self, partner: Partner, verdict: Verdict) -> None:
         """Record the accepted distance, and whether anything of the contribution counted."""

@@ -3,8 +3,6 @@
 A partner's contribution arrives piece by piece. A rule sees each piece as it is decoded (`ScreeningRule.feed`), and
 judges when all of it is there and its hash is right, before anything of it is used. It refuses it, which ends the
 exchange at both partners with the reason, or accepts it with a weight: how much of the mean is the partner's.
-
-A rule knows who the partner is and what it remembers of that peer; it may ask for the loss that a mean would have.
 """
 
 from __future__ import annotations
@@ -173,6 +171,8 @@ class Partner:
     """How far one's own contribution is from what it would be without the inner steps of the round: a norm. The codec's
     rounding counts, as it does in the distance to the partner's. In a round without inner steps, the value of the last
     round that had some; 0 if it is unknown."""
+    partner_movement: Callable[[], float]
+    """How far the partner's contribution is from what one's own would be without inner steps."""
     shares_text: bool
     """Whether all members have the same text, so that the loss of the partner's own weights says how good they are."""
     has_loss: Callable[[], bool]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
+import pytest
 
 from farandole.protocol.run.rules import GuardConfig, ScreeningRules
-from farandole.testnet.bench.attacker import CASES, CHOSEN
+from farandole.testnet.bench.attacker import CASES, CHOSEN, COMPARED
 from farandole.testnet.zoo.optimised import FIRST, Policy, search
 from farandole.testnet.zoo.simulation import HostileOutcome, HostileRun, play
 
@@ -24,6 +26,32 @@ def test_a_search_finds_what_its_beginnings_did_not_have() -> None:
     best, cost = search(_costs, 6, random.Random(0))
     assert cost == _costs([best])[0] > 0.5 * max(_costs(FIRST))
     assert best.ahead > max(each.ahead for each in FIRST)
+
+
+OVERSHOOT = Policy(ahead=1.0)
+
+
+def _compared(rounds: int, seed: int = 0) -> HostileRun:
+    """Return a run of six honest members, with what differs most from what is chosen by default."""
+    return next(case for case in CASES if case.settings == COMPARED).alone(rounds, seed)
+
+
+def test_members_that_overshoot_lead_a_young_run_hardly_further_than_it_goes_by_itself() -> None:
+    """The loss of each mean gets better by it, and only much later that of the run gets worse."""
+    alone = replace(_compared(rounds=4), honest=3)
+    attacked = play(replace(alone, attack=OVERSHOOT, hostile=1))
+    assert attacked.hostile_exchanges > 0
+    assert attacked.travelled < 1.1 * play(alone).travelled
+
+
+@pytest.mark.soak
+def test_members_that_overshoot_cost_little_in_the_end() -> None:
+    above = []
+    for seed in range(3):
+        alone = _compared(rounds=25, seed=seed)
+        attacked = play(replace(alone, attack=OVERSHOOT, hostile=2))
+        above.append(attacked.loss / play(alone).loss - 1)
+    assert max(above) < 0.015
 
 
 def _attacked(screening: ScreeningRules) -> HostileOutcome:

@@ -15,10 +15,10 @@ from farandole.protocol.run.rules import GuardConfig
 from farandole.training.outer.codec import CODECS
 from farandole.training.screening.guard import (
     CHECKED_RADIUS,
-    GAIN_SHARE,
     LEAST_WORTH,
     MAX_APART,
     MIN_KNOWN,
+    MOST_LEAD,
     MOST_NOISE,
     WINDOW,
 )
@@ -61,6 +61,7 @@ class Node:
         *,
         tokens: tuple[int, int] = (100, 100),
         movement: float = MOVEMENT,
+        partner_movement: float = MOVEMENT,
         fragment: int = 0,
         loss: Callable[[float], float | None] = no_loss,
         has_loss: bool | None = None,
@@ -86,6 +87,7 @@ class Node:
             self.everybody,
             fragment,
             movement=lambda: movement,
+            partner_movement=lambda: partner_movement,
             shares_text=shares_text,
             has_loss=lambda: loss is not no_loss if has_loss is None else has_loss,
             evaluate=evaluate,
@@ -144,8 +146,8 @@ CASES: dict[str, tuple[float, dict[str, Any], float]] = {
     "the mean costs more than that": (1.0, {"loss": costing(1.1 * NOISE)}, NOTHING),
     "half as far away as inner steps lead": (1.0, {"loss": costing(0.5 * NOISE)}, ALL),
     "what is nearer than inner steps lead may cost as much less": (0.2, {"loss": costing(0.5 * NOISE)}, NOTHING),
-    "a share of what inner steps have gained": (1.0, {"loss": costing(0.9 * GAIN_SHARE * GAIN), "began": BEGAN}, ALL),
-    "more than that share": (1.0, {"loss": costing(1.1 * GAIN_SHARE * GAIN), "began": BEGAN}, NOTHING),
+    "a share of what inner steps have gained": (1.0, {"loss": costing(0.9 * GAIN), "began": BEGAN}, ALL),
+    "more than that share": (1.0, {"loss": costing(1.1 * GAIN), "began": BEGAN}, NOTHING),
     "of a peer that is not suspected": (1.0, {"loss": costing(0.02), "began": BEGAN}, ALL),
     "of one that is suspected": (1.0, {"loss": costing(0.02), "began": BEGAN, "is_suspected": True}, NOTHING),
     "of a suspected peer that helps, as liars suspect anyone": (1.0, {"loss": bent(1.99), "is_suspected": True}, ALL),
@@ -153,6 +155,15 @@ CASES: dict[str, tuple[float, dict[str, Any], float]] = {
     "what the codec costs is nobody's fault": (1.0, {"loss": costing(0.015), "as_sent": LOSS + 0.02}, ALL),
     "a partner that is behind is worth something": (1.0, {"loss": {**BEHIND, 0.25: LOSS - 0.001}.get}, HALF),
     "up to a point": (1.0, {"loss": {**BEHIND, 0.25: LOSS + 0.001}.get}, NOTHING),
+    "straight ahead of this node's own way": (1.0, {"partner_movement": 2.0}, 2 * (MOST_LEAD - 1)),
+    "that helps now, and who knows what it costs later": (
+        1.0,
+        {"partner_movement": 2.0, "loss": bent(1.5)},
+        2 * (MOST_LEAD - 1),
+    ),
+    "back where the round began": (1.0, {"partner_movement": 0.0}, ALL),
+    "across it": (1.0, {"partner_movement": math.sqrt(2.0)}, ALL),
+    "a newcomer's partner is ahead": (1.0, {"partner_movement": 2.0, "tokens": (0, 100)}, ALL),
     "it is infinitely far away": (math.inf, {}, REFUSED),
     "it is no number": (math.nan, {}, REFUSED),
     "it overflows": (1e30, {}, REFUSED),
@@ -176,6 +187,15 @@ def test_later_it_is_what_was_accepted_and_a_round_in_which_this_node_hardly_mov
     for _ in range(MIN_KNOWN):
         node.meets(away(1.5))
     assert clip(node.meets(away(1.5), movement=1e-6)) == 1.0
+
+
+def test_what_is_ahead_counts_in_full_once_a_node_knows_how_far_others_are() -> None:
+    """Of a node that is slower than the others, all are."""
+    node = Node()
+    for _ in range(MIN_KNOWN):
+        assert clip(node.meets(away(1.5), partner_movement=2.5, loss=bent(1.9))) < 1.0
+        assert "away from mine" in node.remark
+    assert clip(node.meets(away(1.5), partner_movement=2.5, loss=bent(1.9))) == 1.0
 
 
 def test_a_node_that_has_not_moved_yet_refuses_nobody_averages_nothing_and_learns_nothing_from_it() -> None:
