@@ -127,8 +127,7 @@ class RawLink(ABC):
         self.address = address
         self.remote = remote
         self.site: Site = site_of(remote[0] if remote else "")
-        self._buffer = b""
-        self._num_taken = 0  # of the buffer
+        self._buffer = bytearray()
         self._unwritten = b""
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
         self._encryptor: CipherContext | None = None
@@ -157,7 +156,7 @@ class RawLink(ABC):
         """Receive the other end's nonce, and decrypt what follows; return the nonce."""
         nonce = await self.read(NONCE_BYTES)
         self._decryptor = cipher_of(network_key, nonce)
-        self._buffer, self._num_taken = self._decryptor.update(self._buffer[self._num_taken :]), 0
+        self._buffer[:] = self._decryptor.update(bytes(self._buffer))
         return nonce
 
     async def read(self, n: int | None = None) -> bytes:
@@ -166,20 +165,12 @@ class RawLink(ABC):
         libp2p's Noise asks for missing bytes a hundred times, also at the end, and gives up if a message comes in more
         pieces than that. So it gets the whole message, or an error.
         """
-        num_left = len(self._buffer) - self._num_taken
-        if n is None and num_left:
-            n = num_left
-        if n is None or n > num_left:
-            pieces, size = [self._buffer[self._num_taken :]], num_left
-            while size < (1 if n is None else n):
-                pieces.append(await self._receive())
-                size += len(pieces[-1])
-            self._buffer, self._num_taken = b"".join(pieces), 0
-            n = size if n is None else n
-        data = self._buffer[self._num_taken : self._num_taken + n]
-        self._num_taken += n
-        if self._num_taken == len(self._buffer):  # an idle connection keeps no memory
-            self._buffer, self._num_taken = b"", 0
+        while len(self._buffer) < (1 if n is None else n):
+            self._buffer += await self._receive()
+        n = len(self._buffer) if n is None else n
+        with memoryview(self._buffer) as buffered:
+            data = bytes(buffered[:n])
+        del self._buffer[:n]  # an idle connection keeps no memory
         return data
 
     async def _receive(self) -> bytes:
