@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
-from ..base.streams import READ_BYTES, Stream
+from ..base.streams import READ_BYTES, Stream, counted
 from ..mesh.host import Host
 from .messenger import Messenger
 from .store import Store, StoreError
@@ -108,7 +109,7 @@ class GossipService:
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
         self._waiting = trio.lowlevel.ParkingLot()  # for new entries
-        self._served: set[bytes] = set()
+        self._served: Counter[bytes] = Counter()
         self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
         self._served_inbound = InboundMeter()
         self.on_deed: Callable[[bytes, str], None] = lambda peer, deed: None
@@ -321,12 +322,8 @@ class GossipService:
         peer, now = stream.peer, trio.current_time()
         if peer in self._served or len(self._served) >= MAX_SERVED or not self._serving_meters.of(peer, now).take(now):
             return
-        self._served.add(peer)
-        try:
-            with trio.fail_after(SESSION_TIMEOUT):
-                await self._converse(stream, self._gossip.open_session(self._unix(), is_initiator=False))
-        finally:
-            self._served.discard(peer)
+        with counted(self._served, peer), trio.fail_after(SESSION_TIMEOUT):
+            await self._converse(stream, self._gossip.open_session(self._unix(), is_initiator=False))
 
     async def _converse(self, stream: Stream, session: Session) -> None:
         """Carry a session through to its end."""

@@ -73,7 +73,6 @@ class SketchService:
         self._find_own = find_own
         self._meters = PeerMeters(PEER_BURST, PEER_RATE)
         self._turn = trio.Lock()
-        self._num_waiting = 0
         self._rests_until = 0.0
         host.set_handler(SKETCH_PROTOCOL, self.serve)
 
@@ -82,23 +81,19 @@ class SketchService:
         with trio.fail_after(MESSAGE_TIMEOUT):
             question = decode_question(await receive_frame(stream, FrameParser(MAX_QUESTION_BYTES)))
         sketch, now = b"", trio.current_time()
-        is_waited_for = self._num_waiting < MAX_WAITING
-        if question.run_id == self._run_id and is_waited_for and self._meters.of(stream.peer, now).take(now):
-            self._num_waiting += 1
-            try:
-                with trio.move_on_after(MAX_WAIT) as patience:  # for others' sketches
-                    async with self._turn:
-                        await trio.sleep_until(self._rests_until)
-                        patience.deadline = math.inf
-                        if (holding := await self._find_own(question.stage)) is not None:
-                            began_at = trio.current_time()
-                            try:
-                                sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
-                            except (OSError, RemoteProtocolError) as error:  # the node's own trainer says more
-                                logger.debug("no sketch: %s", error)
-                            self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
-            finally:
-                self._num_waiting -= 1
+        has_place = self._turn.statistics().tasks_waiting < MAX_WAITING
+        if question.run_id == self._run_id and has_place and self._meters.of(stream.peer, now).take(now):
+            with trio.move_on_after(MAX_WAIT) as patience:  # for others' sketches
+                async with self._turn:
+                    await trio.sleep_until(self._rests_until)
+                    patience.deadline = math.inf
+                    if (holding := await self._find_own(question.stage)) is not None:
+                        began_at = trio.current_time()
+                        try:
+                            sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
+                        except (OSError, RemoteProtocolError) as error:  # the node's own trainer says more
+                            logger.debug("no sketch: %s", error)
+                        self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
         with trio.fail_after(MESSAGE_TIMEOUT):
             await stream.send_all(frame(encode_answer(sketch), MAX_ANSWER_BYTES))
 
