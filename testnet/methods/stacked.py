@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
-from farandole.protocol.run.rules import Codec, OuterConfig
+from farandole.protocol.run.rules import TOPK_BLOCK, Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import Layout, layout_of
 from farandole.training.data.batches import draw
@@ -41,7 +41,7 @@ from farandole.training.inner.optimizer import (
     rms_factor,
 )
 from farandole.training.model.model import build_model
-from farandole.training.outer.codec import BLOCK, Form, form_of
+from farandole.training.outer.codec import Form, form_of
 from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Group, Method, Trial, rule_for
@@ -70,7 +70,7 @@ class Stack:
         self._num_trials = len(trials)
         self._model = _Model(build_model(model, 0).to(device), outer.codec)
         self._num_elements = self._model.num_elements
-        width = -(-self._num_elements // BLOCK) * BLOCK
+        width = -(-self._num_elements // TOPK_BLOCK) * TOPK_BLOCK  # whole blocks, of every codec
         self.theta = torch.zeros(len(trials) * per_trial, width, device=device)
         """Fast weights, (N, W) fp32."""
         for trial, rows in zip(trials, self.theta.split(per_trial), strict=True):
@@ -323,7 +323,7 @@ class _Outer:
     def _piece(self, flat: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return a copy (N, P) of the fragment in the rows of ``flat`` (N, W), by default in all."""
         chosen = flat[:, self._part] if rows is None else flat[rows, self._part]
-        return pad(chosen, (0, -chosen.size(1) % BLOCK))
+        return pad(chosen, (0, -chosen.size(1) % TOPK_BLOCK))
 
     def _own(self, fast: Tensor, rows: Tensor | None = None) -> OwnVectors:
         vectors = {name: self._piece(flat, rows) for name, flat in self._vectors.items()}

@@ -187,27 +187,18 @@ class StageWorker(Engine):
         self._pipeline = pipeline
         self._recompute = recompute or pipeline.recompute
         self.sampler = sampler
-        self._microbatches: dict[int, _Microbatch] = {}
+        self.microbatches: dict[int, _Microbatch] = {}
+        """Those that are not settled, by slot."""
         self._num_drawn = 0
         self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
         self.versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
-        self._sums = _Sums(replica, overlap=pipeline.overlap)
+        self.sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
         self.memory = memoryview(b"")
         """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)
-
-    @property
-    def num_summed(self) -> int:
-        """Return the number of settled microbatches in the sum for the next inner step."""
-        return self._sums.counts[0]
-
-    @property
-    def num_in_flight(self) -> int:
-        """Return the number of microbatches that are not settled."""
-        return len(self._microbatches)
 
     def inner_steps(self, until: Until) -> None:
         """Implement `Engine.inner_steps`."""
@@ -320,7 +311,7 @@ class StageWorker(Engine):
         For held-out text there is no gradient, and the loss is kept for `evaluate`. The loss is a scalar on the device,
         in nats a token. ``sender`` is as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
         """
-        microbatch = self._microbatches[slot]
+        microbatch = self.microbatches[slot]
         last = self._decode_activations(data, sender)
         if microbatch.number == _HELD_OUT:
             loss = self._loss(microbatch, last.detach())
@@ -337,7 +328,7 @@ class StageWorker(Engine):
 
         ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
         """
-        microbatch = self._microbatches[slot]
+        microbatch = self.microbatches[slot]
         y_gradient = self._decode(data)
         mark = microbatch.mark if sender else None
         if mark is not None and (fault := self.statistics.judge_gradient(sender, y_gradient, mark)):
@@ -349,11 +340,11 @@ class StageWorker(Engine):
 
     def settle(self, slot: int, is_kept: bool) -> None:
         """Finish a microbatch: keep its gradient in the sum, or remove what the sum has of it."""
-        microbatch = self._microbatches.pop(slot)
+        microbatch = self.microbatches.pop(slot)
         is_kept = is_kept and microbatch.is_whole
         self._settle_slice(microbatch, is_kept=is_kept)
         if is_kept:
-            self._sums.counts[microbatch.number - self._sums.number] += 1
+            self.sums.counts[microbatch.number - self.sums.number] += 1
         else:
             if microbatch.last is not None:
                 self._add_tail(microbatch, microbatch.last.requires_grad_(), -1.0)
@@ -371,25 +362,25 @@ class StageWorker(Engine):
         Returns whether the step was taken; the following step is next in either case. Raises `TrainingError` while a
         microbatch of the step is not settled: half of its gradient might be in the sum.
         """
-        if num_open := sum(microbatch.number == self._sums.number for microbatch in self._microbatches.values()):
+        if num_open := sum(microbatch.number == self.sums.number for microbatch in self.microbatches.values()):
             raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
-        num_summed = self._sums.counts[0]
+        num_summed = self.sums.counts[0]
         num_skipped, is_fit = self.num_skipped, False
         if num_summed:
             size, context, _ = self._shape
             self.replica.inner_step(num_summed * size * context, num_summed)
             is_fit = self.num_skipped == num_skipped
-        self._sums.advance()
+        self.sums.advance()
         return is_fit
 
     def _new_microbatch(self, is_following: bool, held_out: int | None) -> _Microbatch:
         if is_following and not self._pipeline.overlap:
             raise TrainingError("inner steps do not overlap in this run")
-        number = self._sums.number + is_following if held_out is None else _HELD_OUT
-        return _Microbatch(self.versions.newest(self._sums.last), number, held_out or 0)
+        number = self.sums.number + is_following if held_out is None else _HELD_OUT
+        return _Microbatch(self.versions.newest(self.sums.last), number, held_out or 0)
 
     def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
-        if slot in self._microbatches:
+        if slot in self.microbatches:
             raise TrainingError(f"slot {slot} has a microbatch that is not settled")
         is_to_come_back = microbatch.number != _HELD_OUT
         with torch.set_grad_enabled(is_to_come_back and not self._recompute):
@@ -398,7 +389,7 @@ class StageWorker(Engine):
         microbatch.y = y if y.requires_grad else None
         microbatch.mark = self.statistics.mark(y) if is_to_come_back else None
         microbatch.version.num_users += 1
-        self._microbatches[slot] = microbatch
+        self.microbatches[slot] = microbatch
 
     def _advance(self, microbatch: _Microbatch) -> Tensor:
         """Return the stage's output (B, T, C) in fp32."""
@@ -414,7 +405,7 @@ class StageWorker(Engine):
         y = self._advance(microbatch) if microbatch.y is None else microbatch.y
         if microbatch.x is not None:
             microbatch.x.grad = None
-        self._sums.direct(microbatch)
+        self.sums.direct(microbatch)
         torch.autograd.backward([y], [y_gradient])
         if microbatch.x is None:
             return None
@@ -423,7 +414,7 @@ class StageWorker(Engine):
 
     def _add_tail(self, microbatch: _Microbatch, last: Tensor, sign: float) -> Tensor:
         loss = self._loss(microbatch, last)
-        self._sums.direct(microbatch)
+        self.sums.direct(microbatch)
         (sign * loss).backward()
         return loss.detach()
 

@@ -132,9 +132,6 @@ def _decode_topk(rows: Tensor, k: int, blocks: Tensor) -> None:
 # operation to the next, and the operations' fixed costs do not show. Bounds the temporaries for a model of any size.
 _SLICE = 1 << 19
 
-# A multiple of every codec's block: ranks that share a vector divide it into such blocks.
-BLOCK = 256
-
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 

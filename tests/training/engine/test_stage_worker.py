@@ -226,7 +226,7 @@ def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_c
                 worker.backward(1, here, there)
             for worker in workers:
                 worker.settle(1, is_kept=False)
-        assert [worker.num_summed for worker in workers] == [1] * 4
+        assert [worker.sums.counts[0] for worker in workers] == [1] * 4
         return [worker.replica.gradient.clone() for worker in workers]
 
     expected = gradients(None)
@@ -314,7 +314,7 @@ def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_
         scale = float(worker.replica.gradient.abs().max())
         assert scale > 0
         worker.settle(1, is_kept=False)
-        assert worker.num_summed == 0
+        assert worker.sums.counts[0] == 0
         assert float(worker.replica.gradient.abs().max()) < 1e-6 * scale
         assert not worker.step()
 
@@ -333,7 +333,7 @@ def test_unfit_activations_are_refused_and_gradients_that_are_not_finite_are_no_
             first.tail(0, unfit, bytearray(len(good)))
         with pytest.raises(ActivationError):
             first.backward(0, unfit, None)
-    assert last.num_in_flight == 0
+    assert not last.microbatches
     assert not first.replica.gradient.any()
     workers = workers_of(deep, no_clip, text, 2)
     send_through(workers)
