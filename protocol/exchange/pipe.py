@@ -277,7 +277,8 @@ class Pipe:
         self._is_over = False
         self._max_message_bytes = max_message_bytes
         self._input = memoryview(b"")
-        self._head = bytearray()  # of an unfinished frame, without a chunk's bytes; a message at most
+        self.head = bytearray()
+        """Of an unfinished frame, without a chunk's bytes; a message at most."""
         self._chunk_left = 0
 
     @property
@@ -289,11 +290,6 @@ class Pipe:
     def num_received(self) -> int:
         """Return the position up to which everything is in memory."""
         return self.incoming.settled + (self.arriving.position if self.arriving else 0)
-
-    @property
-    def buffered(self) -> int:
-        """Return the number of bytes kept of an unfinished frame."""
-        return len(self._head)
 
     def begin(self) -> None:
         """Allow transfers from now on, over the stream at once unless the pipe is large."""
@@ -407,16 +403,16 @@ class Pipe:
         """Complete a message, or begin a chunk."""
         if not self._fill_head(LENGTH_BYTES):
             return None
-        length = int.from_bytes(self._head[:LENGTH_BYTES], "big") - KIND_BYTES
+        length = int.from_bytes(self.head[:LENGTH_BYTES], "big") - KIND_BYTES
         if not 0 <= length <= max(self._max_message_bytes, OFFSET_BYTES + CHUNK_BYTES):
             raise RemoteProtocolError(f"a frame of {length} bytes")
         if not self._fill_head(HEADER_BYTES):
             return None
-        kind = self._head[LENGTH_BYTES]
+        kind = self.head[LENGTH_BYTES]
         if kind == CHUNK_KIND:
             if self._fill_head(HEADER_BYTES + OFFSET_BYTES):
-                offset, size = int.from_bytes(self._head[HEADER_BYTES:], "big"), length - OFFSET_BYTES
-                self._head.clear()
+                offset, size = int.from_bytes(self.head[HEADER_BYTES:], "big"), length - OFFSET_BYTES
+                self.head.clear()
                 if self.step is not RouteStep.STREAM:
                     raise RemoteProtocolError(f"a chunk while the pipe is {self.step.value}")
                 if not 0 < size <= CHUNK_BYTES or offset != self.num_received or offset + size > self.incoming.head_end:
@@ -428,8 +424,8 @@ class Pipe:
             raise RemoteProtocolError(f"a frame of kind {kind} and {length} bytes")
         if not self._fill_head(HEADER_BYTES + length):
             return None
-        payload = bytes(self._head[HEADER_BYTES:])
-        self._head.clear()
+        payload = bytes(self.head[HEADER_BYTES:])
+        self.head.clear()
         if kind == MESSAGE_KIND:
             return payload
         message = decode_control(payload)
@@ -493,8 +489,8 @@ class Pipe:
         return ""
 
     def _fill_head(self, size: int) -> bool:
-        self._head += self._take(size - len(self._head))
-        return len(self._head) >= size
+        self.head += self._take(size - len(self.head))
+        return len(self.head) >= size
 
     def _take(self, size: int) -> memoryview:
         piece, self._input = self._input[: max(size, 0)], self._input[max(size, 0) :]

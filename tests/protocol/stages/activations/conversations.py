@@ -71,7 +71,7 @@ def expose(side: Side, stream: bytes, piece: int) -> None:
                 react(side, event)
     assert len(side.link.landed) in (0, FUZZ_SIZE)
     assert len(side.link.open) <= side.link.num_forwarded <= side.link.credits <= 2 * wire.MAX_CREDITS
-    assert side.link.pipe.buffered <= CHUNK_FRAME_BYTES + piece
+    assert len(side.link.pipe.head) <= CHUNK_FRAME_BYTES + piece
     ended = [event.index for event in events if isinstance(event, wire.Dropped | wire.Settled)]
     received = [event.index for event in events if isinstance(event, wire.DataReceived)]
     assert len(set(ended)) == len(ended), "a microbatch ends once"
