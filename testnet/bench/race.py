@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -57,12 +57,15 @@ HIVEMIND = "hivemind 1.1.12, all, in the background, 8-bit"
 
 @dataclass(frozen=True)
 class Sample:
-    """Weights at a time, and later their loss."""
+    """Weights at a time."""
 
     seconds: float
     """Since training began."""
     weights: Path
-    loss: float = 0.0
+
+
+Curve = Sequence[tuple[float, float]]
+"""Seconds since training began, and the loss then, in order."""
 
 
 @dataclass(frozen=True)
@@ -283,45 +286,41 @@ def play_hivemind(
 # Losses
 
 
-def measured(manifest: Manifest, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with their losses on held-out text, in nats a token."""
+def measured(manifest: Manifest, samples: Sequence[Sample]) -> Curve:
+    """Return the losses of samples on held-out text, in nats a token."""
     learner = measuring_learner(manifest, bytes(32))
-    return [replace(sample, loss=loss_of(learner, load_file(sample.weights))) for sample in samples]
+    return [(sample.seconds, loss_of(learner, load_file(sample.weights))) for sample in samples]
 
 
-def seconds_to(curve: Sequence[Sample], loss: float) -> float | None:
+def seconds_to(curve: Curve, goal: float) -> float | None:
     """Return when a curve first reaches a loss, between two samples by interpolation; None if it never does."""
-    before: Sample | None = None
-    for sample in curve:
-        if sample.loss <= loss:
+    before: tuple[float, float] | None = None
+    for seconds, loss in curve:
+        if loss <= goal:
             if before is None:
-                return sample.seconds
-            share = (before.loss - loss) / (before.loss - sample.loss)
-            return before.seconds + share * (sample.seconds - before.seconds)
-        before = sample
+                return seconds
+            share = (before[1] - goal) / (before[1] - loss)
+            return before[0] + share * (seconds - before[0])
+        before = seconds, loss
     return None
 
 
-def publish(bench: Bench, play: PlayReport, curves: Mapping[str, Sequence[Sample]], paces: Mapping[str, float]) -> None:
+def publish(bench: Bench, play: PlayReport, curves: Mapping[str, Curve], paces: Mapping[str, float]) -> None:
     """Publish the result; ``paces``: seconds of the run for an inner step of an average member."""
     ends = {way: curve[-1] for way, curve in curves.items()}
-    reached = {way: seconds_to(curves[NODES], end.loss) for way, end in ends.items()}
+    reached = {way: seconds_to(curves[NODES], loss) for way, (_, loss) in ends.items()}
     claims = [
         Claim(
-            f"seconds to the loss that {way} ends with, {end.loss:.3f}",
+            f"seconds to the loss that {way} ends with, {loss:.3f}",
             cell(reached[way], "{:.0f}", "never"),
-            f"{end.seconds:.0f}",
+            f"{seconds:.0f}",
         )
-        for way, end in ends.items()
+        for way, (seconds, loss) in ends.items()
         if way != NODES
     ]
     words = "seconds of the run for an inner step of an average member; theirs: DiLoCo"
     claims.append(Claim(words, f"{paces[NODES]:.2f}", f"{paces[DILOCO]:.2f}"))
-    misses, seconds = [*play.reasons], reached[DILOCO]
-    if seconds is None or ends[DILOCO].seconds < LEAST_GAIN * seconds:
+    misses, ours = [*play.reasons], reached[DILOCO]
+    if ours is None or ends[DILOCO][0] < LEAST_GAIN * ours:
         misses.append(f"the nodes reach DiLoCo's last loss less than {LEAST_GAIN:g} times as fast")
-    data = {
-        "curves": {way: [[sample.seconds, sample.loss] for sample in curve] for way, curve in curves.items()},
-        "play": msgspec.to_builtins(play),
-    }
-    bench.publish(claims, data, misses=misses)
+    bench.publish(claims, {"curves": curves, "play": msgspec.to_builtins(play)}, misses=misses)

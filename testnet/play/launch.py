@@ -186,8 +186,8 @@ class Testnet:
         ]
         environment = {PLAN: msgspec.json.encode(hostile).decode(), TARGETS: targets}
         return [
-            self._make(number, self._options(number, "127.0.0.1", port), leash, command, environment)
-            for number, port in enumerate(free_ports(hostile.members), len(self._nodes))
+            self._make(number, self._options(number, "127.0.0.1", 0), leash, command, environment)
+            for number in range(len(self._nodes), len(self._nodes) + hostile.members)
         ]
 
     def _make(

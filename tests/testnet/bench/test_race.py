@@ -12,22 +12,16 @@ from safetensors.torch import load_file
 
 from farandole.protocol.run.rules import SLOW
 from farandole.testnet.bench.process import BenchError, BenchWorker, ask_all, open_workers
-from farandole.testnet.bench.race import Replacement, Sample, replacements, seconds_to
+from farandole.testnet.bench.race import Replacement, replacements, seconds_to
 from farandole.testnet.bench.worker.race import OUTER
 from farandole.testnet.play.fault import Fault
 from farandole.testnet.play.scenario import load_scenario
 
 from ...node.small_runs import small_manifest
 
-NOWHERE = Path()
-
-
-def curve(*points: tuple[float, float]) -> list[Sample]:
-    return [Sample(seconds, NOWHERE, loss) for seconds, loss in points]
-
 
 def test_when_a_curve_reaches_a_loss() -> None:
-    falling = curve((10.0, 5.0), (20.0, 4.0), (30.0, 4.2), (40.0, 3.0))
+    falling = [(10.0, 5.0), (20.0, 4.0), (30.0, 4.2), (40.0, 3.0)]
     assert seconds_to(falling, 5.5) == 10.0
     assert seconds_to(falling, 4.5) == pytest.approx(15.0)
     assert seconds_to(falling, 3.6) == pytest.approx(35.0)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farandole.protocol.run.rules import Momentum, NoLoCoConfig
+from farandole.protocol.run.rules import Momentum
 from farandole.testnet.methods.co2 import CO2, CO2Config
 from farandole.testnet.methods.diloco import DiLoCo, DiLoCoConfig
 from farandole.testnet.methods.gasloc import GASLoC, GASLoCConfig
-from farandole.training.outer.rule import Meeting, OwnVectors, rule_of
+from farandole.training.outer.rule import Meeting, OwnVectors
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -47,26 +47,6 @@ def test_gasloc_is_gossip_by_the_laplacian_with_momentum_on_the_iterates_after_t
                 rule.step(replicas[row], Meeting(contributions, [0.5, 0.5], place))
 
         torch.testing.assert_close(torch.stack([own.slow for own in replicas]), theta, rtol=0, atol=1e-12)
-
-
-def test_gasloc_without_progress_is_nolocos_heavy_ball() -> None:
-    start = torch.randn(2, 20, generator=GENERATOR, dtype=torch.float64)
-    gasloc, noloco = members(start), members(start)
-    rules = (
-        GASLoC(GASLoCConfig(learning_rate=0.3, pull=0.9, gamma=0.5)),
-        rule_of(NoLoCoConfig(alpha=0.5, beta=0.9, gamma=0.9)),
-    )
-
-    for _ in range(5):
-        for rule, replicas in zip(rules, (gasloc, noloco), strict=True):
-            for own in replicas:
-                own.fast.copy_(own.slow)
-            contributions = [rule.contribution(own).clone() for own in replicas]
-            for place, own in enumerate(replicas):
-                rule.step(own, Meeting(contributions, [0.5, 0.5], place))
-
-        for one, other in zip(gasloc, noloco, strict=True):
-            torch.testing.assert_close(one.slow, other.slow, rtol=0, atol=1e-14)
 
 
 def test_a_late_movement_enters_co2s_momentum_divided_by_the_gap() -> None:

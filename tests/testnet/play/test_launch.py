@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,8 +31,15 @@ def scenario(**settings: Any) -> Scenario:
     return parse_scenario({"run": run, "nodes": 3, "rounds": 8, "min_partners": 2, "timeout": PATIENCE, **settings})
 
 
-async def test_a_scenario_without_faults_passes(tmp_path: Path) -> None:
-    report = await testnet(scenario(max_loss_merged=2.6), tmp_path).play()
+async def test_a_scenario_without_faults_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SUMMARY_INTERVAL", 0.0)
+    said: list[str] = []
+    play = testnet(scenario(max_loss_merged=2.6), tmp_path)
+    play.say = said.append
+    report = await play.play()
+    assert any("nodes start" in line for line in said)
+    summary = r"3 live, rounds \d to 8 of 8, loss 2.500 to 2.500, 1\d exchanges, 28.5 k tokens/s"
+    assert re.search(summary, "\n".join(said))
     assert report.reasons == []
     assert report.verdict == "pass"
     assert [node.rounds for node in report.nodes] == [8, 8, 8]
