@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +12,17 @@ import trio.testing
 from trio.testing import MockClock
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.status.journal import Journal
 from farandole.node.store import disk_space
 from farandole.node.transfers import receiver as downloads
 from farandole.node.transfers.block_file import partial_path
-from farandole.node.transfers.giver import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS, Provider
+from farandole.node.transfers.giver import FRESH_SAVE_TIMEOUT, PASS_OVER_SECONDS
 from farandole.node.transfers.receiver import ANSWER_TIMEOUT, MAX_FRESH_SAVE, Fetched, fresh_save_timeout
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.state.entries import RULES, Kind
 from farandole.protocol.trainer import trainer_messages as messages
 
 from .donors import ANN, BOB, ME, World, content_of
-from .files import KEY, RUN, index_of
+from .files import RUN, hold, index_of
 
 
 async def test_the_next_stages_newest_weights_are_kept_told_and_given(serving: World, clock: MockClock) -> None:
@@ -165,29 +163,6 @@ async def test_within_a_limit_of_the_disk_there_is_no_room_for_stages_left_befor
     assert [path.stem for path in world.settings.checkpoints.iterdir()] == ["stage-1-round-7"]
 
 
-class LargeProvider:
-    """A node whose checkpoints are large, and which holds an old one."""
-
-    def __init__(self, max_bytes: int, rate: float | None) -> None:
-        held: Any = SimpleNamespace(index=SimpleNamespace(round=1, stage=0))
-        held.hold = lambda: held
-        files = SimpleNamespace(max_bytes=lambda stage: max_bytes)
-        journal = Journal(say=lambda text: None)
-        journal.update(round=30)
-        downloads: Any = SimpleNamespace(files=files, membership=SimpleNamespace(stage=0), journal=journal)
-        self.provider = Provider(KEY, downloads)
-        self.provider._own.append(held)
-        self.provider.save_rate = rate
-
-    async def seconds_until_answered(self) -> float:
-        """Return the seconds until it answers; the trainer does not save in time."""
-        began_at = trio.current_time()
-        assert await self.provider.find(BlockQuestion(RUN, 0)) is not None
-        with trio.fail_after(1):
-            await self.provider.save_wanted()
-        return trio.current_time() - began_at
-
-
 @pytest.mark.parametrize(
     ("max_bytes", "rate", "seconds"),
     [
@@ -199,14 +174,23 @@ class LargeProvider:
     ],
 )
 async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(
-    max_bytes: int, rate: float | None, seconds: float, clock: MockClock
+    max_bytes: int, rate: float | None, seconds: float, world: World, clock: MockClock
 ) -> None:
-    assert await LargeProvider(max_bytes, rate).seconds_until_answered() == pytest.approx(seconds, abs=0.01)
+    """This node holds an old checkpoint, and its trainer does not save in time."""
+    world.stage, provider = 0, world.weights.provider
+    world.patch(disk_space.WeightFiles, "max_bytes", lambda files, stage: max_bytes)
+    world.journal.update(round=1_000)
+    provider._own.append(hold(world.settings.checkpoints / "old", content_of(ME, 0, 7)))
+    provider.save_rate, began_at = rate, trio.current_time()
+    assert await provider.find(BlockQuestion(RUN, 0)) is provider.newest
+    with trio.fail_after(1):
+        await provider.save_wanted()
+    assert trio.current_time() - began_at == pytest.approx(seconds, abs=0.01)
     assert seconds < ANSWER_TIMEOUT + fresh_save_timeout(max_bytes), "a newcomer waits for longer"
 
 
-def test_the_rate_of_saves_is_measured() -> None:
-    provider = LargeProvider(1_000, None).provider
+async def test_the_rate_of_saves_is_measured(world: World) -> None:
+    provider = world.weights.provider
     provider.note_saved(messages.Saved(7, 70, 700, "path", size=4_000))
     assert provider.save_rate is None
     provider.note_saved(messages.Saved(8, 80, 800, "path", size=4_000, seconds=2.0))
