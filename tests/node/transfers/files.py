@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import trio
@@ -21,8 +22,8 @@ from ...protocol.checkpoints import test_blocks
 from ..parties import Handler, MemoryHost, serve
 
 RUN = b"r" * 32
-NOBODY: Any = None
-"""The host of a service that dials no peer."""
+NOBODY: Any = SimpleNamespace(set_handler=lambda protocol, handler: None)
+"""The host of a service that dials no peer, and that a test asks itself."""
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 VECTORS = ("slow", "momentum", "mean", "square")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.transfers import giver as giving
 from farandole.node.transfers.giver import BlockService
 from farandole.node.transfers.receiver import Conditions, fetch_checkpoint
-from farandole.protocol.checkpoints.block_transfer import BLOCK_TIMEOUT, MAX_MESSAGE_BYTES, BlockQuestion, Want, encode
-from farandole.protocol.exchange.pipe import Pipe, Route
-from farandole.protocol.wire.framing import frame
+from farandole.protocol.checkpoints.block_transfer import BLOCK_TIMEOUT, Want
+from farandole.protocol.exchange.pipe import Route
 
-from ..parties import AlwaysWaits
+from ..parties import Faults, MemoryStream
 from .files import NOBODY, RUN, ToDonor, checkpoint_bytes, finder, hold, run_here
+from .test_liars import QUESTION, say_in_pipe
 
 CONTENT = checkpoint_bytes(100_000)  # 1.6 MB
 RATE = 200_000.0
@@ -68,38 +67,21 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     assert 0.8 * expected <= seconds <= 1.2 * expected + 1.0
 
 
-class Reluctant(AlwaysWaits):
-    """A stream to a peer that wants a block, and receives nothing of it."""
-
-    peer = b"p" * 32
-    is_bulk = False
-    handshake_hash = bytes(32)
-
-    def __init__(self) -> None:
-        pipe = Pipe(True, max_message_bytes=MAX_MESSAGE_BYTES, is_large=True)
-        pipe.begin()
-        question = frame(encode(BlockQuestion(RUN, 0)), MAX_MESSAGE_BYTES)
-        self._said = deque([question, pipe.send(Route(None, 0)), pipe.send_message(encode(Want(0, 1)))])
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        if not self._said:
-            await trio.sleep_forever()
-        await trio.lowlevel.checkpoint()
-        return self._said.popleft()
-
-    async def send_all(self, data: bytes) -> None:
-        if len(data) > 10_000:
-            await trio.sleep_forever()
-        await trio.lowlevel.checkpoint()
-
-    async def aclose(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-
 async def test_who_takes_nothing_of_what_he_wants_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MockClock
+    tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, clock: MockClock
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)
+    ours, theirs = trio.testing.lockstep_stream_pair()  # what one does not read, the other cannot send
+    has_asked = trio.Event()
+
+    async def want() -> None:
+        for said in (QUESTION, say_in_pipe(Route(None, 0)), say_in_pipe(Want(0, 1))):
+            await ours.send_all(said)
+            await ours.receive_some()
+        has_asked.set()
+
+    nursery.start_soon(want)
     with trio.fail_after(2 * BLOCK_TIMEOUT):
-        await BlockService(Conditions(NOBODY, RUN), finder(holding)).serve(Reluctant())
+        await BlockService(Conditions(NOBODY, RUN), finder(holding)).serve(MemoryStream(theirs, bytes(32), Faults()))
+    assert has_asked.is_set()
