@@ -116,7 +116,8 @@ table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
 
 def line_rules(loss: float) -> str:
     """Return the rules for the line, both ways, in a table of their own; ``loss`` is a packet's chance to be lost."""
-    fate = f"numgen random mod 1000000 < {round(loss * 1e6)} drop"
+    millionths = round(loss * 1e6)
+    fate = f"numgen random mod 1000000 < {millionths} drop" if millionths < 1e6 else "drop"  # nft refuses what is sure
     return f"""table inet line
 delete table inet line
 table inet line {{
