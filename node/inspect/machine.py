@@ -133,7 +133,7 @@ def check_memory(manifest: Manifest | None, settings: NodeSettings, *, is_runnin
 def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
     """Estimate a trainer's memory here without torch; for the smallest stage if the node chooses its stage.
 
-    A base model comes to the host's memory first.
+    A base model comes to the host's memory first, in a run that has one.
     """
     device, stage = settings.device, settings.stage
     model = manifest.model
@@ -142,7 +142,7 @@ def memory_needed(manifest: Manifest, settings: NodeSettings) -> Memory:
     needs = (needs_of_stage(manifest, each, recomputes=settings.recompute) for each in stages)
     memories = (each.memory(has_gpu=has_gpu, is_lean=settings.lean) for each in needs)
     needed = min(memories, key=lambda memory: memory.host)
-    if settings.base is None:
+    if settings.base is None or model.own is None or model.own.function != ADAPTERS:
         return needed
     base = sum(path.stat().st_size for path in settings.base.glob("*.safetensors"))
     return Memory(needed.host + base, needed.device + base if has_gpu else 0)

@@ -23,7 +23,10 @@ _Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=2**40)], ...], msg
 Parameters = dict[_ParameterName, _Shape]
 # One of them may stand for as many as a range in braces has numbers (below).
 _PackedName = Annotated[
-    str, msgspec.Meta(max_length=200, pattern=r"^[A-Za-z0-9_.-]*(\{[0-9]{1,5}-[0-9]{1,5}\})?[A-Za-z0-9_.-]*\Z")
+    str,
+    msgspec.Meta(
+        min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.-]*(\{[0-9]{1,5}-[0-9]{1,5}\})?[A-Za-z0-9_.-]*\Z"
+    ),
 ]
 PackedParameters = dict[_PackedName, _Shape]
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -91,11 +94,11 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def expanded(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return shapes by the names of all parameters, in order, from those that `packed` returned."""
     return {
-        _RANGE.sub(rf"\g<before>{number}\g<after>", name): shape
+        form.format(number): shape
         for (_, numbers), layer in groupby(parameters.items(), lambda entry: _range_in(entry[0]))
-        for entries in [list(layer)]
+        for forms in [[(_RANGE.sub(r"\g<before>{}\g<after>", name), shape) for name, shape in layer]]
         for number in numbers
-        for name, shape in entries
+        for form, shape in forms
     }
 
 

@@ -40,9 +40,9 @@ def create_lora(
     if run_file.exists() or path.exists():
         raise ManifestError(f"{run_file} or {path} is there already: make the new run in another folder")
     base = settings.base.resolve()
-    run_file.write_text(
-        f'name = "lora"\nmodel = {{lora = {json.dumps(str(base))}, rank = {rank}}}\ndata = {{source = "text"}}\n'
-    )
+    place = json.dumps(str(base), ensure_ascii=False)  # TOML has no surrogates
+    text = f'name = "lora"\nmodel = {{lora = {place}, rank = {rank}}}\ndata = {{source = "text"}}\n'
+    run_file.write_text(text, encoding="utf-8")
     try:
         sign_run_file(settings, run_file, path, as_json=as_json, is_started=bool(settings.data))
     except BaseException:  # Ctrl-C too: the next try finds no half of a run

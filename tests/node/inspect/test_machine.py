@@ -7,8 +7,9 @@ import msgspec
 from farandole.node.base.settings import NodeSettings
 from farandole.node.inspect.machine import check_line, memory_needed
 from farandole.protocol.planning.needs import needs_of
-from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.models import preset
+from farandole.protocol.run.own_model import ADAPTERS, OwnModel
 from farandole.protocol.run.rules import NoLoCoConfig
 
 LARGE = Manifest("large", preset("125M"), outer=NoLoCoConfig(codec="int8"))
@@ -46,6 +47,12 @@ def test_a_cap_that_the_run_does_not_fit_into_is_named_with_its_remedy() -> None
 
 def test_a_base_model_needs_room_beside_its_adapters(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(bytes(3_000))
-    for device, on_gpu in (("cpu", 0), ("cuda:0", 3_000)):
-        alone, beside = (memory_needed(LARGE, NodeSettings(device=device, base=base)) for base in (None, tmp_path))
-        assert (beside.host - alone.host, beside.device - alone.device) == (3_000, on_gpu)
+    own = OwnModel(ADAPTERS, {"a.{0-9}": (8, 8)})
+    adapters = Manifest("adapters", ModelConfig(1, 0, 0, 0, 64, 256, own=own), outer=NoLoCoConfig(codec="int8"))
+    for run, device, on_host, on_gpu in (
+        (adapters, "cpu", 3_000, 0),
+        (adapters, "cuda:0", 3_000, 3_000),
+        (LARGE, "cuda:0", 0, 0),  # the base of another run, from the settings file
+    ):
+        alone, beside = (memory_needed(run, NodeSettings(device=device, base=base)) for base in (None, tmp_path))
+        assert (beside.host - alone.host, beside.device - alone.device) == (on_host, on_gpu)
