@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,10 +204,8 @@ def compare(
 
 def factors(text: str) -> list[float]:
     """Parse positive numbers with commas between them."""
-    try:
+    with suppress(ValueError):
         numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number < math.inf for number in numbers):
-        raise typer.BadParameter(f"{text!r} is not a list of positive numbers, like 0.5,1,2")
-    return numbers
+        if all(0 < number < math.inf for number in numbers):
+            return numbers
+    raise typer.BadParameter(f"{text!r} is not a list of positive numbers, like 0.5,1,2")

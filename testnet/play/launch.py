@@ -179,11 +179,8 @@ class Testnet:
         targets = " ".join(
             f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.report.peer_id}" for node in self._nodes
         )
-        command = [
-            sys.executable,
-            "-m",
-            f"farandole.testnet.zoo.{'daemon' if hostile.program == 'daemon' else 'programs'}",
-        ]
+        module = "daemon" if hostile.program == "daemon" else "programs"
+        command = [sys.executable, "-m", f"farandole.testnet.zoo.{module}"]
         environment = {PLAN: msgspec.json.encode(hostile).decode(), TARGETS: targets}
         return [
             self._make(number, self._options(number, "127.0.0.1", 0), leash, command, environment)
@@ -211,7 +208,7 @@ class Testnet:
             "--step-seconds": scenario.seconds_of_step(index),
             "--heartbeat-seconds": HEARTBEAT_SECONDS,
             "--checkpoint-seconds": scenario.checkpoint_seconds,
-            "--validate-every": scenario.validate_every,
+            "--validate-every": 0,
             "--threads": 1,
         }
         if index < len(scenario.stage):
@@ -254,10 +251,9 @@ class Testnet:
     def _node_reports(self) -> list[NodeReport]:
         for node in self._nodes:
             node.record.ledger.settle(trio.current_time())
-        kinds = [home.kind.name if home else "" for _, home in self._lodgings]
         return [
-            node.record.reported(is_alive=node.is_running, home=kind)
-            for node, kind in zip(self._nodes, kinds, strict=True)
+            node.record.reported(is_alive=node.is_running, home=home.kind.name if home else "")
+            for node, (_, home) in zip(self._nodes, self._lodgings, strict=True)
         ]
 
     async def _train(self, life: trio.Nursery, signed: SignedManifest) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -66,23 +66,15 @@ def mean_weights(checkpoints: Sequence[Path]) -> tuple[dict[str, Tensor], float]
     The spread is the mean over the weights of their standard deviation across replicas, over the mean weights' root
     mean square (as `farandole.testnet.methods.stacked.Stack.spreads`).
     """
-    holders: dict[str, list[Path]] = defaultdict(list)
-    for path in checkpoints:
-        with safe_open(path, framework="pt") as file:
-            for name in filter(lambda name: name.startswith(_SLOW), file.keys()):
-                holders[name].append(path)
     means: dict[str, Tensor] = {}
     deviation = squares = 0.0
-    for name, paths in holders.items():
-        replicas = torch.stack([_tensor(path, name) for path in paths])  # (replicas, ...)
-        mean = means[name] = replicas.mean(0)
-        deviation += float(replicas.std(0, correction=0).sum())
-        squares += float(mean.square().sum())
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in checkpoints]
+        held = [(file, {name for name in set(file.keys()) if name.startswith(_SLOW)}) for file in files]
+        for name in sorted(set().union(*(names for _, names in held))):
+            replicas = torch.stack([file.get_tensor(name) for file, names in held if name in names])  # (replicas, ...)
+            mean = means[name] = replicas.mean(0)
+            deviation += float(replicas.std(0, correction=0).sum())
+            squares += float(mean.square().sum())
     num_weights = sum(mean.numel() for mean in means.values())
     return means, deviation / num_weights / math.sqrt(squares / num_weights)
-
-
-def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor

@@ -98,7 +98,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     """Device of the trainers."""
     checkpoint_seconds: _Positive = 5.0
-    validate_every: Annotated[int, msgspec.Meta(ge=0)] = 0
     timeout: _Positive = 280.0
     """Seconds from the first launch to the end of training."""
     wedged_after: _Positive = 60.0
@@ -148,11 +147,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hostile members; the same scenario without them is played first (`farandole.testnet.zoo.play`)."""
 
     def __post_init__(self) -> None:
-        if problems := [*self._problems_of_faults(), *self._problems_of_sizes()]:
+        if problems := [*self._problems()]:
             raise ScenarioError(*problems)
 
-    def _problems_of_faults(self) -> Iterator[str]:
-        """Yield problems of the faults with the rest; each problem begins with the name of a setting."""
+    def _problems(self) -> Iterator[str]:
+        """Yield problems of settings with others; each problem begins with the name of a setting."""
         for index, fault in enumerate(self.fault):
             name = f"fault[{index}]: {fault.kind!r}"
             if max(fault.nodes, default=0) >= self.nodes:
@@ -167,8 +166,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield f"{name}: node 0 begins the run and cannot join late"
         if self.chaos is not None and max(self.chaos.nodes, default=0) >= self.nodes:
             yield f"chaos.nodes names node {max(self.chaos.nodes)}, but the last is {self.nodes - 1}"
-
-    def _problems_of_sizes(self) -> Iterator[str]:
         for name in ("slow", "stage", "step_seconds"):
             entries = getattr(self, name)
             if isinstance(entries, tuple) and len(entries) > self.nodes:

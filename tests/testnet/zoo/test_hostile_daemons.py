@@ -42,7 +42,7 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
 @pytest.mark.soak
 async def test_a_member_that_agrees_and_never_comes_leaves_few_alone_where_rounds_overlap(tmp_path: Path) -> None:
     rounds = {"inner_steps": 0, "round_seconds": 2.0, "exchange_seconds": 4.0, "overlap": True}
-    settings = {"nodes": 4, "rounds": 60, "min_partners": 1, "validate_every": 0, "start_together": True}
+    settings = {"nodes": 4, "rounds": 60, "min_partners": 1, "start_together": True}
     hostile = {"members": 1, "trains": False, "pairing": "absent"}
     run = {**RUN, "rounds": rounds}
     scenario = parse_scenario({"run": run, "hostile": hostile, "step_seconds": 0.1, "timeout": PATIENCE, **settings})
