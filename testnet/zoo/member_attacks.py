@@ -60,7 +60,10 @@ def _scaled(factor: float, view: AttackView) -> Tensor:
 
 
 def _reversed(factor: float, view: AttackView) -> Tensor:
-    """Send the outer gradient, reversed and multiplied: inner-product manipulation (arXiv 1903.03936)."""
+    """Send the outer gradient, reversed and multiplied: inner-product manipulation (arXiv 1903.03936).
+
+    Below -1 it overshoots.
+    """
     return view.slow - factor * (view.own - view.slow)
 
 
@@ -168,6 +171,7 @@ ATTACKS: dict[str, Attack] = {
     "reversed-1": partial(_reversed, 1.0),
     "reversed-3": partial(_reversed, 3.0),
     "reversed-10": partial(_reversed, 10.0),
+    "overshoot-2": partial(_reversed, -3.0),
     "noise-1": partial(_noisy, 1.0),
     "noise-0.1": partial(_noisy, 0.1),
     "drift-0.01": partial(_drift, 0.01),

@@ -11,7 +11,7 @@ from farandole.node.status.round_log import read_rounds
 from farandole.testnet.play.judge import meetings
 from farandole.testnet.play.launch import Testnet
 from farandole.testnet.play.scenario import parse_scenario
-from farandole.testnet.zoo.play import measure_members
+from farandole.testnet.zoo.play import measure_members, play_hostile
 
 from ...patience import PATIENCE
 from ..play.playing import silent
@@ -37,6 +37,25 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
     assert "sent contributions that counted in part, or not at all" in output
     assert report.loss_merged is not None
     assert report.loss_merged < 4.5, "they have learned: it was 5.5"
+
+
+@pytest.mark.soak
+def test_a_member_that_overshoots_costs_the_others_little(tmp_path: Path) -> None:
+    """It sends three times the way that it has learned; the others end as without it."""
+    settings = {"nodes": 3, "rounds": 25, "min_partners": 1, "validate_every": 0, "start_together": True}
+    inner = {"learning_rate": 3e-3, "warmup_steps": 12, "total_steps": 250, "batch_size": 16}
+    rounds = {"inner_steps": 10, "round_seconds": 0, "exchange_seconds": 10}
+    run = {**RUN, "inner": inner, "rounds": rounds, "outer": {"kind": "noloco", "codec": "bf16"}}
+    hostile = {"members": 1, "attack": "overshoot-2"}
+    scenario = parse_scenario({"run": run, "hostile": hostile, "step_seconds": 0.05, "timeout": PATIENCE, **settings})
+    report = play_hostile(scenario, tmp_path / "attacked", silent)
+    assert report.reasons == []
+    _, _, with_the_hostile, touched = meetings(report)
+    assert with_the_hostile > touched > 0, "what leads too far counts in part, and the rest in full"
+    assert report.beside is not None
+    assert report.beside.loss_above is not None
+    print(f"\nloss above the honest alone: {report.beside.loss_above:+.2%}")
+    assert report.beside.loss_above < 0.03
 
 
 @pytest.mark.soak
