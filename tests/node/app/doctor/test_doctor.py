@@ -421,7 +421,7 @@ def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path, monkey
         tokenizer=TokenizerConfig("tokenizers", right),
     )
     needs = [finding.cause for finding in check_needs(manifest, NodeSettings(home=tmp_path))]
-    assert needs == ["run-needs-text", "run-needs-tokenizer", "run-needs-model"]
+    assert needs == ["run-needs-text", "run-needs-model", "run-needs-tokenizer"]
     settings = NodeSettings(
         home=tmp_path, stream=["owner/name"], tokenizer=tmp_path / "t.json", allow_model=["package.models:build"]
     )
