@@ -37,7 +37,8 @@ WHOLE = {
 }
 CUT = {
     "microbatch": [
-        ("node/loop/pipeline_service.py", "ActivationLink._until_broken"),
+        ("node/loop/pipeline_service.py", "ActivationLink.run"),
+        ("node/loop/pipeline_service.py", "ActivationLink._write_data"),
         ("node/loop/pipeline_service.py", "PipelineService.handle"),
         ("training/engine/stage_worker.py", "StageWorker.forward"),
         ("training/engine/stage_worker.py", "StageWorker.tail"),

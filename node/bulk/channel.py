@@ -93,7 +93,15 @@ class BulkChannel:
             self._shaping.fit_buffers(self._connection)
             if is_asker:
                 self.announce()
-            await self.confirm()
+            heard = memoryview(bytearray(len(_READY)))
+
+            def hear() -> None:
+                while not self._opener.take(heard):
+                    self._read(self._opener.wanted.nbytes)
+
+            await self._run(hear)
+            if heard != _READY:
+                raise ChannelError("the peer does not say that it is ready")
         except BaseException as error:  # also when cancelled: nothing else owns the channel yet
             self.close()
             if isinstance(error, OSError):
@@ -158,18 +166,6 @@ class BulkChannel:
         """Tell the other end that this one is ready: a few bytes, which a fresh connection takes at once."""
         with contextlib.suppress(OSError):
             self._connection.send(self._sealer.seal(memoryview(_READY), time.monotonic()), socket.MSG_DONTWAIT)
-
-    async def confirm(self) -> None:
-        """Wait until the other end has announced itself. Otherwise as `send`."""
-        memory = memoryview(bytearray(len(_READY)))
-
-        def work() -> None:
-            while not self._opener.take(memory):
-                self._read(self._opener.wanted.nbytes)
-
-        await self._run(work)
-        if memory != _READY:
-            raise ChannelError("the peer does not say that it is ready")
 
     def close(self) -> None:
         """Close at once, with a final record if the connection takes it. No thread may be active."""

@@ -169,11 +169,6 @@ class ExchangeSession:
         self.failure = _FailedError(reason)
         self._script.cancel()
 
-    def close(self) -> None:
-        """Close the session: its channel is kept for others if it was committed."""
-        if self.bulk is not None:
-            self.bulk.close(is_clean=self.is_committed)
-
     # The script
 
     async def _share_contributions(self, bulk: BulkPipe) -> None:
@@ -347,7 +342,8 @@ class ExchangeService:
         finally:
             del self._running[session]
             self._one_ended.unpark_all()
-            session.close()
+            if session.bulk is not None:  # its channel is kept for others if it was committed
+                session.bulk.close(is_clean=session.is_committed)
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
         seconds, is_committed, reason = trio.current_time() - started_at, session.is_committed, str(session.failure)

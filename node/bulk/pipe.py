@@ -269,11 +269,6 @@ class BulkPipe:
         """Bytes received up to now over stream and channel, counted from an arbitrary start."""
         return self.bytes_received + (0 if self.channel is None else self.channel.num_received)
 
-    @property
-    def seconds_capped(self) -> float:
-        """Seconds that this node's cap has delayed incoming data on stream and channel, from an arbitrary start."""
-        return self.seconds_held_up + (0.0 if self.channel is None else self.channel.seconds_held_up)
-
     # The stream
 
     async def _read(self, received: bytes | bytearray, on_message: Callable[[bytes], Awaitable[None]]) -> None:

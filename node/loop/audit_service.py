@@ -28,7 +28,7 @@ from ..base.errors import PeerUnreachableError
 from ..state.gossip import GossipService
 from ..status.status import AuditStatus
 from ..transfers.giver import Provider
-from ..transfers.receiver import DonorBusyError, Downloads, ask_for_index, fetch_checkpoint
+from ..transfers.receiver import DonorBusyError, Downloads, fetch_checkpoint
 from .rest_service import Rest
 
 logger = logging.getLogger(__name__)
@@ -147,10 +147,9 @@ class AuditService:
         """Fetch a start from one of its donors. Raises `PeerUnreachableError` if none gives it."""
         checkpoint_id, conditions = wanted.claim.commitment.start, self.downloads.conditions
         path = await self.provider.make_room(checkpoint_id)
-        max_bytes = self.downloads.files.max_bytes(0)
         for donor in wanted.donors:
             try:
-                signed, index = await ask_for_index(conditions, donor, 0, max_bytes, checkpoint_id)
+                signed, index = await self.downloads.ask(donor, 0, checkpoint_id)
                 break
             except PeerUnreachableError:
                 if donor == wanted.donors[-1]:

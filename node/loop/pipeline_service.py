@@ -14,10 +14,9 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -37,9 +36,10 @@ from farandole.protocol.wire.timers import SetTimer, TimerFired
 from ..base.bandwidth import Shaping
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
-from ..base.streams import READ_BYTES, Stream, StreamHost
+from ..base.streams import READ_BYTES, Stream
 from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
+from ..mesh.host import Host
 from ..state.messenger import Messenger
 from ..status.status import PipelineStatus
 
@@ -145,31 +145,11 @@ class ActivationLink:
 
         ``on_routed`` is called once both ends know which route data take. Closes the stream and its channel.
         """
-        try:
-            with self._scope, self._channels.expecting(self._stream.peer) if self._channels else nullcontext():
-                async with trio.open_nursery() as nursery:
 
-                    async def await_route() -> None:
-                        await self.bulk.wait_routed()
-                        on_routed()
+        async def await_route() -> None:
+            await self.bulk.wait_routed()
+            on_routed()
 
-                    for task in (self._write_data, self._watch_progress, await_route):
-                        nursery.start_soon(self._until_broken, task)
-                    await self._until_broken(partial(self._read, on_event))
-        finally:
-            self.bulk.close(is_clean=False)
-            await self._stream.aclose()
-
-    async def _until_broken(self, task: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await task()
-        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, RemoteProtocolError) as error:
-            logger.debug("a link ends: %r", error)
-            self.close()
-
-    # Reading
-
-    async def _read(self, on_event: Callable[[wire.Event], None]) -> None:
         async def hear(payload: bytes) -> None:
             if (event := self.link.hear(payload)) is not None:
                 on_event(event)
@@ -178,9 +158,21 @@ class ActivationLink:
             if (event := self.link.receive(index)) is not None:
                 on_event(event)
 
-        self.bulk.begin(PATIENCE)
-        await self.bulk.run(hear, receive)
-        self.close()
+        try:
+            with self._scope, self._channels.expecting(self._stream.peer) if self._channels else nullcontext():
+                async with trio.open_nursery() as nursery:
+                    for task in (self._write_data, self._watch_progress, await_route):
+                        nursery.start_soon(task)
+                    self.bulk.begin(PATIENCE)
+                    await self.bulk.run(hear, receive)
+                    nursery.cancel_scope.cancel()
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, RemoteProtocolError) as group:
+            logger.debug("a link ends: %r", group)
+        finally:
+            self.bulk.close(is_clean=False)
+            await self._stream.aclose()
+
+    # Reading
 
     async def _watch_progress(self) -> None:
         """Raise `trio.TooSlowError` when announced data stop, or arrive too slowly to be of use."""
@@ -199,7 +191,8 @@ class ActivationLink:
         """
         pipe, channel = self.link.pipe, self.bulk.channel
         num_come = pipe.num_received if channel is None else channel.num_received
-        return (self.link.awaited, pipe.num_routes), num_come, self.bulk.seconds_capped
+        held_up = self.bulk.seconds_held_up + (0.0 if channel is None else channel.seconds_held_up)
+        return (self.link.awaited, pipe.num_routes), num_come, held_up
 
     # Writing
 
@@ -230,144 +223,43 @@ class ActivationLink:
         self._is_posted = True
 
 
-class Links:
-    """The links of one node.
+class PipelineService:
+    """Runs this node's part of the pipeline, and the links to the nodes of the neighbouring stages.
 
-    Without ``channels`` everything goes over the streams.
+    Without ``channels`` everything goes over the streams. ``warn`` shows the owner which peers are avoided, and why.
     """
 
     def __init__(
         self,
-        host: StreamHost,
+        host: Host,
+        messenger: Messenger,
         manifest: Manifest,
         run_id: bytes,
         shaping: Shaping,
-        channels: BulkService | None = None,
-    ) -> None:
-        self.nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages
-        """The live nodes of each stage."""
-        self.by_number: dict[int, ActivationLink] = {}
-        self._host = host
-        self._channels = channels
-        self._hello = wire.Hello(run_id, 0, wire.shape_hash(manifest))
-        self._shaping = shaping
-        self._handle: Callable[[machine.Event], None] = lambda event: None
-        self._worker: Worker | None = None
-        self._numbers = itertools.count()
-        self._bytes_sent = self._bytes_received = 0  # over links that have ended
-        host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
-
-    def begin(self, worker: Worker, handle: Callable[[machine.Event], None]) -> None:
-        """Open and serve links from now on."""
-        self._worker, self._handle = worker, handle
-
-    def end(self) -> None:
-        """Close all links."""
-        self._worker = None
-        for link in self.by_number.values():
-            link.close()
-
-    def flush(self) -> None:
-        """Send what was queued on links."""
-        for link in self.by_number.values():
-            link.flush()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Return the bytes sent over all links since the node began."""
-        return self._bytes_sent + sum(link.bulk.bytes_sent for link in self.by_number.values())
-
-    @property
-    def bytes_received(self) -> int:
-        """Return the bytes received over all links since the node began."""
-        return self._bytes_received + sum(link.bulk.bytes_received for link in self.by_number.values())
-
-    async def open(self, peer: bytes, is_return: bool) -> None:
-        """Open a link to a node of the next stage, or (``is_return``) to an origin, and run it to its end."""
-        worker = self._worker
-        if worker is None:
-            return
-        hello = msgspec.structs.replace(self._hello, stage=0 if is_return else worker.stage + 1)
-        try:
-            with trio.fail_after(GREETING_TIMEOUT):
-                stream = await self._host.open_stream(peer, ACTIVATIONS_PROTOCOL, GREETING_TIMEOUT)
-                link = ActivationLink(wire.Link(True, hello, worker.size), stream, self._shaping, self._channels)
-                await link.greet(hello)
-        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
-            if self._worker is worker:
-                self._handle(machine.LinkFailed(peer, is_return))
-            return
-        await self._run(
-            link, machine.LinkOpened(next(self._numbers), peer, is_upstream=True, is_return=is_return), worker
-        )
-
-    async def _serve(self, stream: Stream) -> None:
-        """Serve a link from the stage before, or from the last stage, which returns what was drawn here."""
-        worker = self._worker
-        if worker is None or stream.peer not in self.nodes[worker.stage - 1]:
-            await stream.aclose()
-            return
-        hello = msgspec.structs.replace(self._hello, stage=worker.stage)
-        link = ActivationLink(wire.Link(False, hello, worker.size), stream, self._shaping, self._channels)
-        try:
-            with trio.fail_after(GREETING_TIMEOUT):
-                await link.greet(wire.Welcome(0))
-        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
-            return
-        opened = machine.LinkOpened(next(self._numbers), stream.peer, is_upstream=False, is_return=worker.stage == 0)
-        await self._run(link, opened, worker)
-
-    async def _run(self, link: ActivationLink, opened: machine.LinkOpened, worker: Worker) -> None:
-        if self._worker is not worker:  # it has been replaced in the meantime
-            link.close()
-        else:
-            self.by_number[opened.link] = link
-            if opened.is_upstream:
-                self._handle(opened)
-
-        def on_routed() -> None:
-            # A channel takes seconds to open, or to fail. Until then the downstream node gives the link no credits, so
-            # that microbatches take other links.
-            if not opened.is_upstream and self._worker is worker:
-                self._handle(opened)
-
-        try:
-            await link.run(lambda event: self._handle(machine.Received(opened.link, event)), on_routed)
-        finally:
-            self.by_number.pop(opened.link, None)
-            self._bytes_sent += link.bulk.bytes_sent
-            self._bytes_received += link.bulk.bytes_received
-            self._handle(machine.LinkClosed(opened.link))
-
-
-class PipelineService:
-    """Runs this node's part of the pipeline.
-
-    ``links`` lead to the nodes of the neighbouring stages. ``warn`` shows the owner which peers are avoided, and why.
-    """
-
-    def __init__(
-        self,
-        links: Links,
-        messenger: Messenger,
-        manifest: Manifest,
-        author: bytes,
+        channels: BulkService | None,
         rng: random.Random,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.links = links
         self.counts = Counts()
         """The counts since the node began."""
+        self.links: dict[int, ActivationLink] = {}
+        self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages  # live, of each stage
+        self._host = host
         self._messenger = messenger
         self._manifest = manifest
-        self._author = author
+        self._channels = channels
+        self._hello = wire.Hello(run_id, 0, wire.shape_hash(manifest))
+        self._shaping = shaping
         self._rng = rng
         self._warn = warn
         self._avoidance = Avoidance()
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
-        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), links.flush)
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), self._flush)
         self._nursery: trio.Nursery | None = None
+        self._numbers = itertools.count()  # of links
+        self._bytes_sent = self._bytes_received = 0  # over links that have ended
+        host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
 
         def be_told(peer: bytes, payload: bytes) -> None:
             self.handle(machine.Tell(peer, wire.decode_question(payload)))
@@ -388,28 +280,29 @@ class PipelineService:
         return PipelineStatus(
             stage=self._worker.stage,
             in_flight=self._machine.num_in_flight,
-            bytes_sent=self.links.bytes_sent,
-            bytes_received=self.links.bytes_received,
+            bytes_sent=self._bytes_sent + sum(link.bulk.bytes_sent for link in self.links.values()),
+            bytes_received=self._bytes_received + sum(link.bulk.bytes_received for link in self.links.values()),
             **msgspec.to_builtins(self.counts),
         )
 
     def begin(self, worker: Worker) -> None:
         """Start with a trainer that is ready."""
         self._worker = worker
-        self._machine = Pipeline(self._manifest, self._author, worker.stage, self._rng, self.counts, self._avoidance)
-        self.links.begin(worker, self.handle)
+        manifest, author = self._manifest, self._host.author
+        self._machine = Pipeline(manifest, author, worker.stage, self._rng, self.counts, self._avoidance)
         self._driver.begin(self._machine.handle)
-        self.set_nodes(self.links.nodes)
+        self.set_nodes(self._nodes)
 
     def end(self) -> None:
         """Drop the trainer, which is gone, and its microbatches."""
         self._worker = self._machine = None
         self._driver.end()
-        self.links.end()
+        for link in self.links.values():
+            link.close()
 
     def set_nodes(self, nodes: Sequence[frozenset[bytes]]) -> None:
         """Set the live nodes of each stage, this one included."""
-        self.links.nodes = nodes
+        self._nodes = nodes
         if self._worker is None:
             return
         stage = self._worker.stage
@@ -422,7 +315,7 @@ class PipelineService:
         self._driver.handle(event)
 
     def _carry_out(self, output: machine.Output) -> None:
-        worker, links = self._worker, self.links.by_number
+        worker, links = self._worker, self.links
         assert worker is not None, "outputs are cleared with the machine"
         match output:
             case SetTimer(at):
@@ -433,7 +326,7 @@ class PipelineService:
                 self._warn(f"no microbatches to or from {short_name(peer)} for {seconds:.0f} s: {reason}")
             case machine.OpenLink(peer, is_return):
                 assert self._nursery is not None, "links are opened while the service runs"
-                self._nursery.start_soon(self.links.open, peer, is_return)
+                self._nursery.start_soon(self._open, peer, is_return)
             case machine.LinkClosed(number) if number in links:
                 links[number].close()
             case machine.ReceiveInto(number, slot) if number in links:
@@ -442,3 +335,66 @@ class PipelineService:
                 links[number].send(message, None if slot is None else worker.outgoing(slot))
             case _ if isinstance(output, messages.Command):
                 worker.send(output)
+
+    def _flush(self) -> None:
+        for link in self.links.values():
+            link.flush()
+
+    # Links
+
+    async def _open(self, peer: bytes, is_return: bool) -> None:
+        """Open a link to a node of the next stage, or (``is_return``) to an origin, and run it to its end."""
+        worker = self._worker
+        if worker is None:
+            return
+        hello = msgspec.structs.replace(self._hello, stage=0 if is_return else worker.stage + 1)
+        try:
+            with trio.fail_after(GREETING_TIMEOUT):
+                stream = await self._host.open_stream(peer, ACTIVATIONS_PROTOCOL, GREETING_TIMEOUT)
+                link = ActivationLink(wire.Link(True, hello, worker.size), stream, self._shaping, self._channels)
+                await link.greet(hello)
+        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
+            if self._worker is worker:
+                self.handle(machine.LinkFailed(peer, is_return))
+            return
+        await self._run(
+            link, machine.LinkOpened(next(self._numbers), peer, is_upstream=True, is_return=is_return), worker
+        )
+
+    async def _serve(self, stream: Stream) -> None:
+        """Serve a link from the stage before, or from the last stage, which returns what was drawn here."""
+        worker = self._worker
+        if worker is None or stream.peer not in self._nodes[worker.stage - 1]:
+            await stream.aclose()
+            return
+        hello = msgspec.structs.replace(self._hello, stage=worker.stage)
+        link = ActivationLink(wire.Link(False, hello, worker.size), stream, self._shaping, self._channels)
+        try:
+            with trio.fail_after(GREETING_TIMEOUT):
+                await link.greet(wire.Welcome(0))
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
+            return
+        opened = machine.LinkOpened(next(self._numbers), stream.peer, is_upstream=False, is_return=worker.stage == 0)
+        await self._run(link, opened, worker)
+
+    async def _run(self, link: ActivationLink, opened: machine.LinkOpened, worker: Worker) -> None:
+        if self._worker is not worker:  # it has been replaced in the meantime
+            link.close()
+        else:
+            self.links[opened.link] = link
+            if opened.is_upstream:
+                self.handle(opened)
+
+        def on_routed() -> None:
+            # A channel takes seconds to open, or to fail. Until then the downstream node gives the link no credits, so
+            # that microbatches take other links.
+            if not opened.is_upstream and self._worker is worker:
+                self.handle(opened)
+
+        try:
+            await link.run(lambda event: self.handle(machine.Received(opened.link, event)), on_routed)
+        finally:
+            self.links.pop(opened.link, None)
+            self._bytes_sent += link.bulk.bytes_sent
+            self._bytes_received += link.bulk.bytes_received
+            self.handle(machine.LinkClosed(opened.link))

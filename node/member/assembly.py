@@ -30,7 +30,7 @@ from ..bulk.negotiation import BulkService, open_bulk
 from ..join.bootstrap import serve_manifest
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
-from ..loop.pipeline_service import ACTIVATIONS_PROTOCOL, Links, PipelineService
+from ..loop.pipeline_service import ACTIVATIONS_PROTOCOL, PipelineService
 from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService
 from ..loop.training import PAIRING_PROTOCOL, Training
@@ -143,8 +143,7 @@ def make_member(
     supervisor = Supervisor(manifest.inner.batch_size, is_cut=is_cut)
     pipeline = leases = None
     if is_cut:
-        links = Links(host, manifest, run_id, mesh.shaping, channels)
-        pipeline = PipelineService(links, messenger, manifest, host.author, rng, journal.warn)
+        pipeline = PipelineService(host, messenger, manifest, run_id, mesh.shaping, channels, rng, journal.warn)
     if manifest.data.epochs:
         leases = LeaseService(manifest, host.author, gossip, daemon.store, journal, membership)
     config = LoopConfig(

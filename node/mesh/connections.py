@@ -118,11 +118,6 @@ class Connection:
         self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
 
     @property
-    def is_closed(self) -> bool:
-        """Return whether the connection has ended, or is about to."""
-        return self.muxed.is_closing
-
-    @property
     def is_in_use(self) -> bool:
         """Return whether a stream has an agreed protocol; a stream that the peer has not answered does not count."""
         return any(stream.protocol for stream in self.muxed.streams)
@@ -284,7 +279,7 @@ class ConnectionPool:
 
     def of(self, peer: bytes) -> list[Connection]:
         """Return the live connections to a peer."""
-        return [conn for conn in self.by_peer.get(peer, ()) if not conn.is_closed]
+        return [conn for conn in self.by_peer.get(peer, ()) if not conn.muxed.is_closing]
 
     def best(self, peer: bytes) -> Connection:
         """Return the connection for new streams: the busiest direct one, else the newest relayed one.
@@ -397,11 +392,6 @@ class ConnectionPool:
     def events(self) -> ConnectionEvents:
         """Return connects and disconnects, starting with the peers that are connected."""
         return ConnectionEvents(self)
-
-    async def wait_direct(self, peer: bytes) -> None:
-        """Wait until there is a direct connection to a peer."""
-        while not self.is_direct(peer):
-            await self.wait_for_change()
 
     async def wait_for_change(self) -> None:
         """Wait until a connection is opened or closed."""

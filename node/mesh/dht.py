@@ -42,7 +42,6 @@ from .yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 
-KEY_BYTES: Final = 32
 # A question is a key, with at most one provider's addresses: a few kilobytes.
 MAX_QUESTION_BYTES: Final = 32 * 1024
 # An answer has twenty peers and twenty providers, with at most `MAX_ADDRESSES` addresses each.
@@ -71,9 +70,7 @@ MAX_PROVIDERS: Final = 20
 
 
 def multihash_of(key: bytes) -> bytes:
-    """Return the key as a multihash, the DHT's form of a key."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
+    """Return a key of 32 bytes as a multihash, the DHT's form of a key."""
     return _MULTIHASH_PREFIX + key
 
 
@@ -90,17 +87,14 @@ class Dht:
         self._pace = trio.Lock()
         self._announce_after = -math.inf
         self._refreshed_at = -math.inf
-        self._news = trio.Event()
+        self.news = trio.Event()
+        """Set at a new connection: the table is refreshed, and the keys that have reached no peer yet are announced."""
         handlers.set(KAD_PROTOCOL, self._serve)
-
-    def note_connection(self) -> None:
-        """Note a new connection: refresh the table, and announce the keys that have reached no peer yet."""
-        self._news.set()
 
     async def run(self) -> None:
         """Keep the routing table fresh and our keys announced. Raises nothing, never returns."""
         while True:
-            self._news = trio.Event()
+            self.news = trio.Event()
             # Every newcomer matters to a small table, and none to one that is full around us.
             is_small = len(self._table) < BUCKET_SIZE
             if is_small or trio.current_time() - self._refreshed_at >= REFRESH_INTERVAL:
@@ -114,7 +108,7 @@ class Dht:
                     await self._announce(key)
             is_unheard = any(at < 0 for at in self._announced_at.values())
             with trio.move_on_after(RETRY_INTERVAL if is_unheard else REFRESH_INTERVAL):
-                await self._news.wait()
+                await self.news.wait()
             # Several peers often come together.
             await trio.sleep(1.0)
 
@@ -126,7 +120,6 @@ class Dht:
         Returns after the first announcement, whether or not it reached a peer. Announcements are paced: with many keys
         at once, each takes a second.
         """
-        multihash_of(key)
         self._announced_at.setdefault(key, -1.0)
         if self._announced_at[key] < 0:
             await self._announce(key)

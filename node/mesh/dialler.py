@@ -227,7 +227,7 @@ class Dialler:
             dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
         finally:
             if dial.winner is not None and not is_adopted:  # cancelled as soon as it was there
-                await dial.winner[1].discard()
+                dial.winner[1].link.abort()
             del self._dials[peer, dial.is_direct]
             dial.done.set()
 
@@ -249,7 +249,7 @@ class Dialler:
                         dial.winner = (address, muxed)
                         nursery.cancel_scope.cancel()
                     else:
-                        await muxed.discard()
+                        muxed.link.abort()
                     return
 
         async with trio.open_nursery() as nursery:

@@ -68,7 +68,7 @@ _Proof = Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
-    """The message of the dialling side, as `encode_introduction` writes it.
+    """The message of the dialling side.
 
     Fields that a later release appends to it, or to the answer, are skipped: any two releases can say why one does not
     admit the other. Only the signed admission and pass admit anyone, and these have no later fields.
@@ -99,12 +99,6 @@ decode_introduction: Final = MessageDecoder[Introduction](Introduction, "an intr
 decode_introduction_answer: Final = MessageDecoder[IntroductionAnswer](
     IntroductionAnswer, "an answer to an introduction"
 )
-
-
-def encode_introduction(introduction: Introduction) -> bytes:
-    """Encode in at most `MAX_INTRODUCTION_BYTES`; without a pass, in the format of older releases."""
-    fields = introduction.run_id, introduction.admission, introduction.visitor_pass
-    return encode(fields if introduction.visitor_pass else fields[:2])
 
 
 class Gate:
@@ -230,7 +224,8 @@ class Gate:
         with expecting_answer(conn.peer, INTRODUCTION_TIMEOUT):
             stream = await conn.open_stream(ADMISSION_PROTOCOL)
             try:
-                introduction = encode_introduction(Introduction(self._run_id, shown, self._pass))
+                fields = self._run_id, shown, self._pass
+                introduction = encode(fields if self._pass else fields[:2])  # the latter as older releases write it
                 await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
                 return decode_introduction_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
             finally:

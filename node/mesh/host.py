@@ -255,7 +255,7 @@ class Host:
     async def _greet_newcomers(self) -> None:
         async for peer, is_connected in self.connections.events():
             if is_connected:
-                self.dht.note_connection()
+                self.dht.news.set()
                 self.nursery.start_soon(self.identify.ask, peer)
             else:
                 self.identify.software.pop(peer, None)

@@ -318,11 +318,8 @@ class NoiseSession:
         self._handshake: SecureSession | None = cast("SecureSession", session)
         self._state = cast("NoiseTransportReadWriter", self._handshake.conn).noise_state
         self._link = link
-
-    @property
-    def handshake_hash(self) -> bytes:
-        """The hash of the handshake: 32 bytes, the same at both ends and nowhere else."""
-        return bytes(self._state.get_handshake_hash())
+        self.handshake_hash = bytes(self._state.get_handshake_hash())
+        """32 bytes, the same at both ends and nowhere else."""
 
     async def read(self) -> bytes:
         """Return the next message.

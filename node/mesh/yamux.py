@@ -200,11 +200,6 @@ class MuxedConn:
             self.state.go_away()
             self._work.set()
 
-    async def discard(self) -> None:
-        """Close the link, cancelled or not, of a connection that no task runs: nothing else owns it."""
-        with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
-            await self.link.close()
-
     def abort(self) -> None:
         """End at once, without waiting for the peer."""
         self.is_closing = True
@@ -282,6 +277,10 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
         self.peer = conn.peer
         self.protocol = ""
         """The protocol that both ends have agreed on; empty before."""
+        self.is_relayed = conn.link.is_relayed
+        """Whether a relay carries the connection."""
+        self.remote_address = conn.link.remote
+        """Host and port at the other end of the connection; None if it is relayed."""
         self._conn = conn
         self._waiting = trio.lowlevel.ParkingLot()
         self._is_closed = False
@@ -302,16 +301,6 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
     def handshake_hash(self) -> bytes:
         """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
         return self._conn.session.handshake_hash
-
-    @property
-    def is_relayed(self) -> bool:
-        """Return whether a relay carries the connection."""
-        return self._conn.link.is_relayed
-
-    @property
-    def remote_address(self) -> tuple[str, int] | None:
-        """Host and port at the other end of the connection; None if it is relayed."""
-        return self._conn.link.remote
 
     def limit(self, max_bytes: int) -> None:
         """Reset the stream when the peer has sent more than ``max_bytes``, including what it has sent already."""

@@ -21,7 +21,6 @@ from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.believing import ClockSkew, judge_clock, votes_of
 from farandole.protocol.state.entries import Delta, Kind, Payload, decode_delta
-from farandole.protocol.state.entries import Member as MemberPayload
 from farandole.protocol.state.gossip import (
     JOIN_LEAD_SECONDS,
     Gossip,
@@ -36,7 +35,7 @@ from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
-from farandole.protocol.wire.identity import peer_id_of, short_name
+from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.token_bucket import PeerMeters
 
@@ -245,9 +244,7 @@ class GossipService:
             if entry.author == self._writer.author:
                 self._writer.observe(entry)
             elif entry.kind is Kind.MEMBER:
-                self._host.dialler.add_addresses(
-                    entry.author, dialable_addresses(entry.author, entry.payload), is_hearsay=True
-                )
+                self._host.dialler.add_addresses(entry.author, entry.payload.addresses, is_hearsay=True)
 
     # anti-entropy
 
@@ -383,9 +380,3 @@ class GossipService:
         except BaseException:  # also a cancellation: what is not written is written the next time
             self.state.dirty.update(rows)
             raise
-
-
-def dialable_addresses(author: bytes, member: MemberPayload) -> list[str]:
-    """Return the multiaddrs of a member, each with its peer id at the end."""
-    suffix = f"/p2p/{peer_id_of(author)}"
-    return [address if address.endswith(suffix) else address + suffix for address in member.addresses]

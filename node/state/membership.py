@@ -72,7 +72,6 @@ class Announcer:
     """Returns whether its owner has paused it, so that it has no trainer now."""
     name: str = ""
     _told: Member = field(default_factory=Member)
-    _unannounced: dict[int, CheckpointNotice] = field(default_factory=dict)
     _suspects: OwnSuspects = field(default_factory=OwnSuspects)
     _has_new_suspects: bool = False
 
@@ -135,22 +134,16 @@ class Announcer:
         moved = self.journal.history
         progress = progress_of(self.journal.state, moved.bytes_sent, moved.bytes_received)
         await self.gossip.publish(Kind.PROGRESS, 0, progress)
-        while self._unannounced:
-            slot, notice = self._unannounced.popitem()
-            await self.gossip.publish(Kind.CHECKPOINT, slot, notice)
         if self._has_new_suspects:
             self._has_new_suspects = False
             await self.gossip.publish(Kind.SUSPECTS, 0, self._suspects.entry)
 
-    def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
-        """Note that this node gives a checkpoint, its own or a copy; it is announced with the next progress."""
-        self._unannounced[COPY_SLOT if is_copy else OWN_SLOT] = CheckpointNotice(
+    async def tell_held(self, slot: int, checkpoint_id: bytes, index: Index) -> None:
+        """Announce that this node gives a checkpoint."""
+        notice = CheckpointNotice(
             min(index.round, MAX_SMALL), index.stage, checkpoint_id, index.size, index.tokens, index.inner_steps
         )
-
-    async def tell_start(self, notice: CheckpointNotice) -> None:
-        """Announce that this node has the checkpoint from which the run starts."""
-        await self.gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
+        await self.gossip.publish(Kind.CHECKPOINT, slot, notice)
 
     def note_suspicion(self, peer: bytes, is_suspect: bool) -> None:
         """Note whether the screening suspects a peer now; a change is published with the next progress."""

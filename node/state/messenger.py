@@ -54,22 +54,19 @@ class _Outgoing:
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
-        self.num_bytes = 0
         self.wakeup = trio.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the queue."""
+        return sum(map(len, self.frames))
 
     def take_batch(self) -> bytes:
         """Remove and return the oldest frames, up to `BATCH_BYTES` of them, but at least one."""
-        batch = [self.pop()]
-        size = len(batch[0])
-        while self.frames and size + len(self.frames[0]) <= BATCH_BYTES:
-            batch.append(self.pop())
-            size += len(batch[-1])
-        return b"".join(batch)
-
-    def pop(self) -> bytes:
-        oldest = self.frames.popleft()
-        self.num_bytes -= len(oldest)
-        return oldest
+        batch = self.frames.popleft()
+        while self.frames and len(batch) + len(self.frames[0]) <= BATCH_BYTES:
+            batch += self.frames.popleft()
+        return batch
 
 
 class Messenger:
@@ -110,9 +107,8 @@ class Messenger:
             outgoing = self.outgoing[peer, protocol] = _Outgoing()
             self._nursery.start_soon(self._run_outgoing, peer, protocol, outgoing)
         outgoing.frames.append(framed)
-        outgoing.num_bytes += len(framed)
         while len(outgoing.frames) > MAX_QUEUED_FRAMES or outgoing.num_bytes > max(MAX_QUEUED_BYTES, len(framed)):
-            outgoing.pop()
+            outgoing.frames.popleft()
         outgoing.wakeup.set()
 
     async def _run_outgoing(self, peer: bytes, protocol: str, outgoing: _Outgoing) -> None:

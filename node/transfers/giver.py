@@ -51,6 +51,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.streams import Stream, receive_frame
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
+from ..state.membership import COPY_SLOT, OWN_SLOT
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
 from ..store.disk_space import save_seconds
 from ..store.folder import index_of
@@ -79,39 +80,6 @@ class Holding(BlockFile):
     def read(self, block: int) -> bytes:
         """Read one of the blocks that are held. Blocks; raises `OSError`."""
         return self.read_range(*blocks.block_range(self.index.size, block))
-
-
-async def open_own(
-    saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0, num_stages: int = 1
-) -> Holding | None:
-    """Open a checkpoint that this node's trainer has written, and sign its index; None if it is not there any more."""
-    try:
-        return await trio.to_thread.run_sync(_open_saved, saved, key, run_id, stage, num_stages)
-    except (OSError, ConsolidatedError, ValueError) as error:
-        logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
-        return None
-
-
-def _open_saved(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int, num_stages: int) -> Holding:
-    path = Path(saved.path)
-    with open_tensors(path) as file:
-        layout = bytes.fromhex(file.metadata.get("layout", ""))
-    index = Index(
-        run_id=run_id,
-        author=public_bytes(key),
-        stage=stage,
-        num_stages=num_stages,
-        round=saved.round,
-        inner_steps=saved.inner_steps,
-        tokens=saved.tokens,
-        size=saved.size,
-        layout=layout,
-        hashes=saved.hashes,
-    )
-    holding = Holding(path, blocks.sign_index(key, index), index)
-    if not index.is_block(0, holding.read(0)):  # which has the counters
-        raise OSError(f"{path.name} has been replaced since")
-    return holding
 
 
 def write_index(path: Path, signed: SignedIndex) -> None:
@@ -224,10 +192,41 @@ class Provider:
                 await trio.sleep(TELL_INTERVAL)
                 for holding in (self.newest, self.copy):
                     if holding is not None:
-                        self._announce(holding)
+                        await self._announce(holding)
 
-    def _announce(self, holding: Holding) -> None:
-        self._membership.announcer.checkpoint_held(holding.id, holding.index, is_copy=holding is self.copy)
+    async def _announce(self, holding: Holding) -> None:
+        slot = COPY_SLOT if holding is self.copy else OWN_SLOT
+        await self._membership.announcer.tell_held(slot, holding.id, holding.index)
+
+    async def _open(self, saved: Saved, stage: int) -> Holding | None:
+        """Open a checkpoint that the trainer has written, and sign its index; None if it is not there any more."""
+
+        def open_saved() -> Holding:
+            path = Path(saved.path)
+            with open_tensors(path) as file:
+                layout = bytes.fromhex(file.metadata.get("layout", ""))
+            index = Index(
+                run_id=self._downloads.conditions.run_id,
+                author=public_bytes(self._key),
+                stage=stage,
+                num_stages=self._files.num_stages,
+                round=saved.round,
+                inner_steps=saved.inner_steps,
+                tokens=saved.tokens,
+                size=saved.size,
+                layout=layout,
+                hashes=saved.hashes,
+            )
+            holding = Holding(path, blocks.sign_index(self._key, index), index)
+            if not index.is_block(0, holding.read(0)):  # which has the counters
+                raise OSError(f"{path.name} has been replaced since")
+            return holding
+
+        try:
+            return await trio.to_thread.run_sync(open_saved)
+        except (OSError, ConsolidatedError, ValueError) as error:
+            logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
+            return None
 
     async def _open_own(self) -> None:
         while True:
@@ -237,8 +236,7 @@ class Provider:
             saved, stage = self._unopened
             if stage != self._membership.stage:
                 continue
-            run_id, num_stages = self._downloads.conditions.run_id, self._files.num_stages
-            if (holding := await open_own(saved, self._key, run_id, stage, num_stages)) is not None:
+            if (holding := await self._open(saved, stage)) is not None:
                 try:
                     await trio.to_thread.run_sync(write_index, index_of(holding.path), holding.signed)
                 except OSError as error:  # a full disk: the checkpoint is there all the same
@@ -246,17 +244,16 @@ class Provider:
                 told = self._membership.told_checkpoints()
                 older = [each for each in self._own[: 1 - NUM_OPEN] if each.id in told]
                 self._own = [*older, *self._own[1 - NUM_OPEN :], holding]
-                self._announce(holding)
+                await self._announce(holding)
             self._has_saved.set()
 
     # Starts of rounds
 
     async def open_start(self, saved: Saved) -> bytes | None:
         """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
-        if (holding := await open_own(saved, self._key, self._downloads.conditions.run_id)) is None:
-            return None
-        self._starts.append(holding)
-        return holding.id
+        if (holding := await self._open(saved, 0)) is not None:
+            self._starts.append(holding)
+        return holding and holding.id
 
     async def make_room(self, checkpoint_id: bytes) -> Path:
         """Return the path to fetch another node's start to; all other files but the proofs are removed."""
@@ -313,7 +310,7 @@ class Provider:
         """Provide this copy instead of older ones, and remove these; None: there is no room for any."""
         self.copy = holding
         if holding is not None:
-            self._announce(holding)
+            await self._announce(holding)
         await trio.to_thread.run_sync(self._remove, holding and holding.path)
 
     def _remove(self, kept: Path | None, suffix: str = "*") -> None:

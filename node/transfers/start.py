@@ -17,18 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
 from farandole.protocol.checkpoints.blocks import decode_signed_index
 from farandole.protocol.run.manifest import StartConfig
 from farandole.protocol.run.models import names_of_stage
-from farandole.protocol.state.entries import CheckpointNotice
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
 from farandole.training.base.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
+from ..state.membership import START_SLOT
 from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
 from ..store.consolidated.tensors import ConsolidatedError
@@ -62,17 +63,9 @@ class Start:
         """Once all of it is here, announce it to the run, until cancelled."""
         await self._is_held.wait()
         assert self._held is not None
-        index = self._held.index
-        notice = CheckpointNotice(
-            round=0,
-            stage=0,
-            id=self._start.checkpoint,
-            size=index.size,
-            total_tokens=index.tokens,
-            inner_steps=index.inner_steps,
-        )
+        index = msgspec.structs.replace(self._held.index, round=0)
         while True:
-            await self._membership.announcer.tell_start(notice)
+            await self._membership.announcer.tell_held(START_SLOT, self._held.id, index)
             await trio.sleep(TELL_INTERVAL)
 
     def find(self, question: BlockQuestion) -> Holding | None:

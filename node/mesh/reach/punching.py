@@ -186,7 +186,8 @@ class Puncher:
             async with open_service_nursery() as nursery:
                 for target in chosen:
                     nursery.start_soon(dial_on, target)
-                await self._host.connections.wait_direct(peer)
+                while not self._host.connections.is_direct(peer):
+                    await self._host.connections.wait_for_change()
 
 
 async def meet(host: Host, peer: bytes, target: Address, *, is_initiator: bool) -> None:

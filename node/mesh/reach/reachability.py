@@ -191,7 +191,7 @@ class Dialback:
                 with trio.fail_after(timeout):
                     async with probe.dialling:
                         conn = probe.conn
-                        if conn is not None and conn.is_closed:
+                        if conn is not None and conn.muxed.is_closing:
                             await conn.finished.wait()
                             conn = None
                         if conn is None:

@@ -29,7 +29,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.tuning import TRAINING_NICENESS
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop.pipeline_service import Links, PipelineService, Worker
+from farandole.node.loop.pipeline_service import PipelineService, Worker
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer.trainer import open_trainer
@@ -142,15 +142,9 @@ class StageNode:
         self._host = await self._stack.enter_async_context(open_host(key_of(stage), ["/ip4/127.0.0.1/tcp/0"]))
         messenger = await self._stack.enter_async_context(open_messenger(self._host))
         self._authors = [public_bytes(key_of(other)) for other in range(self._manifest.model.num_stages)]
-        links = Links(
-            self._host,
-            self._manifest,
-            RUN_ID,
-            Shaping(),
-            await self._stack.enter_async_context(open_bulk(self._host, RUN_ID)),
-        )
+        channels = await self._stack.enter_async_context(open_bulk(self._host, RUN_ID))
         rng = random.Random(stage)
-        self._service = PipelineService(links, messenger, self._manifest, self._authors[stage], rng)
+        self._service = PipelineService(self._host, messenger, self._manifest, RUN_ID, Shaping(), channels, rng)
         self._service.set_nodes([frozenset({author}) for author in self._authors])
         nursery = await self._stack.enter_async_context(open_service_nursery())
         await nursery.start(self._service.run)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop.pipeline_service import ACTIVATIONS_PROTOCOL, Links, PipelineService, Worker
+from farandole.node.loop.pipeline_service import ACTIVATIONS_PROTOCOL, PipelineService, Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
@@ -90,7 +90,7 @@ class Node:
                         self.service.handle(report)
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
-                        links = self.service.links.by_number.values()
+                        links = self.service.links.values()
                         self.has_used_channels |= any(link.link.pipe.channel is not None for link in links)
                         self.service.handle(report)
                     case messages.Encoded():
@@ -128,14 +128,9 @@ async def open_nodes(
             messenger = await stack.enter_async_context(open_messenger(host))
             for other in nodes:
                 await host.connect(other.host.author, other.host.addresses)
-            links = Links(
-                host,
-                manifest,
-                RUN_ID,
-                Shaping(),
-                await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None,
-            )
-            service = PipelineService(links, messenger, manifest, authors[-1], random.Random(stage))
+            channels = await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None
+            rng = random.Random(stage)
+            service = PipelineService(host, messenger, manifest, RUN_ID, Shaping(), channels, rng)
             data = [str(folder / "texts")]
             command = prepare_for(manifest, folder, run_id=RUN_ID, author=authors[-1], data=data, stage=stage)
             trainer = await stack.enter_async_context(open_trainer(command))

@@ -258,7 +258,7 @@ async def test_who_is_revoked_is_disconnected_and_so_are_its_visitors(
         conns = visitor.connections.of(member.author)
         assert conns
         roster.hear_creator(0, 1, frozenset((public_bytes(key) if is_visitor else visitor.author,)))
-        await until(lambda: all(conn.is_closed for conn in conns))  # it may dial again, and gets no stream
+        await until(lambda: all(conn.muxed.is_closing for conn in conns))  # it may dial again, and gets no stream
         with pytest.raises(PeerUnreachableError):
             await visitor.open_stream(member.author, ECHO)
         nursery.cancel_scope.cancel()

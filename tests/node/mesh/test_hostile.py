@@ -112,7 +112,7 @@ async def test_a_connection_negotiates_few_streams_at_once() -> None:
         while not (conns := bob.connections.live):
             await trio.lowlevel.checkpoint()
         (conn,) = conns
-        while not conn.is_closed:
+        while not conn.muxed.is_closing:
             theirs = [stream for stream in conn.muxed.streams if stream.state.stream_id % 2]
             assert sum(not stream.protocol for stream in theirs) <= MAX_NEGOTIATIONS_PER_CONNECTION + 1  # one waits
             await trio.lowlevel.checkpoint()

@@ -13,7 +13,9 @@ from trio.testing import MockClock
 from farandole.node.base.project import VERSION
 from farandole.node.state.membership import (
     ADDRESSES_INTERVAL,
+    COPY_SLOT,
     MEMBER_INTERVAL,
+    OWN_SLOT,
     PROGRESS_INTERVAL,
     Announcer,
     Membership,
@@ -193,10 +195,8 @@ async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
     node = Staged()
     await node.membership.hold(2)
     index = index_of(b"checkpoint")
-    node.announcer.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
-    node.announcer.checkpoint_held(b"b" * 32, index, is_copy=True)
-    await node.announcer.report_progress()
-    await node.announcer.report_progress()
+    await node.announcer.tell_held(OWN_SLOT, b"a" * 32, msgspec.structs.replace(index, stage=2))
+    await node.announcer.tell_held(COPY_SLOT, b"b" * 32, index)
     told = {notice.id: notice.stage for notice in node.told(Kind.CHECKPOINT)}
     assert told == {b"a" * 32: 2, b"b" * 32: 0}
     assert node.membership.told_checkpoints() == frozenset()

@@ -15,6 +15,7 @@ import trio.testing
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
+from farandole.node.state.membership import COPY_SLOT
 from farandole.node.status.journal import Journal
 from farandole.node.store.disk_space import WeightFiles
 from farandole.node.transfers import receiver as downloads
@@ -149,8 +150,8 @@ class World:
     def told_checkpoints(self) -> frozenset[bytes]:
         return frozenset()
 
-    def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
-        self.told.append((index.stage, index.round, is_copy))
+    async def tell_held(self, slot: int, checkpoint_id: bytes, index: Index) -> None:
+        self.told.append((index.stage, index.round, slot == COPY_SLOT))
 
     # The part of a network that weights use
 
