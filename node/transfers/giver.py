@@ -251,9 +251,10 @@ class Provider:
 
     async def open_start(self, saved: Saved) -> bytes | None:
         """Open the start of an own round, and close the oldest ones; return its id, or None if it is not there."""
-        if (holding := await self._open(saved, 0)) is not None:
-            self._starts.append(holding)
-        return holding and holding.id
+        if (holding := await self._open(saved, 0)) is None:
+            return None
+        self._starts.append(holding)
+        return holding.id
 
     async def make_room(self, checkpoint_id: bytes) -> Path:
         """Return the path to fetch another node's start to; all other files but the proofs are removed."""
