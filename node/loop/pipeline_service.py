@@ -255,7 +255,7 @@ class PipelineService:
         self._avoidance = Avoidance()
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
-        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), self._flush)
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, TimerFired(), self.flush)
         self._nursery: trio.Nursery | None = None
         self._numbers = itertools.count()  # of links
         self._bytes_sent = self._bytes_received = 0  # over links that have ended
@@ -336,11 +336,12 @@ class PipelineService:
             case _ if isinstance(output, messages.Command):
                 worker.send(output)
 
-    def _flush(self) -> None:
+    # Links
+
+    def flush(self) -> None:
+        """Send what was queued on links."""
         for link in self.links.values():
             link.flush()
-
-    # Links
 
     async def _open(self, peer: bytes, is_return: bool) -> None:
         """Open a link to a node of the next stage, or (``is_return``) to an origin, and run it to its end."""

@@ -20,7 +20,7 @@ import trio
 from farandole.protocol.state.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.state.antientropy import Session
 from farandole.protocol.state.believing import ClockSkew, judge_clock, votes_of
-from farandole.protocol.state.entries import Delta, Kind, Payload, decode_delta
+from farandole.protocol.state.entries import Kind, Payload, decode_delta
 from farandole.protocol.state.gossip import (
     JOIN_LEAD_SECONDS,
     Gossip,
@@ -324,28 +324,25 @@ class GossipService:
 
     async def _converse(self, stream: Stream, session: Session) -> None:
         """Carry a session through to its end."""
-        peer = stream.peer
+        peer, is_asked = stream.peer, session.is_initiator
         while not session.is_done:
             data = await stream.receive_some(READ_BYTES)
             if not data:
                 session.receive_eof()
                 return
-            if not session.is_initiator:
+            if not is_asked:
                 self._served_inbound.count(peer, trio.current_time(), bytes=len(data))
             deltas, to_send = session.receive_data(bytes(data))
             for delta in deltas:
-                await self._merge(delta, peer, is_asked=session.is_initiator)
+                forward = is_worth_forwarding(delta)
+                for part in slices_of(delta):
+                    now = trio.current_time()
+                    if not is_asked:
+                        self._served_inbound.count(peer, now, entries=len(part.entries) + len(part.proofs))
+                    self._take_note(self._gossip.merge(part, peer, self._unix(), now, forward, is_asked=is_asked))
+                    await trio.lowlevel.checkpoint()
             if to_send:
                 await stream.send_all(to_send)
-
-    async def _merge(self, delta: Delta, peer: bytes, *, is_asked: bool) -> None:
-        forward = is_worth_forwarding(delta)
-        for part in slices_of(delta):
-            if not is_asked:
-                self._served_inbound.count(peer, trio.current_time(), entries=len(part.entries) + len(part.proofs))
-            report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward, is_asked=is_asked)
-            self._take_note(report)
-            await trio.lowlevel.checkpoint()
 
     # disk
 

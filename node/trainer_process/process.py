@@ -308,9 +308,13 @@ class TrainerProcess:
     def _pause(self) -> bool:
         """End an inner step, pause, and obey commands until one ends the round; return whether one does."""
         until, is_over = self._pace.end_step(), False
-        self._exchange.take_in()
-        while not is_over and (command := self._next_in_pause(until)) is not None:
-            is_over = self._obey(command)
+        while not is_over:
+            self._exchange.take_in()  # and make the side thread's calls
+            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.side_thread.is_busy
+            if (command := self._channel.poll(min(left, LOOK_INTERVAL) if is_busy else left)) is not None:
+                is_over = self._obey(command)
+            elif not is_busy or left <= LOOK_INTERVAL:
+                break
         self._pace.end_pause()
         return is_over
 
@@ -327,15 +331,6 @@ class TrainerProcess:
                 return True
         self._pace.begin_step()
         return False
-
-    def _next_in_pause(self, until: float) -> messages.Command | None:
-        """Return a command that comes before ``until``; meanwhile make the side thread's calls."""
-        while True:
-            left, is_busy = max(0.0, until - time.monotonic()), self._exchange.side_thread.is_busy
-            command = self._channel.poll(min(left, LOOK_INTERVAL) if is_busy else left)
-            if command is not None or not is_busy or left <= LOOK_INTERVAL:
-                return command
-            self._exchange.take_in()
 
     def _obey_idle(self, command: messages.Command) -> bool:
         """See `_obey`; this is for an idle engine, with the additional commands that a driven engine computes by."""

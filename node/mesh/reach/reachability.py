@@ -380,7 +380,13 @@ class Examiner:
         if not self._host.own.listening:
             self._reachability.set(Verdict(ReachabilityKind.RELAY_ONLY))
             return True
-        witnesses, is_first = self._choose(), not self._reachability.is_examined
+        # Peers with direct connections, distant ones first, at distinct addresses if possible.
+        peers = [peer for peer in self._host.connected if self._host.connections.is_direct(peer)]
+        self._rng.shuffle(peers)
+        peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
+        apart = {self._ip_of(peer): peer for peer in reversed(peers)}
+        together = [peer for peer in peers if apart[self._ip_of(peer)] != peer]
+        witnesses, is_first = [*reversed(apart.values()), *together][:NUM_WITNESSES], not self._reachability.is_examined
         self._witnesses = frozenset(witnesses)
         async with open_service_nursery() as nursery:
             if is_first and witnesses:
@@ -405,16 +411,6 @@ class Examiner:
         self._reachability.set(verdict)
         self._host.own.observed_ips = list(dict.fromkeys(ip for ip, _ in verdict.addresses))
         return verdict.kind is not ReachabilityKind.UNKNOWN
-
-    def _choose(self) -> list[bytes]:
-        """Choose peers with direct connections, distant ones first, at distinct addresses if possible."""
-        peers = [peer for peer in self._host.connected if self._host.connections.is_direct(peer)]
-        self._rng.shuffle(peers)
-        peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
-        apart = {self._ip_of(peer): peer for peer in reversed(peers)}
-        return [*reversed(apart.values()), *(peer for peer in peers if apart[self._ip_of(peer)] != peer)][
-            :NUM_WITNESSES
-        ]
 
     def _ip_of(self, peer: bytes) -> str:
         return next(iter(direct_ips(self._host.connections.remote_addresses(peer))), "")
