@@ -10,6 +10,7 @@ import trio
 
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
+from farandole.protocol.wire.messagepack import encode
 
 from .base.bandwidth import Shaping
 from .base.config.file import SETTINGS, keep_limits
@@ -62,7 +63,7 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
         if member.credentials is None:
             return ""
         uses, expires_at, quota = _taken(params, uses=int, expires_at=float, quota=int)
-        return (await member.credentials.invite(uses, expires_at, quota)).encode().hex()
+        return encode(await member.credentials.invite(uses, expires_at, quota)).hex()
 
     async def network_key(params: dict[str, Any]) -> object:
         """Return the network key of a private run in hex; empty where strangers may connect."""

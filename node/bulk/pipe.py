@@ -247,11 +247,11 @@ class BulkPipe:
 
         Raises `trio.ClosedResourceError` if that never happens, since `run` has ended; so does `wait_received`.
         """
-        await self._until_unless_over(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
+        await self._until_unless_over(lambda: not (self.pipe.outgoing.open or self._is_sending or self._posted))
 
     async def wait_received(self) -> None:
         """Wait until every announced transfer is here."""
-        await self._until_unless_over(lambda: not self.pipe.incoming.is_open)
+        await self._until_unless_over(lambda: not self.pipe.incoming.open)
 
     async def wait_routed(self) -> None:
         """Wait until both ends have agreed on a route."""
@@ -261,7 +261,7 @@ class BulkPipe:
         """Keep the channel for other pipes if ``is_clean`` and nothing more can come over it; otherwise close it."""
         channel, self.channel = self.channel, None
         if channel is not None and self._channels is not None:
-            is_idle = not self.pipe.incoming.is_open and not self.pipe.outgoing.is_open and not self._is_sending
+            is_idle = not self.pipe.incoming.open and not self.pipe.outgoing.open and not self._is_sending
             (self._channels.release(channel) if is_clean and is_idle else channel.close())
 
     @property
@@ -414,7 +414,7 @@ class BulkPipe:
             nursery.cancel_scope.cancel()
 
         while True:
-            await self._until(lambda: flow.is_open)
+            await self._until(lambda: bool(flow.open))
             arriving = self.pipe.arriving
             assert arriving is not None, "what comes has a place"
             before = arriving.position
@@ -486,7 +486,7 @@ class BulkPipe:
         finally:
             self._is_sending = False
             self.bytes_sent += channel.num_sent - before
-        await self._until(lambda: self.pipe.outgoing.is_open)
+        await self._until(lambda: bool(self.pipe.outgoing.open))
         with trio.fail_after(self._patience.route + self._patience.answer):
             await trio.sleep_forever()  # cancelled with the next route
 

@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between, num_blocks
 from farandole.training.base.durable import replacing, sync_file, sync_folder
 
 from ..base.system.files import open_private
@@ -58,7 +58,7 @@ class PartialFile(BlockFile):
         """Return the blocks that are here and valid. Blocks that are entirely holes are skipped, not hashed."""
         found: set[int] = set()
         block = 0
-        while block < self.index.num_blocks:
+        while block < num_blocks(self.index.size):
             try:
                 block = os.lseek(self._descriptor, block * BLOCK_BYTES, os.SEEK_DATA) // BLOCK_BYTES
             except OSError as error:

@@ -73,7 +73,7 @@ class Holding(BlockFile):
         self.id = signed.id
         self.signed = signed
         self.index = index
-        self.num_held = index.num_blocks if self.size >= index.size else self.size // blocks.BLOCK_BYTES
+        self.num_held = blocks.num_blocks(index.size) if self.size >= index.size else self.size // blocks.BLOCK_BYTES
         if not self.num_held:
             raise OSError(f"{path.name} holds no block of its checkpoint")
 

@@ -28,6 +28,7 @@ from farandole.protocol.checkpoints.blocks import (
     block_range,
     blocks_between,
     decode_signed_index,
+    num_blocks,
     select,
 )
 from farandole.protocol.exchange.pipe import BULK_FROM, MAX_OPEN, Pipe
@@ -369,7 +370,7 @@ class _Fetch:
 
     def _size_of(self, blocks: Collection[int]) -> int:
         """Return the size of these blocks in bytes."""
-        is_last_among = self.file.index.num_blocks - 1 in blocks
+        is_last_among = num_blocks(self.file.index.size) - 1 in blocks
         return len(blocks) * BLOCK_BYTES - (is_last_among and -self.file.index.size % BLOCK_BYTES)
 
     # Donors
@@ -406,7 +407,7 @@ class _Fetch:
         question = BlockQuestion(self.conditions.run_id, index.stage, self.signed.id, has_index=True)
 
         def begin() -> None:
-            num_held = min(answer.num_held, index.num_blocks)
+            num_held = min(answer.num_held, num_blocks(index.size))
             self._carry_out(self._download.opened(donor, num_held, trio.current_time()))
 
         try:

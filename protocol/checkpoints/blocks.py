@@ -60,14 +60,9 @@ class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     hashes: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=MAX_BLOCKS * HASH_BYTES)]
     """SHA-256 of each block, concatenated."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks of the file."""
-        return len(self.hashes) // HASH_BYTES
-
     def is_block(self, block: int, data: bytes | bytearray | memoryview) -> bool:
         """Return whether these are the bytes of a block."""
-        return hash_block(data) == self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+        return hashlib.sha256(data).digest() == self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
 
 
 class SignedIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -135,11 +130,6 @@ def block_range(size: int, block: int) -> tuple[int, int]:
 def blocks_between(start: int, end: int) -> range:
     """Return the blocks that hold the bytes from ``start`` to ``end``."""
     return range(start // BLOCK_BYTES, num_blocks(end)) if start < end else range(0)
-
-
-def hash_block(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the SHA-256 of ``data``, 32 bytes."""
-    return hashlib.sha256(data).digest()
 
 
 # Some of a file's tensors

@@ -215,11 +215,6 @@ class Direction:
         self._is_hashed = is_hashed
 
     @property
-    def is_open(self) -> bool:
-        """Return whether the receiver lacks something that was announced."""
-        return bool(self.open)
-
-    @property
     def head_end(self) -> int:
         """Return where the oldest open transfer ends; `settled` if there is none."""
         return self.open[0].end if self.open else self.settled
@@ -474,7 +469,7 @@ class Pipe:
             case Route(channel, received):
                 if kind == PROPOSE and self.num_routes >= MAX_ROUTES:
                     return "a Route beyond those of a pipe"
-                if kind == PROPOSE and self.step is RouteStep.CHANNEL and not receiving.is_open:
+                if kind == PROPOSE and self.step is RouteStep.CHANNEL and not receiving.open:
                     return "a Route that nobody needs"
                 if kind == AGREE and channel != self.proposed:
                     return "a channel that the opener has not named"
@@ -482,7 +477,7 @@ class Pipe:
                     return "a Route from a position where its sender cannot be"
             case Sealed() if not sending.awaits_hash:
                 return "a second hash, or one of nothing"
-            case Reroute() | Received() if not receiving.is_open:
+            case Reroute() | Received() if not receiving.open:
                 return f"{type(message).__name__} by an end that lacks nothing"
             case Received() if not receiving.is_head_sealed:
                 return "Received before the other's hash was said"

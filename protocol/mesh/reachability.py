@@ -163,11 +163,6 @@ def is_global(ip: str) -> bool:
         return False
 
 
-class ClockAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The time by the witness's clock."""
-
-    milliseconds: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
-    """Milliseconds since 1970, UTC."""
-
-
+ClockAnswer = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**50)]]
+"""The time by the witness's clock: milliseconds since 1970, UTC."""
 decode_clock = MessageDecoder[ClockAnswer](ClockAnswer, "a clock's answer")

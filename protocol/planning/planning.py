@@ -15,7 +15,7 @@ stay so: manifests that leave them out are signed and kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -26,7 +26,7 @@ from ..run.manifest import Manifest
 from ..run.models import num_parameters
 from ..run.rules import OuterConfig, PlainConfig
 from ..wire.errors import ManifestError
-from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, busy_share, needs_of
+from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, needs_of
 
 # Parameters, and AdamW's learning rate with the plain mean: of the rates tried, factors of 2 apart, the lowest with a
 # loss within 0.3 % of the best. (The last is the higher of two, in 400 inner steps with one seed.)
@@ -143,11 +143,6 @@ class Plan:
         length = rounds.round_seconds + wait if rounds.round_seconds else math.inf
         return self.manifest.outer.fragments * length
 
-    @property
-    def busy(self) -> float | None:
-        """Return the share of its time that a trainer spends in inner steps."""
-        return busy_share(self.manifest.rounds, self.seconds)
-
 
 def judge(manifest: Manifest, machine: Machine) -> Plan:
     """Judge how a manifest, unchanged, suits a machine."""
@@ -248,20 +243,17 @@ def _in_little_memory(manifest: Manifest) -> Manifest:
 
 def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
     """Choose codec and fragments: the first pair with short exchanges, else the first that fits, else the smallest."""
+    outer = manifest.outer
     found = [
         _timed(variant, machine, given)
-        for codec in _choices(CODECS, manifest.outer.codec, "outer.codec" in given)
-        for fragments in _choices(FRAGMENTS, manifest.outer.fragments, "outer.fragments" in given)
+        for codec in ([outer.codec] if "outer.codec" in given else CODECS)
+        for fragments in ([outer.fragments] if "outer.fragments" in given else FRAGMENTS)
         if (variant := _travels(manifest, codec, fragments)) is not None
     ]
     fitting = [plan for plan in found if not plan.lacks_line]
     short = [plan for plan in fitting if plan.manifest.rounds.exchange_seconds <= GOOD_EXCHANGE]
     choice = next(iter(short or fitting), None)
     return choice or min(found, key=lambda plan: plan.needs.rate, default=judge(manifest, machine))
-
-
-def _choices(values: Sequence[Any], own: Any, is_given: bool) -> Sequence[Any]:
-    return (own,) if is_given else values
 
 
 def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:

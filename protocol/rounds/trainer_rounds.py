@@ -57,11 +57,6 @@ class LoopConfig:
     hung_seconds: float
     """A trainer that is silent for less does not hang, whatever its inner steps take; infinity: none is watched."""
 
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the model is cut into stages."""
-        return self.manifest.model.num_stages > 1
-
 
 class Decisions:
     """What is decided about one event: the loop's state, the training's, and outputs."""
@@ -137,8 +132,8 @@ class TrainerRounds:
         """
         if self._config.manifest.start is not None and self._prepared.resumed is None and self._config.validate_every:
             self._validate()  # the weights that the run starts from
-        own_round = self._prepared.round
-        first_round = max(own_round, others_round) if is_near or self._config.is_cut else own_round
+        own_round, is_cut = self._prepared.round, self._config.manifest.model.num_stages > 1
+        first_round = max(own_round, others_round) if is_near or is_cut else own_round
         self.lag = _Lag(others_round - first_round)
         self._start_round(first_round, now)
 

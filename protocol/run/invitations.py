@@ -128,10 +128,6 @@ class InviteSecret(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     signatures: Annotated[tuple[_Signature, ...], msgspec.Meta(max_length=MAX_SINGLE_BEARERS)] = ()
     """Signatures of the seats' own invitations; empty if all seats have one bearer."""
 
-    def encode(self) -> bytes:
-        """Encode for an invite."""
-        return encode(self)
-
     @property
     def bearers(self) -> list[bytes]:
         """Return the public halves of its bearer keys: revoked, they admit nobody."""

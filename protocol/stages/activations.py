@@ -217,7 +217,7 @@ class Link:
     @property
     def awaited(self) -> int | None:
         """Return the oldest microbatch whose data were announced and are not complete."""
-        return self.pipe.incoming.open[0].name if self.pipe.incoming.is_open else None
+        return self.pipe.incoming.open[0].name if self.pipe.incoming.open else None
 
     def may_drop(self, index: int) -> bool:
         """Return whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent.

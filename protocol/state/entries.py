@@ -506,14 +506,10 @@ MAX_DELTA_ITEMS = 1_024
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Entries and proofs sent together."""
+    """Entries and proofs sent together: at most `MAX_DELTA_BYTES` if it comes from `deltas_of`."""
 
     entries: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MAX_DELTA_ITEMS)] = ()
     proofs: Annotated[tuple[Proof, ...], msgspec.Meta(max_length=MAX_DELTA_ITEMS)] = ()
-
-    def encode(self) -> bytes:
-        """Encode the delta: at most `MAX_DELTA_BYTES` if it comes from `deltas_of`."""
-        return encode(self)
 
 
 decode_delta = MessageDecoder[Delta](Delta, "a delta", MAX_DELTA_BYTES)

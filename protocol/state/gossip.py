@@ -6,6 +6,7 @@ Its methods take what arrives and the time by two clocks: ``unix`` for the entri
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -73,8 +74,8 @@ they would circulate forever.
 AVOID_SECONDS = 30.0
 """Seconds without another attempt at a peer that could not be reached. Whether it is dead is not judged here."""
 SYNC_PERIOD = 10.0
-FIRST_SYNC_PERIOD = 1.0
-"""A newcomer syncs after 1, 2, 4, 8 seconds, then every ten: its neighbours may be as new as it is."""
+FIRST_SYNC_PERIODS = (1.0, 2.0, 4.0, 8.0)
+"""A newcomer syncs more often at first: its neighbours may be as new as it is."""
 JOIN_LEAD_SECONDS = 2.0
 """Time that the first of a newcomer's sessions has before the others begin. Each would bring the whole run state."""
 ENOUGH_CANDIDATES = 2 * NUM_CHOSEN
@@ -217,11 +218,8 @@ class Gossip:
 
 
 def sync_periods() -> Iterator[float]:
-    """Yield the seconds from each sync of a node's life to the next, before jitter."""
-    period = FIRST_SYNC_PERIOD
-    while True:
-        yield period
-        period = min(2.0 * period, SYNC_PERIOD)
+    """Return the seconds from each sync of a node's life to the next, before jitter."""
+    return itertools.chain(FIRST_SYNC_PERIODS, itertools.repeat(SYNC_PERIOD))
 
 
 def slices_of(delta: Delta) -> Iterator[Delta]:

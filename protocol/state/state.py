@@ -29,6 +29,7 @@ from ..run.invitations import InvitationError, RevokedError, SeatTakenError, Unw
 from ..run.roster import Roster
 from ..wire.errors import RemoteProtocolError
 from ..wire.identity import peer_id_of, with_name
+from ..wire.messagepack import encode
 from ..wire.token_bucket import PeerMeters, TokenBucket
 from .author_places import AuthorPlaces, Introducer
 from .entries import (
@@ -521,4 +522,4 @@ class RunState:
             return None
         entries = tuple(entry.signed for entry in record.slots.values() if entry.kind is not _BEAT)
         proofs = (record.fork,) if record.fork is not None else ()
-        return Delta(entries, proofs).encode() if entries or proofs else None
+        return encode(Delta(entries, proofs)) if entries or proofs else None

@@ -48,6 +48,7 @@ from farandole.protocol.wire.identity import (
     public_key_of_bytes,
     sign,
 )
+from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.record_layer import Opener, Sealer
 from farandole.protocol.wire.safetensors import encode_header, parse_header
 
@@ -329,7 +330,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "activations-question": of(activations.decode_question, activations.Question | activations.Answer),
     "admission": Decoder(check_admission, [_ADMISSION, msgspec.msgpack.encode(_WITNESSED)]),
-    "admission-secret": Decoder(invitations.decode_secret, [_INVITED.encode()]),
+    "admission-secret": Decoder(invitations.decode_secret, [encode(_INVITED)]),
     "antientropy-frame": of(antientropy.decode_frame, antientropy.Frame),
     "antientropy-initiator": Decoder(lambda data: sync(data, is_initiator=True), _synced()[1]),
     "antientropy-responder": Decoder(lambda data: sync(data, is_initiator=False), _synced()[0]),
@@ -346,7 +347,7 @@ DECODERS: dict[str, Decoder] = {
         lambda data: parse_circuit(data.decode(errors="replace")),
         [circuit_address("/ip4/1.2.3.4/tcp/1", authors.author_of(1)).encode()],
     ),
-    "delta": Decoder(merge_delta, [authors.everything(_state()).encode()]),
+    "delta": Decoder(merge_delta, [encode(authors.everything(_state()))]),
     "entry": Decoder(merge_signed, _bodies()),
     "exchange-control": of(exchange.decode_control, exchange.Control),
     "exchange-offer": Decoder(

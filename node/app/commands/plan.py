@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from farandole.protocol.planning.needs import busy_share
+
 from ...base.exits import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
 from ...base.settings import NodeSettings
@@ -119,11 +121,11 @@ def _needs(best: Plan, machine: Machine) -> list[str]:
         f"line; with a late partner it has {duration(needs.transfer_seconds)} ({TRANSFER_SHARE:.0%} of "
         f"exchange_seconds), for which {mbit(needs.rate)} are needed",
     ]
-    if best.busy is not None:
+    if (busy := busy_share(rounds, best.seconds)) is not None:
         times = "once" if rounds.partners == 1 else f"{rounds.partners} times"
         lines.append(
             f"rounds    every parameter is averaged {times} in {duration(best.period)}; trainers are in inner steps "
-            f"up to {best.busy:.0%} of the time"
+            f"up to {busy:.0%} of the time"
         )
         hourly = 3_600 / best.period * manifest.outer.fragments * rounds.partners * needs.contribution_bytes
         lines.append(f"traffic   {size(hourly)} an hour each way for exchanges")

@@ -29,7 +29,6 @@ from farandole.protocol.mesh.reachability import (
     DIALBACK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
-    ClockAnswer,
     DialBackAnswer,
     ReachabilityKind,
     Request,
@@ -294,7 +293,7 @@ class _Probe:
         self.conn: Connection | None = None
 
 
-async def tell(stream: Libp2pStream, message: msgspec.Struct) -> None:
+async def tell(stream: Libp2pStream, message: msgspec.Struct | tuple[int]) -> None:
     """Send a message; raise `trio.TooSlowError` if the peer does not take it."""
     with trio.fail_after(MESSAGE_TIMEOUT):
         await stream.send_all(frame(encode(message), MAX_MESSAGE_BYTES))
@@ -310,7 +309,7 @@ def tell_time(host: Host, clock: Callable[[], float] = time.time) -> None:
     """Answer the peers of a host. ``clock``: Unix seconds."""
 
     async def tell_time_to(stream: Libp2pStream) -> None:
-        await tell(stream, ClockAnswer(max(0, int(clock() * 1_000))))
+        await tell(stream, (max(0, int(clock() * 1_000)),))
 
     host.set_handler(CLOCK_PROTOCOL, tell_time_to)
 
@@ -323,9 +322,9 @@ async def ask_time(host: Host, peer: bytes, clock: Callable[[], float] = time.ti
     async with await host.open_stream(peer, CLOCK_PROTOCOL) as stream:
         asked_at, began_at = clock(), trio.current_time()
         with expecting_answer(peer, MESSAGE_TIMEOUT):
-            answer = decode_clock(await hear(stream))
+            (milliseconds,) = decode_clock(await hear(stream))
     # Elapsed time is from the steady clock, so setting the clock in between does no harm.
-    return asked_at + (trio.current_time() - began_at) / 2 - answer.milliseconds / 1_000
+    return asked_at + (trio.current_time() - began_at) / 2 - milliseconds / 1_000
 
 
 class Examiner:

@@ -24,6 +24,7 @@ from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Mark, Writer
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.wire.messagepack import encode
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice
 from ..parties import Handler, MemoryHost
@@ -211,7 +212,7 @@ async def test_a_restart_takes_up_what_was_stored(wires: Wires, clock: MockClock
         root = node.state.root
         life.cancel_scope.cancel()
     store.rows[author_of(4)] = b"damaged"
-    store.rows[author_of(5)] = Delta((notice(6),)).encode()[:-9] + bytes(9)
+    store.rows[author_of(5)] = encode(Delta((notice(6),)))[:-9] + bytes(9)
     reborn = await running(wires, 1, store)
     assert reborn.state.root == root
     past = reborn.state.get(reborn.author, Kind.MEMBER)

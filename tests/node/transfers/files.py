@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.transfers.giver import Holding
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, hash_block, sign_index
+from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, Index, SignedIndex, sign_index
 from farandole.protocol.wire.identity import public_bytes
 
 from ...protocol.checkpoints import test_blocks
@@ -57,7 +58,8 @@ def checkpoint_bytes(num_elements: int, seed: int = 1, round_index: int = 7) -> 
 
 
 def index_of(content: bytes, round_index: int = 7, key: Ed25519PrivateKey = KEY) -> Index:
-    hashes = b"".join(hash_block(content[start : start + BLOCK_BYTES]) for start in range(0, len(content), BLOCK_BYTES))
+    blocks = (content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES))
+    hashes = b"".join(hashlib.sha256(block).digest() for block in blocks)
     author, size = public_bytes(key), len(content)
     return test_blocks.index_of(author=author, stage=0, num_stages=1, round=round_index, size=size, hashes=hashes)
 

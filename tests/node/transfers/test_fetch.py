@@ -28,7 +28,7 @@ from farandole.protocol.checkpoints.blocks import BLOCK_BYTES, num_blocks
 
 from ...patience import PATIENCE
 from ..hosts import host_at_loopback
-from .files import NOBODY, RUN, checkpoint_bytes, hold, index_of, is_required, signed_index_of
+from .files import NOBODY, RUN, checkpoint_bytes, hold, is_required, signed_index_of
 
 CONTENT = checkpoint_bytes(1_500_000)  # 24 MB, of which half is wanted
 CONTENT_WANTED = len(CONTENT) / 2
@@ -107,7 +107,7 @@ async def test_two_donors_give_different_blocks(tmp_path: Path, monkeypatch: pyt
         fetched = await fetch(newcomer, donors, tmp_path / "ours", on_progress=shown.append)
         assert is_what_was_wanted(tmp_path / "ours")
         assert set(fetched.num_by_donor) == {donor.host.author for donor in donors}
-        assert NUM_WANTED <= sum(fetched.num_by_donor.values()) < index_of(CONTENT).num_blocks
+        assert NUM_WANTED <= sum(fetched.num_by_donor.values()) < num_blocks(len(CONTENT))
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ours")] == ["ours"]
         assert shown[-1].total >= shown[-1].num_bytes
 

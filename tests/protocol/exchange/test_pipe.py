@@ -97,7 +97,7 @@ def test_nothing_moves_twice_and_nothing_is_lost_however_channels_break(seed: in
             arrived = wire[: rng.randrange(len(wire))]
             num_moved += len(arrived)
             sender.hear(receiver.take(arrived))
-        if not alice.pipe.incoming.is_open and bob.pipe.incoming.is_open:
+        if not alice.pipe.incoming.open and bob.pipe.incoming.open:
             alice.hear(bob.pipe.send(pipe.Reroute()))
     assert (bob.received, alice.received) == (alice.sent, bob.sent)
     assert alice.pipe.outgoing.settled == alice.pipe.outgoing.end == sum(map(len, alice.sent))

@@ -6,7 +6,6 @@ from msgspec.msgpack import encode
 from farandole.protocol.mesh.reachability import (
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
-    ClockAnswer,
     DialBackAnswer,
     ReachabilityKind,
     Request,
@@ -88,4 +87,4 @@ def test_answers_must_be_to_the_question(answer: DialBackAnswer) -> None:
 
 def test_a_clock_that_is_out_of_range_is_refused() -> None:
     with pytest.raises(RemoteProtocolError):
-        decode_clock(encode(ClockAnswer(-1)))
+        decode_clock(encode((-1,)))

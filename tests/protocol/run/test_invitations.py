@@ -56,7 +56,7 @@ def roster() -> Roster:
 
 
 def test_an_invited_member_is_admitted_and_the_invite_survives_the_way() -> None:
-    invited = decode_secret(invitation(seats=range(3)).encode())
+    invited = decode_secret(encode(invitation(seats=range(3))))
     admission = decode_admission(encode(admit(invited, ANNA, 2)))
     members = roster()
     members.admit(admission)

@@ -23,6 +23,7 @@ from farandole.protocol.state.author_places import Introducer
 from farandole.protocol.state.entries import Checker, Delta, Entry, Kind, Signed
 from farandole.protocol.state.state import NUM_BUCKETS, RunState
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.wire.messagepack import encode
 
 from ..authors import CREATOR, NOW, RUN_ID, author_of, beat, contents, member, notice, state_of, tick_at
 
@@ -183,7 +184,7 @@ def test_full_tables_that_differ_cost_each_session_little_and_still_bring_what_i
     alice, bob = full_state(1_000, 160, *common), full_state(2_000, 160, *common)
     news = [notice(number) for number in range(1, 40)]
     bob.merge(Delta(tuple(news)), NOW)
-    bytes_of_all = len(Delta(tuple(entry.signed for entry in bob)).encode())
+    bytes_of_all = len(encode(Delta(tuple(entry.signed for entry in bob))))
     most, num_sessions = 0, 0
     while not all(alice.get(item.author, Kind.CHECKPOINT) for item in news):
         transcript = Transcript(alice, bob, seed=num_sessions)
