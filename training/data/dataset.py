@@ -75,7 +75,7 @@ class Text:
 def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) -> Text:
     """Read and tokenise a run's text; for source ``text``, the text that this node brings.
 
-    Raises `DataError` if there is none, or it cannot be read.
+    Raises `DataError` if there is none, or it cannot be read, or some of it is text and some ready tokens.
     """
     if config.source != "text":
         return text_of(documents_in(stdlib_sources(), bring.field), tokenizer, config.held_out)
@@ -83,63 +83,47 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
         raise DataError(
             "this run trains on text that each node brings: name some with --data, or a data set with --stream"
         )
-    return _Loader(config, tokenizer, bring).load(sources_of(bring.paths))
+    sources = sources_of(bring.paths)
+    ready = [source for source in sources if source.kind == "tokens"]
+    if ready and len(ready) < len(sources):
+        raise DataError(
+            f"{ready[0].path} has ready tokens, and there is text too, perhaps the same: name one of them with --data"
+        )
+    if ready:
+        return _ready_tokens(config, tokenizer, bring, ready)
+    documents = documents_in(sources, bring.field, bring.progress)
+    if bring.cache is None:
+        return text_of(documents, tokenizer, config.held_out)
+    name = cache_name(sources, bring.field, tokenizer.identity, config.held_out)
+    return _kept(bring.cache / name, _dtype_of(tokenizer), tokenise(documents, tokenizer, config.held_out), bring)
 
 
-class _Loader:
-    """Reads a text, which becomes a cache file: its tokens, or an index of ready tokens."""
+def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, bring: Bring, sources: Sequence[TextSource]) -> Text:
+    """Return the tokens in files, which are mapped; their index is kept as text is."""
+    arrays = [(source.path, open_tokens(source.path)) for source in sources]
+    parts = index_tokens(arrays, tokenizer, config.held_out, bring.progress)
+    if bring.cache is None:
+        index = _in_memory(INDEX_DTYPE, parts)
+    else:
+        name = cache_name(sources, tokenizer.separator, "ready", tokenizer.identity, config.held_out)
+        index = _kept(bring.cache / name, INDEX_DTYPE, parts, bring)
+    for each, tokens in arrays if config.mask_documents else ():
+        require_separator(each, tokens, tokenizer)
+    assert isinstance(index.training, np.ndarray)
+    assert isinstance(index.held_out, np.ndarray)
+    return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, bring: Bring) -> None:
-        self._held_out = config.held_out
-        self._masks_documents = config.mask_documents
-        self._tokenizer = tokenizer
-        self._bring = bring
 
-    def load(self, sources: Sequence[TextSource]) -> Text:
-        """Return text, or ready tokens. Raises `DataError` if there are both."""
-        ready = [source for source in sources if source.kind == "tokens"]
-        if ready and len(ready) < len(sources):
+def _kept(path: Path, dtype: np.dtype[np.integer], parts: Parts, bring: Bring) -> Text:
+    """Return the content of a cache file, which is written first if it is not there."""
+    if (opened := open_cache(path, bring.cache_bytes)) is None:
+        write_cache(path, dtype, parts, bring.cache_bytes)
+        if (opened := open_cache(path, bring.cache_bytes)) is None:
             raise DataError(
-                f"{ready[0].path} has ready tokens, and there is text too, perhaps the same: name one of them with "
-                "--data"
+                f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
+                "with --home"
             )
-        return self._ready_tokens(ready) if ready else self._text(sources)
-
-    def _text(self, sources: Sequence[TextSource]) -> Text:
-        documents = documents_in(sources, self._bring.field, self._bring.progress)
-        path = self._cache_of(sources, self._bring.field)
-        if path is None:
-            return text_of(documents, self._tokenizer, self._held_out)
-        return self._kept(path, _dtype_of(self._tokenizer), tokenise(documents, self._tokenizer, self._held_out))
-
-    def _ready_tokens(self, sources: Sequence[TextSource]) -> Text:
-        """Return the tokens in files, which are mapped."""
-        arrays = [(source.path, open_tokens(source.path)) for source in sources]
-        path = self._cache_of(sources, self._tokenizer.separator, "ready")
-        parts = index_tokens(arrays, self._tokenizer, self._held_out, self._bring.progress)
-        index = _in_memory(INDEX_DTYPE, parts) if path is None else self._kept(path, INDEX_DTYPE, parts)
-        for each, tokens in arrays if self._masks_documents else ():
-            require_separator(each, tokens, self._tokenizer)
-        assert isinstance(index.training, np.ndarray)
-        assert isinstance(index.held_out, np.ndarray)
-        return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
-
-    def _cache_of(self, sources: Sequence[TextSource], *how: object) -> Path | None:
-        if self._bring.cache is None:
-            return None
-        return self._bring.cache / cache_name(sources, *how, self._tokenizer.identity, self._held_out)
-
-    def _kept(self, path: Path, dtype: np.dtype[np.integer], parts: Parts) -> Text:
-        """Return the content of a cache file, which is written first if it is not there."""
-        max_bytes = self._bring.cache_bytes
-        if (opened := open_cache(path, max_bytes)) is None:
-            write_cache(path, dtype, parts, max_bytes)
-            if (opened := open_cache(path, max_bytes)) is None:
-                raise DataError(
-                    f"what was just written to {path} cannot be read: check that disk, or name a folder on another one "
-                    "with --home"
-                )
-        return Text(*opened)
+    return Text(*opened)
 
 
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
