@@ -22,7 +22,7 @@ from cryptography.hazmat.backends.openssl import backend
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.run.manifest import manifest_from_dict, sign_manifest
-from farandole.training.outer.codec import encoded_size
+from farandole.protocol.run.rules import encoded_bytes
 
 from .process import (
     MB,
@@ -170,7 +170,7 @@ def measure_pairs(vector_mb: int, repeats: int, log: Path, cache: Path | None, s
     """Measure all pairs in turns; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(open_nodes(encoded_size("fp32", num_elements), log))
+        nodes = stack.enter_context(open_nodes(encoded_bytes("fp32", num_elements), log))
         ask_all(nodes, "hold", vectors(num_elements))
         rounds = itertools.count(1)
         pairs: dict[str, Turn] = {f"{OURS}, {codec}": partial(average, nodes, codec, rounds) for codec in CODECS}

@@ -56,7 +56,7 @@ class GASLoC(OuterRule):
 
     def step(self, own: OwnVectors, meeting: Meeting) -> None:
         """The formulas above."""
-        pull, momentum, updated = self._settings.pull, own.vectors["momentum"], meeting.own
+        pull, momentum, updated = self._settings.pull, own.vectors["momentum"], meeting.contributions[meeting.own_place]
         carried = (updated - own.slow).add_(momentum).mul_(self._settings.gamma)
         own.slow.copy_(((1.0 - pull) * updated).add_(pull * meeting.mean()).add_(carried))
         momentum.copy_(own.slow - updated)

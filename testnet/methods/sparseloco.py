@@ -60,5 +60,5 @@ class SparseLoCo(OuterRule):
     def step(self, own: OwnVectors, meeting: Meeting) -> None:
         """The formulas above; alone, everything counts as sent."""
         rate = self._settings.learning_rate
-        own.vectors["residual"].copy_(self.contribution(own) - meeting.own)
+        own.vectors["residual"].copy_(self.contribution(own) - meeting.contributions[meeting.own_place])
         own.slow.mul_(1.0 - rate).add_(rate * meeting.mean())

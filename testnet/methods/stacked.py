@@ -174,7 +174,7 @@ class _Model:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parameters of all rows of ``flat`` (N, W), by name, as views (N, ...)."""
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        shapes = self.layout.shapes
         return {name: flat[:, place].unflatten(1, shapes[name]) for name, place in self.layout.places().items()}
 
     def loss(self, parameters: Mapping[str, Tensor], tokens: Tensor) -> Tensor:

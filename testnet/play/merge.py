@@ -53,7 +53,7 @@ def loss_of(learner: Learner, weights: Mapping[str, Tensor]) -> float:
     Raises `CheckpointError` if a parameter is missing.
     """
     parameters = dict(learner.replica.module.named_parameters())
-    for name in learner.checkpoint.layout.names:
+    for name in learner.checkpoint.layout.shapes:
         if (tensor := _SLOW + name) not in weights:
             raise CheckpointError(f"no replica has saved {name}: nobody held its stage at the end")
         parameters[name].copy_(weights[tensor])

@@ -218,7 +218,7 @@ def forge_momentum(attack: str, round_end: RoundEnd, momentum: Tensor) -> bytes:
         return b""
     if attack in MOMENTA:
         layout = round_end.layout
-        by_name = zip(layout.places().values(), layout.shapes, strict=True)
+        by_name = zip(layout.places().values(), layout.shapes.values(), strict=True)
         momentum = MOMENTA[attack](momentum, [(shape[0], shape[1]) for place, shape in by_name if place in sent.places])
     return forge(momentum, sent.form)
 

@@ -17,6 +17,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from farandole.protocol.wire.safetensors import Shape
+
 from .errors import TrainingError
 
 NO_PARTS: Mapping[str, Layout] = MappingProxyType({})
@@ -24,23 +26,20 @@ NO_PARTS: Mapping[str, Layout] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of the flat vector: the parameters' names and shapes, in order, and the codec of exchanges."""
+    """The layout of the flat vector: the parameters' shapes by name, in order, and the codec of exchanges."""
 
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Mapping[str, Shape]
     codec: str
 
     @property
     def num_elements(self) -> int:
         """Length of the flat vector."""
-        return sum(map(math.prod, self.shapes))
+        return sum(map(math.prod, self.shapes.values()))
 
     @property
     def hash(self) -> bytes:
         """32 bytes; partners whose layouts differ cannot exchange anything."""
-        lines = [
-            f"{name} {'x'.join(map(str, shape))} fp32" for name, shape in zip(self.names, self.shapes, strict=True)
-        ]
+        lines = [f"{name} {'x'.join(map(str, shape))} fp32" for name, shape in self.shapes.items()]
         return hashlib.sha256("\n".join(["farandole/layout/1", self.codec, *lines]).encode()).digest()
 
     def fragment(self, index: int, count: int) -> slice:
@@ -53,19 +52,16 @@ class Layout:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
-        shapes = dict(zip(self.names, self.shapes, strict=True))
-        return {name: flat[place].view(shapes[name]) for name, place in self.places().items()}
+        return {name: flat[place].view(self.shapes[name]) for name, place in self.places().items()}
 
     def part(self, names: Collection[str]) -> Layout:
         """Return the layout of a vector that has these parameters alone, in the same order."""
-        kept = [(name, shape) for name, shape in zip(self.names, self.shapes, strict=True) if name in names]
-        return Layout(tuple(name for name, _ in kept), tuple(shape for _, shape in kept), self.codec)
+        return Layout({name: shape for name, shape in self.shapes.items() if name in names}, self.codec)
 
     def places(self) -> dict[str, slice]:
         """Return where each parameter lies in the flat vector, by name."""
-        ends = itertools.accumulate(map(math.prod, self.shapes))
-        sizes = map(math.prod, self.shapes)
-        return {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
+        ends = itertools.accumulate(map(math.prod, self.shapes.values()), initial=0)
+        return {name: slice(*place) for name, place in zip(self.shapes, itertools.pairwise(ends), strict=True)}
 
     def tensors(self, vectors: Mapping[str, Tensor], parts: Mapping[str, Layout] = NO_PARTS) -> dict[str, Tensor]:
         """The parameters of several flat vectors, as views into these, by ``VECTOR/PARAMETER``.
@@ -81,8 +77,7 @@ class Layout:
 
 def layout_of(module: nn.Module, codec: str) -> Layout:
     """The layout of a module: its parameters in the order it defines them."""
-    parameters = dict(module.named_parameters())
-    return Layout(tuple(parameters), tuple(tuple(p.shape) for p in parameters.values()), codec)
+    return Layout({name: tuple(parameter.shape) for name, parameter in module.named_parameters()}, codec)
 
 
 @torch.no_grad()

@@ -267,7 +267,7 @@ class ExternalEngine(Engine):
             else None
         )
         self._losses, self._num_losses = 0.0, 0
-        layout = Layout(tuple(parameters), tuple(map(tuple, shapes.values())), manifest.outer.codec)
+        layout = Layout(shapes, manifest.outer.codec)
         loop.ranks.begin(list(parameters))
         users = UserParameters(loop.model, parameters, layout, loop.ranks)
         theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)

@@ -18,11 +18,11 @@ from farandole.protocol.run.manifest import Manifest
 
 from ..base.device import Device
 from ..base.parameters import flatten_, layout_of
-from ..inner.lean import DeviceWeights, LeanOptimizer, Rounding, flatten_lean_
+from ..inner.lean import LeanOptimizer, Rounding, flatten_lean_
 from ..inner.optimizer import InnerOptimizer
 from ..outer.contribution import Exam, Measure
 from ..outer.momentum import Momentum
-from ..outer.outer_state import FastWeights
+from ..outer.outer_state import DeviceWeights, FastWeights
 from ..outer.round_end import RoundEnd
 from .snapshot import Checkpoint
 
@@ -66,7 +66,7 @@ class Replica:
         else:
             rounding = Rounding(run_id, lean_author, device.torch_device)
             theta, weights, gradient = flatten_lean_(module, layout, device.torch_device)
-            trained = DeviceWeights(weights, rounding)
+            trained = DeviceWeights(weights, rounding.write_)
             make_optimizer = partial(LeanOptimizer, rounding)
         self.module = module
         """The model, or a stage of it; its parameters are views of a flat vector: the flat fast weights, or a copy."""

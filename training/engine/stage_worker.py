@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
+from farandole.protocol.run.rules import encoded_bytes
 from farandole.protocol.trainer.trainer_messages import (
     InnerStepTaken,
     Settle,
@@ -53,7 +54,7 @@ from ..data.batches import Batches
 from ..data.dataset import NOTHING, Bring, build_sampler
 from ..model.model import StageModule
 from ..model.stages import build_stage
-from ..outer.codec import Buffer, decode, encode, encoded_size
+from ..outer.codec import Buffer, decode, encode
 from .engine import Engine, Until
 from .learner import DEFAULTS
 from .link_statistics import LinkStatistics
@@ -195,7 +196,7 @@ class StageWorker(Engine):
         self.versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
         self.sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
-        self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
+        self.activation_bytes = encoded_bytes(pipeline.codec, math.prod(self._shape))
         self.memory = memoryview(b"")
         """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)

@@ -38,10 +38,10 @@ _NUM_DROPPED: Final = 1 << 16
 """An fp32 number is a bf16 number and 16 more bits of the significand."""
 
 
-def pieces(num_elements: int, device: torch.device) -> list[slice]:
+def pieces(vector: Tensor) -> list[slice]:
     """Return consecutive pieces of a vector (n,)."""
-    size = _CPU_PIECE if device.type == "cpu" else _GPU_PIECE
-    return [slice(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
+    size = _CPU_PIECE if vector.device.type == "cpu" else _GPU_PIECE
+    return [slice(start, start + size) for start in range(0, len(vector), size)]
 
 
 class Rounding:
@@ -73,50 +73,11 @@ class Rounding:
         target.copy_(values)  # exact
 
 
-class DeviceWeights:
-    """Trained weights (`farandole.training.outer.outer_state.PartialWeights`): a flat vector (n,) on any device.
-
-    ``rounding`` is of bf16 weights; fp32 ones need none. Copies go piece by piece: whole vectors of another dtype would
-    need a copy of them on the device, and so would a sum.
-    """
-
-    def __init__(self, flat: Tensor, rounding: Rounding | None = None) -> None:
-        self.device = flat.device
-        self._flat = flat
-        self._rounding = rounding
-
-    def read(self, flat: Tensor) -> None:
-        """Copy the weights exactly; waits for the inner steps that are queued."""
-        for piece in pieces(len(flat), self._flat.device):
-            flat[piece].copy_(self._flat[piece].float())
-
-    def write(self, flat: Tensor) -> None:
-        """Set the weights; numbers that are bf16 already stay as they are."""
-        self.write_part(flat, slice(0, len(flat)))
-
-    def write_part(self, values: Tensor, part: slice) -> None:
-        """As `write`."""
-        for piece in pieces(len(values), self.device):
-            self._store(self._flat[part][piece], values[piece].to(self.device, copy=True))
-
-    def add(self, values: Tensor, part: slice) -> None:
-        """Queue the additions."""
-        for piece in pieces(len(values), self.device):
-            target = self._flat[part][piece]
-            self._store(target, target + values[piece].to(self.device, non_blocking=True))
-
-    def _store(self, target: Tensor, values: Tensor) -> None:
-        if self._rounding is None:
-            target.copy_(values)
-        else:
-            self._rounding.write_(target, values)
-
-
 def flatten_lean_(module: nn.Module, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Move a module to the device, with bf16 parameters there, and its fp32 parameters into a vector of the host.
 
     Returns the host's vector (n,) fp32, and on the device, (n,) bf16 each, the parameters' and their gradients'. The
-    parameters have no values yet: `DeviceWeights.write` sets them.
+    parameters have no values yet.
     """
     theta = torch.empty(layout.num_elements, pin_memory=device.type == "cuda")
     views = layout.views(theta)
@@ -148,7 +109,7 @@ class LeanOptimizer(InnerOptimizer):
         self._rate = rate = self.rate(steps)
         number = steps - self.begun_at
         self._rounding.begin(steps)
-        norms = [torch.linalg.vector_norm(self._gradient[piece].float()) for piece in self._pieces(self._gradient)]
+        norms = [torch.linalg.vector_norm(self._gradient[piece].float()) for piece in pieces(self._gradient)]
         norm = torch.linalg.vector_norm(torch.stack(norms)) / divisor
         is_fit = norm.isfinite()
         clip = self._settings.clip
@@ -168,7 +129,7 @@ class LeanOptimizer(InnerOptimizer):
     def _step_vectors(
         self, span: Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor
     ) -> None:
-        for piece in self._pieces(span.weights):
+        for piece in pieces(span.weights):
             weights, mean, square = (vector[piece].float() for vector in (span.weights, span.mean, squares))
             if span.is_decayed:
                 decay_(weights, rate, self._settings)
@@ -181,7 +142,3 @@ class LeanOptimizer(InnerOptimizer):
     def _store(self, target: Tensor, values: Tensor, is_fit: Tensor) -> None:
         """Round ``values`` to ``target`` if ``is_fit``, a number on the device, says so."""
         self._rounding.write_(target, torch.where(is_fit, values, target))
-
-    @staticmethod
-    def _pieces(vector: Tensor) -> list[slice]:
-        return pieces(len(vector), vector.device)

@@ -205,27 +205,19 @@ class InnerOptimizer:
     """
 
     def __init__(
-        self,
-        settings: InnerConfig,
-        module: nn.Module,
-        layout: Layout,
-        weights: Tensor,
-        gradient: Tensor,
-        *,
-        is_queued: bool | None = None,
+        self, settings: InnerConfig, module: nn.Module, layout: Layout, weights: Tensor, gradient: Tensor
     ) -> None:
-        """``is_queued``: whether a step must not wait for the device; None: as the weights' device requires."""
         self._settings = settings
         self._gradient = gradient
-        # On the device "meta" there is nothing to read: memory is counted there, where there is no GPU.
-        self._is_queued = weights.is_cuda or weights.is_meta if is_queued is None else is_queued
+        self.is_queued = weights.is_cuda or weights.is_meta
+        """Whether a step must not wait for the device. On "meta", where memory is counted, there is nothing to read."""
         self._parameters = list(module.parameters())
         self.mean = torch.zeros_like(weights)
         """The running mean of the gradient (n,): Muon's momentum where `muon_places` says so, AdamW's elsewhere."""
         by_muon = matrices_of(module) if settings.optimizer == "muon" else frozenset()
         self.muon_places = [place for name, place in layout.places().items() if name in by_muon]
         """Where the matrices that Muon steps are in the flat vectors."""
-        squares = layout.part([name for name in layout.names if name not in by_muon])
+        squares = layout.part([name for name in layout.shapes if name not in by_muon])
         self._square = weights.new_zeros(squares.num_elements)
         self.parts = {OPTIMIZER_VECTORS[1]: squares}
         """Layouts of the vectors that have not all parameters."""
@@ -233,7 +225,7 @@ class InnerOptimizer:
         views = [layout.views(flat) for flat in (weights, gradient, self.mean)]
         places, square_places = layout.places(), squares.places()
         runs = list[tuple[slice, slice, bool]]()  # of AdamW: adjacent parameters together
-        for name, shape in zip(layout.names, layout.shapes, strict=True):
+        for name, shape in layout.shapes.items():
             is_decayed = len(shape) > 1
             if name in by_muon:
                 matrix, its_gradient, mean = (by_name[name] for by_name in views)
@@ -279,7 +271,7 @@ class InnerOptimizer:
         else:
             norm = torch.linalg.vector_norm(self._gradient)
         is_fit = norm.isfinite()
-        if self._is_queued:
+        if self.is_queued:
             self._num_skipped = self._num_skipped + is_fit.logical_not()
             self._step(steps - self.begun_at, rate, is_fit.float())
         elif bool(is_fit):

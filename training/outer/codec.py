@@ -255,11 +255,6 @@ def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:
         raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}, topk") from None
 
 
-def encoded_size(codec: str, num_elements: int) -> int:
-    """Return the bytes that ``num_elements`` fp32 numbers take."""
-    return form_of(codec).size(num_elements)
-
-
 def slices(num_elements: int, start: int = 0) -> Iterator[slice]:
     """Split a vector of ``num_elements`` into the parts that are encoded and decoded at a time, from ``start`` on.
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -44,18 +44,37 @@ class TrainedWeights(Protocol):
         """Set the weights to ``flat`` (n,) fp32."""
 
 
-@runtime_checkable
-class PartialWeights(TrainedWeights, Protocol):
-    """Trained weights that can be changed in part, so that the flat vector need not be a copy of all."""
+class DeviceWeights:
+    """Trained weights as a flat vector (n,) on any device, which can be changed in part: no copy of all is needed.
 
-    device: torch.device
-    """Where they are."""
+    ``round_`` writes fp32 values, which it may overwrite, to bf16 weights; fp32 ones need none. Copies go piece by
+    piece: whole vectors of another dtype would need a copy of them on the device, and so would a sum.
+    """
+
+    def __init__(self, flat: Tensor, round_: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        self.device = flat.device
+        self._flat = flat
+        self._store = round_
+
+    def read(self, flat: Tensor) -> None:
+        """Copy the weights exactly; waits for the inner steps that are queued."""
+        for piece in slices(len(flat)):
+            flat[piece].copy_(self._flat[piece].float())
+
+    def write(self, flat: Tensor) -> None:
+        """Set the weights; numbers that are bf16 already stay as they are."""
+        self.write_part(flat, slice(0, len(flat)))
 
     def write_part(self, values: Tensor, part: slice) -> None:
         """Set a part of the weights to ``values`` (n,) fp32."""
+        for piece in slices(len(values)):
+            self._store(self._flat[part][piece], values[piece].to(self.device, copy=True))
 
     def add(self, values: Tensor, part: slice) -> None:
-        """Add ``values`` (n,) fp32 to a part of the weights; on a GPU, this may read them until the next `read`."""
+        """Queue the addition of ``values`` (n,) fp32 to a part of the weights; they may be read until `read`."""
+        for piece in slices(len(values)):
+            target = self._flat[part][piece]
+            self._store(target, target + values[piece].to(self.device, non_blocking=True))
 
 
 class FastWeights:
@@ -65,11 +84,11 @@ class FastWeights:
         self.flat = flat
         """The fast weights, as far as they were read; see above."""
         self._trained = trained
-        self._copier = copier_for(trained.device) if isinstance(trained, PartialWeights) else Copier()
+        self._copier = copier_for(trained.device) if isinstance(trained, DeviceWeights) else Copier()
         self._room = flat.new_empty(0)
         self.is_copy = trained is not None
         """Whether inner steps move other weights."""
-        self.takes_corrections = isinstance(trained, PartialWeights)
+        self.takes_corrections = isinstance(trained, DeviceWeights)
         """Whether `add` can be used."""
 
     def read(self) -> None:
@@ -84,7 +103,7 @@ class FastWeights:
 
     def add(self, part: slice) -> None:
         """Add a part of the flat vector, which is a difference here, to the trained weights."""
-        assert isinstance(self._trained, PartialWeights)
+        assert isinstance(self._trained, DeviceWeights)
         self._trained.add(self.flat[part], part)
 
     def room(self, num_elements: int) -> Tensor:
@@ -105,7 +124,7 @@ class FastWeights:
         """Replace a part of the fast weights by ``weights`` (n,), which are overwritten, and restore it afterwards."""
         self.read()
         before = self.flat[part]
-        if isinstance(self._trained, PartialWeights):
+        if isinstance(self._trained, DeviceWeights):
             self._trained.write_part(weights, part)
             try:
                 yield

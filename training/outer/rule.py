@@ -57,11 +57,6 @@ class Meeting:
     is_late: bool = False
     """Whether this replica had taken inner steps since its contribution when the step was begun."""
 
-    @property
-    def own(self) -> Tensor:
-        """This replica's own contribution."""
-        return self.contributions[self.own_place]
-
     def mean(self) -> Tensor:
         """The mean of the contributions; of a single one, that one itself.
 

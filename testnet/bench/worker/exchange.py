@@ -35,9 +35,9 @@ from farandole.node.programs.stream import MeshStream
 from farandole.protocol.exchange.exchange import Offer
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchange
-from farandole.protocol.run.rules import Codec
+from farandole.protocol.run.rules import Codec, encoded_bytes
 from farandole.protocol.wire.identity import public_key_of
-from farandole.training.outer.codec import decode, encode, encoded_size
+from farandole.training.outer.codec import decode, encode
 
 from ...play.process import NODE_COMMAND
 from ..peers.peer import vector
@@ -226,7 +226,7 @@ class ExchangingNode:
     def average(self, codec: str) -> dict[str, Any]:
         """Decode and average; return the distance from the mean of both vectors."""
         started_at = time.monotonic()
-        size = encoded_size(codec, len(self._vector))
+        size = encoded_bytes(codec, len(self._vector))
         mean = decode(codec, self._incoming[:size], len(self._vector)).add_(self._vector).mul_(0.5)
         ended_at = time.monotonic()
         error = float((mean - self._mean).square().mean().sqrt())

@@ -11,9 +11,9 @@ from torch import nn
 
 from farandole.node.bulk import negotiation
 from farandole.protocol.exchange.pipe import BULK_FROM
-from farandole.protocol.run.rules import Codec
+from farandole.protocol.run.rules import Codec, encoded_bytes
 from farandole.training.base.parameters import flatten_, layout_of
-from farandole.training.outer.codec import CODECS, decode, encode, encoded_size
+from farandole.training.outer.codec import CODECS, decode, encode
 from farandole.training.outer.rule import Meeting
 from farandole.training.screening.rule import share_by_tokens
 
@@ -46,7 +46,7 @@ async def test_both_nodes_have_the_same_mean_over_every_path(codec: Codec) -> No
     async with connected_pair() as hosts, real_parties(*hosts) as nodes:
         for num_elements in (1, 63, 257, 7_919, BULK_FROM // 4, 2 * BULK_FROM):
             generator = torch.Generator().manual_seed(num_elements)
-            contributions = [bytearray(encoded_size(codec, num_elements)) for _ in nodes]
+            contributions = [bytearray(encoded_bytes(codec, num_elements)) for _ in nodes]
             for contribution, scale in zip(contributions, (1.0, 1e-3), strict=True):
                 encode(codec, torch.randn(num_elements, generator=generator) * scale, contribution)
             sent = [decode(codec, contribution, num_elements) for contribution in contributions]
@@ -69,7 +69,7 @@ def test_parameters_of_odd_shapes_and_types_come_back_in_their_places(dtype: tor
     before = {name: parameter.detach().float() for name, parameter in module.named_parameters()}
     layout = layout_of(module, "fp32")
     weights, _ = flatten_(module, layout)
-    encoded = bytearray(encoded_size("fp32", layout.num_elements))
+    encoded = bytearray(encoded_bytes("fp32", layout.num_elements))
     encode("fp32", weights, encoded)
     received = layout.views(decode("fp32", encoded, layout.num_elements))
     for name, parameter in module.named_parameters():

@@ -31,7 +31,7 @@ from farandole.training.engine.snapshot import Snapshot
 
 RUN_ID = b"r" * 32
 # Several blocks, so that there are all kinds of writes: the header, up to a block's end, the rest of a vector.
-LAYOUT = Layout(("first", "second"), ((BLOCK_BYTES // 4, 1), (1_000,)), "fp32")
+LAYOUT = Layout({"first": (BLOCK_BYTES // 4, 1), "second": (1_000,)}, "fp32")
 VECTORS = ("slow", "momentum")
 # More calls than any save makes; if it is reached, there is a bug.
 MAX_CALLS = 100

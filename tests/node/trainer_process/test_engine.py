@@ -44,7 +44,7 @@ class AdderRoundEnd(RoundEnd):
     """Notes how much of a contribution has arrived at each call."""
 
     def __init__(self) -> None:
-        super().__init__(FastWeights(torch.zeros(4)), Layout(("w",), ((2, 2),), "fp32"), PlainConfig(), GuardConfig())
+        super().__init__(FastWeights(torch.zeros(4)), Layout({"w": (2, 2)}, "fp32"), PlainConfig(), GuardConfig())
         contributor, copier = self.outer.contributor, self.outer.copier
         self.partner = PartnerContribution(Asking(note_tokens), contributor, torch.empty(4), copier, Exam())
         self.taken_in: list[int] = []

@@ -53,7 +53,8 @@ def test_a_step_that_is_queued_is_the_same_and_counts_as_a_change(
         module = build_model(model, 0).to(device if is_queued else "cpu")
         layout = layout_of(module, "fp32")
         weights, gradient = flatten_(module, layout)
-        made = InnerOptimizer(inner, module, layout, weights, gradient, is_queued=is_queued)
+        made = InnerOptimizer(inner, module, layout, weights, gradient)
+        made.is_queued = is_queued
         optimizers.append((made, weights, gradient))
     generator = torch.Generator().manual_seed(0)
 

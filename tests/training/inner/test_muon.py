@@ -36,7 +36,7 @@ def test_matrices_are_all_but_the_models_ends_and_have_one_vector_of_state(make_
     }
     node = make_replica(inner_settings=MUON)
     squares = {name.partition("/")[2] for name in node.checkpoint.tensors() if name.startswith("square/")}
-    assert squares == set(node.checkpoint.layout.names) - matrices_of(node.replica.module)
+    assert squares == set(node.checkpoint.layout.shapes) - matrices_of(node.replica.module)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from farandole.protocol.run.rules import encoded_bytes
 from farandole.training.base.errors import CodecError
 from farandole.training.outer import codec
-from farandole.training.outer.codec import CODECS, MAX_FP16, MAX_MAGNITUDE, MIN_SCALE, decode, encode, encoded_size
+from farandole.training.outer.codec import CODECS, MAX_FP16, MAX_MAGNITUDE, MIN_SCALE, decode, encode
 
 BLOCKS = {"int8": (256, 127), "int4": (64, 7)}
 codecs = pytest.mark.parametrize("name", CODECS)
@@ -25,7 +26,7 @@ tensors = st.lists(numbers, max_size=8).flatmap(
 def encoded(name: str, values: Tensor) -> bytearray:
     """Encoded; what fp16 cannot hold is cut off first."""
     limit = MAX_FP16 if name == "fp16" else MAX_MAGNITUDE
-    buffer = bytearray(encoded_size(name, values.numel()))
+    buffer = bytearray(encoded_bytes(name, values.numel()))
     assert encode(name, values.float().clamp(-limit, limit), buffer) == len(buffer)
     return buffer
 
@@ -77,7 +78,7 @@ def test_int4_lies_two_to_a_byte_behind_its_scale() -> None:
 
     assert encoded("int4", values) == struct.pack("<f", 1.0) + bytes([8 + 7 | (8 - 7) << 4, 8 + 3 | 8 << 4])
     assert round_trip("int4", values).tolist() == [7.0, -7.0, 3.0]
-    assert [encoded_size("int4", n) for n in (0, 1, 64, 65)] == [0, 5, 36, 41]
+    assert [encoded_bytes("int4", n) for n in (0, 1, 64, 65)] == [0, 5, 36, 41]
 
 
 @codecs
@@ -126,7 +127,7 @@ def test_an_impossible_scale_is_refused(name: str, scale: float) -> None:
 
 @codecs
 def test_another_length_is_refused(name: str) -> None:
-    size = encoded_size(name, 10)
+    size = encoded_bytes(name, 10)
 
     for wrong in (0, size - 1, size + 1):
         with pytest.raises(CodecError, match="10 elements"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig
-from farandole.protocol.run.rules import PlainConfig
+from farandole.protocol.run.rules import PlainConfig, encoded_bytes
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import matrices_of
 from farandole.training.outer import codec
@@ -45,14 +45,14 @@ def momentum(node: Learner, part: slice | None = None) -> Tensor:
 
 
 def decoded(own: Tensor) -> Tensor:
-    size = codec.encoded_size("int4", len(own))
+    size = encoded_bytes("int4", len(own))
     codec.encode("int4", own, encoded := bytearray(size))
     return codec.decode("int4", encoded, len(own))
 
 
 def with_momentum(contribution: bytearray, forged: Tensor) -> bytearray:
     """Return a contribution of honest weights, and a forged momentum behind them."""
-    size = codec.encoded_size("int4", len(forged))
+    size = encoded_bytes("int4", len(forged))
     codec.encode("int4", forged, encoded := bytearray(size))
     return contribution[:-size] + encoded
 
@@ -152,7 +152,7 @@ def test_small_singular_values_that_are_turned_are_seen_by_looking_ahead(pair: t
 def test_bytes_that_are_no_momentum_are_refused(pair: tuple[Learner, Learner], scale: float) -> None:
     alice, bob = pair
     of_bob = sent(bob)
-    size = codec.encoded_size("int4", len(momentum(bob)))
+    size = encoded_bytes("int4", len(momentum(bob)))
     of_bob[-size : 4 - size] = torch.tensor([scale]).numpy().tobytes()
     sent(alice)
     before = momentum(alice)
