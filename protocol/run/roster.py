@@ -152,7 +152,9 @@ class Roster:
                     raise InvitationError("the invite has expired: ask for another one")
             self._make_room()
         elif held.member != admission.member:
-            self._note_false_witness(held, admission)
+            signed = {each.witness.key for each in (held, admission) if each.witness is not None} - {self._creator}
+            if held.witness is not None and admission.witness is not None and len(signed) == 1:
+                self.false_witnesses |= signed
             if place not in self._unsettled or self._rank(held) <= self._rank(admission):
                 raise SeatTakenError("the invite has been used: ask for one of your own")
             if self._admissions.get(held.member) is held:
@@ -187,11 +189,6 @@ class Roster:
         of_witness = self._admissions.get(admission.witness.key)
         admitted_at = 0 if of_witness is None or of_witness.witness is None else of_witness.witness.since
         return int(admission.witness.key != self._creator), max(admission.witness.since, admitted_at)
-
-    def _note_false_witness(self, held: Admission, other: Admission) -> None:
-        signed = {each.witness.key for each in (held, other) if each.witness is not None} - {self._creator}
-        if held.witness is not None and other.witness is not None and len(signed) == 1:
-            self.false_witnesses |= signed
 
     def _make_room(self) -> None:
         if len(self._held) < MAX_HELD:

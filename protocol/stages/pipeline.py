@@ -153,8 +153,13 @@ class Pipeline:
         match event:
             case machine.NodesChanged():
                 self._nodes, self._change_links_at = event, self._now
-            case machine.LinkOpened():
-                self._open_link(event)
+            case machine.LinkOpened(number, peer, is_upstream, is_return):
+                self._links[number] = MicrobatchLink(peer, is_upstream, is_return, heard_at=self._now)
+                self._change_links_at = self._now
+                if is_upstream:
+                    self._dialling.note_answer(peer, is_return)
+                if len(self._links) > MAX_LINKS or self._avoidance.is_avoided(peer, self._now):
+                    self._hang_up(number)
             case machine.LinkFailed(peer, is_return):
                 self._dialling.note_answer(peer, is_return)
                 self._change_links_at = self._now
@@ -186,15 +191,6 @@ class Pipeline:
                 pass  # due actions are checked after every event
 
     # Links
-
-    def _open_link(self, event: machine.LinkOpened) -> None:
-        link = MicrobatchLink(event.peer, event.is_upstream, event.is_return, heard_at=self._now)
-        self._links[event.link] = link
-        self._change_links_at = self._now
-        if event.is_upstream:
-            self._dialling.note_answer(event.peer, event.is_return)
-        if len(self._links) > MAX_LINKS or self._avoidance.is_avoided(event.peer, self._now):
-            self._hang_up(event.link)
 
     def _lose_origin(self, peer: bytes) -> None:
         for microbatch in self._microbatches.at(LinkStep.ROUTING):
@@ -292,7 +288,13 @@ class Pipeline:
             case wire.Dropped(index, reason, is_untouched) if index in link.open:
                 self._hop_dropped(link.open[index], link, reason, is_untouched)
             case wire.Settled(index, is_kept) if index in link.open:
-                self._hop_settled(link.open[index], link, is_kept)
+                microbatch = link.open[index]
+                self._leave(microbatch.inward)
+                microbatch.inward = None
+                if is_kept and microbatch.step is LinkStep.DONE:
+                    self._end(microbatch, is_kept=True)
+                elif not (is_kept and link.is_return):  # the origin decides by itself
+                    self._drop(microbatch, "dropped on its way")
 
     def _arrive(self, number: int, link: MicrobatchLink, forward: wire.Forward) -> None:
         index = link.num_forwarded
@@ -349,14 +351,6 @@ class Pipeline:
         else:
             self._note_end(microbatch, link.peer, is_kept=False)
             self._drop(microbatch, reason)
-
-    def _hop_settled(self, microbatch: Microbatch, link: MicrobatchLink, is_kept: bool) -> None:
-        self._leave(microbatch.inward)
-        microbatch.inward = None
-        if is_kept and microbatch.step is LinkStep.DONE:
-            self._end(microbatch, is_kept=True)
-        elif not (is_kept and link.is_return):  # the origin decides by itself
-            self._drop(microbatch, "dropped on its way")
 
     def _be_told(self, peer: bytes, message: wire.Question | wire.Answer) -> None:
         """Answer a node that has lost its upstream hop, or take an origin's answer.

@@ -64,7 +64,13 @@ class Supervisor:
         if cause == "weights":
             return Verdict(f"{error}; trying another peer's", RESTART_DELAYS[0])
         if cause == "memory" and lived is not None and not self._is_cut:
-            return self._shrink(error)
+            size = self.microbatch or self._batch_size
+            if size == 1:
+                return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
+            self.microbatch = -(-size // 2)  # the next trainer takes half as many sequences at a time
+            smaller = f"{self.microbatch} of a batch's {self._batch_size} sequences at a time"
+            words = f"{error}; starting it again with {smaller}, which makes the same inner steps"
+            return Verdict(words, RESTART_DELAYS[0])
         self._crashes = 1 if (lived or 0.0) > HEALTHY_SECONDS else self._crashes + 1
         words = f"{error}. {_remedy(self._is_cut)}" if cause == "memory" else error
         if self._crashes < MAX_CRASHES:
@@ -74,15 +80,6 @@ class Supervisor:
         if self._is_cut:
             return Verdict(f"{words}: leaving, so that others take this stage")
         return self._rest(words)
-
-    def _shrink(self, error: str) -> Verdict:
-        """Have the next trainer take half as many sequences at a time."""
-        size = self.microbatch or self._batch_size
-        if size == 1:
-            return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
-        self.microbatch = -(-size // 2)
-        words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
-        return Verdict(f"{words}, which makes the same inner steps", RESTART_DELAYS[0])
 
     def _rest(self, words: str) -> Verdict:
         self._crashes = 0

@@ -28,7 +28,7 @@ from farandole.protocol.run.manifest import InnerConfig
 
 from ..base.parameters import Layout, bind_
 from ..base.permutation import keyed_digest
-from .optimizer import CLIP_EPSILON, InnerOptimizer, Span, adamw_, decay_, muon_
+from .optimizer import CLIP_EPSILON, InnerOptimizer, adamw_, decay_, muon_
 
 # Elements computed at a time. A piece has some ten fp32 temporaries: in a processor's cache, or 80 MB on a GPU, where
 # smaller pieces cost more launches than arithmetic.
@@ -116,28 +116,19 @@ class LeanOptimizer(InnerOptimizer):
         scale = ((clip / (norm + CLIP_EPSILON)).clamp(max=1.0) if clip else torch.ones_like(norm)) / divisor
         self._num_skipped = self._num_skipped + is_fit.logical_not()
         for span in self._spans:
-            if span.square is not None:
-                self._step_vectors(span, span.square, number, rate, scale, is_fit)
-                continue
-            weights, momentum = span.weights.float(), span.mean.float()
-            if span.is_decayed:
-                decay_(weights, rate, self._settings)
-            muon_(weights, span.gradient.float().mul_(scale), momentum, rate, self._settings.momentum)
-            self._store(span.weights, weights, is_fit)
-            self._store(span.mean, momentum, is_fit)
-
-    def _step_vectors(
-        self, span: Span, squares: Tensor, number: int, rate: float, scale: Tensor, is_fit: Tensor
-    ) -> None:
-        for piece in pieces(span.weights):
-            weights, mean, square = (vector[piece].float() for vector in (span.weights, span.mean, squares))
-            if span.is_decayed:
-                decay_(weights, rate, self._settings)
-            gradient = span.gradient[piece].float().mul_(scale)
-            adamw_(weights, gradient, mean, square, number, rate, self._settings)
-            self._store(span.weights[piece], weights, is_fit)
-            self._store(span.mean[piece], mean, is_fit)
-            self._store(squares[piece], square, is_fit)
+            for piece in pieces(span.weights) if span.square is not None else [slice(None)]:
+                weights, mean = span.weights[piece].float(), span.mean[piece].float()
+                gradient = span.gradient[piece].float().mul_(scale)
+                if span.is_decayed:
+                    decay_(weights, rate, self._settings)
+                if span.square is None:
+                    muon_(weights, gradient, mean, rate, self._settings.momentum)
+                else:
+                    square = span.square[piece].float()
+                    adamw_(weights, gradient, mean, square, number, rate, self._settings)
+                    self._store(span.square[piece], square, is_fit)
+                self._store(span.weights[piece], weights, is_fit)
+                self._store(span.mean[piece], mean, is_fit)
 
     def _store(self, target: Tensor, values: Tensor, is_fit: Tensor) -> None:
         """Round ``values`` to ``target`` if ``is_fit``, a number on the device, says so."""

@@ -44,17 +44,21 @@ class TrainedWeights(Protocol):
         """Set the weights to ``flat`` (n,) fp32."""
 
 
+Store = Callable[[Tensor, Tensor], object]
+"""Writes fp32 values, which it may overwrite, to weights of the same shape."""
+
+
 class DeviceWeights:
     """Trained weights as a flat vector (n,) on any device, which can be changed in part: no copy of all is needed.
 
-    ``round_`` writes fp32 values, which it may overwrite, to bf16 weights; fp32 ones need none. Copies go piece by
-    piece: whole vectors of another dtype would need a copy of them on the device, and so would a sum.
+    ``store`` rounds to bf16 weights; fp32 ones need no rounding. Copies go piece by piece: whole vectors of another
+    dtype would need a copy of them on the device, and so would a sum.
     """
 
-    def __init__(self, flat: Tensor, round_: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+    def __init__(self, flat: Tensor, store: Store = Tensor.copy_) -> None:
         self.device = flat.device
         self._flat = flat
-        self._store = round_
+        self._store = store
 
     def read(self, flat: Tensor) -> None:
         """Copy the weights exactly; waits for the inner steps that are queued."""
