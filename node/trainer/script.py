@@ -38,6 +38,7 @@ class ScriptDoor:
 
     def __init__(self) -> None:
         self._waiting: Trainer | None = None
+        self._newest: socket.socket | None = None  # the connection of the loop that came last
         self._came = trio.Event()
         self._is_attached = False
         self.dismissal = ""
@@ -47,8 +48,15 @@ class ScriptDoor:
 
     @property
     def has_loop(self) -> bool:
-        """True if a loop waits, or is attached."""
-        return self._is_attached or self._waiting is not None
+        """True if a loop waits, or is attached; not if it has ended while it waited."""
+        if self._waiting is None or self._newest is None:
+            return self._is_attached
+        try:
+            return bool(self._newest.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:  # it says nothing yet, and is there
+            return True
+        except OSError:
+            return False
 
     async def wait(self) -> None:
         """Wait until a loop is there."""
@@ -90,11 +98,13 @@ class ScriptDoor:
         elif self.has_loop:
             await trainer.stop(messages.Dismiss(ANOTHER))
         else:
-            self._waiting = trainer
+            gone, self._waiting, self._newest = self._waiting, trainer, kept
             if hasattr(socket, "SO_PEERCRED"):  # Linux has it
                 credentials = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 self.pid = _CREDENTIALS.unpack(credentials)[0]
             self._came.set()
+            if gone is not None:
+                await gone.stop()
 
     async def close(self) -> None:
         """Close the connection of the loop that waits."""

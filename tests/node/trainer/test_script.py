@@ -87,6 +87,19 @@ async def test_one_loop_at_a_time(door: ScriptDoor, path: Path) -> None:
                 pass
 
 
+async def test_a_loop_that_ends_while_it_waits_makes_room_for_the_next(door: ScriptDoor, path: Path) -> None:
+    with a_loop(path):
+        await door.wait()
+        assert door.has_loop
+    assert not door.has_loop
+    with a_loop(path) as second:
+        while not door.has_loop:  # noqa: ASYNC110 - the kernel has its connection first
+            await trio.sleep(0.01)
+        second.send(PREPARED)
+        async with open_trainer(door, path):
+            assert isinstance(await hear(second), messages.Prepare)
+
+
 async def test_a_loop_that_hangs_is_let_go(door: ScriptDoor, path: Path) -> None:
     """The node does not end a process that it has not started."""
     with a_loop(path) as loop:
