@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -103,22 +104,11 @@ class Diagnosis(msgspec.Struct, frozen=True):
     schema: int = 1
 
 
-def _ok(found: str) -> tuple[Level, str, str]:
-    return Level.OK, found, ""
+def _cause(level: Level, found: str, remedy: str = "") -> tuple[Level, str, str]:
+    return level, found, remedy
 
 
-def _warning(found: str, remedy: str) -> tuple[Level, str, str]:
-    return Level.WARNING, found, remedy
-
-
-def _failed(found: str, remedy: str) -> tuple[Level, str, str]:
-    return Level.FAILED, found, remedy
-
-
-def _skipped(found: str, remedy: str = "") -> tuple[Level, str, str]:
-    return Level.SKIPPED, found, remedy
-
-
+_ok, _warning, _failed, _skipped = (partial(_cause, level) for level in Level)
 _MAKE_ROOM: Final = "free some space, or name a folder on another disk with --home"
 _OPEN_PORT: Final = (
     "nothing needs doing: it works through relays. To be faster, switch on the router's UPnP; or forward its TCP port "

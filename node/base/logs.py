@@ -72,11 +72,6 @@ class Throttle(logging.Filter):
         # When each minute began, and how many lines since.
         self._minutes: Latest[tuple[str, str], tuple[float, int]] = Latest(MAX_KINDS)
 
-    @property
-    def num_kinds(self) -> int:
-        """Kinds of record that are counted now."""
-        return len(self._minutes)
-
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to let it through, perhaps with the number of lines dropped before it."""
         if record.name == CONSOLE or record.levelno < logging.INFO:

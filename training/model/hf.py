@@ -23,7 +23,6 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from farandole.protocol.run.manifest import ModelConfig
 
-from .families import gpt2, llama
 from .families.gpt2 import GPT2Stage
 from .families.llama import LlamaStage
 from .model import fill_
@@ -32,17 +31,15 @@ from .model import fill_
 _ATTENTION = "sdpa"
 
 
+_FAMILIES = {"llama": (LlamaConfig, LlamaStage), "gpt2": (GPT2Config, GPT2Stage)}
 # A microbatch whose stage is lost is computed again, and must come out the same (`farandole.protocol.run.families`).
-_FAMILIES = {
-    "llama": (LlamaConfig, LlamaStage, llama.NO_DROPOUT),
-    "gpt2": (GPT2Config, GPT2Stage, gpt2.NO_DROPOUT),
-}
+_NO_DROPOUT = dict.fromkeys(("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 
 
 def build_hf_model(model: ModelConfig, seed: int, layers: range | None = None, *, has_ends: bool = True) -> nn.Module:
     """The model, or a stage of it, with the initial weights of the run's seed, in fp32 on the CPU."""
     config = hf_config(model)
-    _, stage_type, _ = _FAMILIES[config.model_type]
+    _, stage_type = _FAMILIES[config.model_type]
     stage = stage_type(config, range(model.num_layers) if layers is None else layers, has_ends=has_ends)
     initialise_(stage, seed, config)
     return stage
@@ -52,9 +49,9 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's settings as transformers takes them."""
     settings: dict[str, Any] = msgspec.to_builtins(model.hf)
     family = settings.pop("model_type")
-    config_type, _, no_dropout = _FAMILIES[family]
+    config_type, _ = _FAMILIES[family]
     no_tokens = {"bos_token_id": None, "eos_token_id": None}  # of the defaults' own vocabulary
-    return config_type(**settings, **no_dropout, **no_tokens, attn_implementation=_ATTENTION)
+    return config_type(**settings, **_NO_DROPOUT, **no_tokens, attn_implementation=_ATTENTION)
 
 
 def initialise_(module: nn.Module, seed: int, config: PreTrainedConfig) -> None:

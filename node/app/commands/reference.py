@@ -189,7 +189,7 @@ _RUN_FILE: Final = {
 _REPLACED: Final = frozenset({"model.hf", "model.own", "model.external", "tokenizer.kind", "tokenizer.sha256"})
 # Bounds that only models made elsewhere may fall below.
 _LEAST: Final = {"model.width": 8, "model.hidden": 8, "model.context": 8, "model.vocabulary": 2, "model.num_heads": 1}
-# Left open, these are chosen (`farandole.protocol.planning.planning` and `farandole.protocol.planning.planning`).
+# Left open, these are chosen (`farandole.protocol.planning.planning`).
 _CHOSEN: Final = frozenset(
     {
         *("inner.optimizer", "inner.learning_rate", "inner.warmup_steps"),

@@ -10,8 +10,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from ..model import LanguageModel
 
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
 
 class GPT2Stage(LanguageModel):
     """`transformers.GPT2LMHeadModel`, or a stage of it; uninitialised until `initialise_`."""

@@ -10,8 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from ..model import LanguageModel
 
-NO_DROPOUT = {"attention_dropout": 0.0}
-
 
 class LlamaStage(LanguageModel):
     """`transformers.LlamaForCausalLM`, or a stage of it; uninitialised until `initialise_`."""
