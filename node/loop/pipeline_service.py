@@ -133,8 +133,9 @@ class ActivationLink:
                 data = await self._stream.receive_some(READ_BYTES)
                 if not data:
                     raise RemoteProtocolError("the stream ended before its greeting")
-                self.link.receive_data(data)
-                if isinstance(self.link.next_event(), wire.Hello):
+                self.link.pipe.receive_data(data)
+                payload = self.link.pipe.next_event()
+                if isinstance(payload, bytes) and isinstance(self.link.hear(payload), wire.Hello):
                     await self._stream.send_all(self.link.send(own))
         finally:
             if not self.link.is_open:
@@ -192,7 +193,8 @@ class ActivationLink:
         pipe, channel = self.link.pipe, self.bulk.channel
         num_come = pipe.num_received if channel is None else channel.num_received
         held_up = self.bulk.seconds_held_up + (0.0 if channel is None else channel.seconds_held_up)
-        return (self.link.awaited, pipe.num_routes), num_come, held_up
+        awaited = None if pipe.arriving is None else pipe.arriving.name
+        return (awaited, pipe.num_routes), num_come, held_up
 
     # Writing
 

@@ -39,7 +39,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.token_bucket import PeerMeters
-from farandole.training.engine.sketch import Read, Sketcher, header_of
+from farandole.training.engine.sketch import Read, sketch_of
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
@@ -99,15 +99,11 @@ class SketchService:
 
 
 async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
-    """Compute the sketch of the weights in a checkpoint's file, in threads that a cancellation waits for briefly.
+    """Compute the sketch of the weights in a checkpoint's file, in a thread that a cancellation waits for briefly.
 
     Raises `OSError`, and `RemoteProtocolError` if the file is no checkpoint.
     """
-    header = await trio.to_thread.run_sync(header_of, read, size)
-    sketcher = Sketcher(read, header, seed)
-    while await trio.to_thread.run_sync(sketcher.advance):
-        pass
-    return sketcher.sketch
+    return await trio.to_thread.run_sync(sketch_of, read, size, seed, trio.from_thread.check_cancelled)
 
 
 async def sketch_path(path: Path, seed: bytes) -> bytes:

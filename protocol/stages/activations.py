@@ -28,7 +28,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..exchange.pipe import BULK_FROM, CHUNK_BYTES, Pipe, TransferReceived
+from ..exchange.pipe import BULK_FROM, CHUNK_BYTES, Pipe
 from ..run.manifest import Manifest
 from ..state.entries import Key
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
@@ -180,6 +180,8 @@ decode_question = MessageDecoder[Question | Answer](Question | Answer, "a questi
 class Link:
     """One node's side of one stream. Sans-IO: it decides about microbatches, and its ``pipe`` frames the stream.
 
+    Of the pipe's events, messages are for `hear`, and transfers for `receive`.
+
     `RemoteProtocolError`: close the stream. `LocalProtocolError`: the message may not be sent now.
     """
 
@@ -214,11 +216,6 @@ class Link:
         """Return whether data of this side's last `Forward` or `Gradient` are still to be sent."""
         return self.pipe.num_sent < self.pipe.outgoing.end
 
-    @property
-    def awaited(self) -> int | None:
-        """Return the oldest microbatch whose data were announced and are not complete."""
-        return self.pipe.incoming.open[0].name if self.pipe.incoming.open else None
-
     def may_drop(self, index: int) -> bool:
         """Return whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent.
 
@@ -241,25 +238,6 @@ class Link:
         """Apply an own message; return the bytes to write to the stream, in the order of the calls."""
         self._apply(message, by_us=True)
         return self.pipe.send_message(encode(message))
-
-    def receive_data(self, data: bytes | bytearray) -> None:
-        """Add bytes from the stream, and take all events that they complete before adding more."""
-        self.pipe.receive_data(data)
-
-    def next_event(self) -> Event | None:
-        """Return the peer's next event, or None until more data comes."""
-        while True:
-            match self.pipe.next_event():
-                case None:
-                    return None
-                case bytes() as payload:
-                    event: Event | None = self.hear(payload)
-                case TransferReceived(index):
-                    event = self.receive(index)
-                case _:
-                    continue
-            if event is not None:
-                return event
 
     def hear(self, payload: bytes) -> Control | None:
         """Apply a message of the pipe and return it; None if it comes too late to mean anything."""

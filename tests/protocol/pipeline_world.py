@@ -26,6 +26,8 @@ from farandole.protocol.trainer.trainer_messages import (
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 from farandole.testnet.simulate.simulation import Simulation
 
+from .stages.activations.sides import next_event
+
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
 
@@ -282,8 +284,8 @@ class World(Simulation):
             }
             self.wires[number] = Wire(number, node, other, is_return, ends)
             for sender, receiver, message in ((node, other, HELLO), (other, node, wire.Welcome(0))):
-                ends[receiver.author].receive_data(ends[sender.author].send(message))
-                assert ends[receiver.author].next_event() == message
+                ends[receiver.author].pipe.receive_data(ends[sender.author].send(message))
+                assert next_event(ends[receiver.author]) == message
             node.handle(machine.LinkOpened(number, peer, is_upstream=True, is_return=is_return))
             other.handle(machine.LinkOpened(number, node.author, is_upstream=False, is_return=is_return))
 
@@ -316,8 +318,8 @@ class World(Simulation):
         if wire_.is_closed or not node.is_alive or node.is_frozen:
             return
         end = wire_.ends[node.author]
-        end.receive_data(frame)
-        while (event := end.next_event()) is not None:
+        end.pipe.receive_data(frame)
+        while (event := next_event(end)) is not None:
             node.handle(machine.Received(wire_.number, event))
 
     def tell(self, node: Node, peer: bytes, event: machine.Event) -> None:

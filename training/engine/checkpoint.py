@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,24 +31,25 @@ from ..base.parameters import Layout
 from .blocks import BlockHasher, Content, content_of
 
 FORMAT = "farandole/checkpoint/1"
-MAX_COUNTER = 2**53  # exact in JSON everywhere
 # Far larger than any number of a replica that still learns, yet the arithmetic after loading stays finite.
 MAX_MAGNITUDE = 1e6
 _SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+_Counter = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # exact in JSON everywhere
+
+
+class Counters(msgspec.Struct, frozen=True):
     """The steps that an engine has taken and the tokens that it has trained on."""
 
-    round: int
+    round: _Counter
     """Outer steps taken."""
-    steps: int
+    steps: _Counter
     """Inner steps taken."""
-    tokens: int
+    tokens: _Counter
     """Tokens trained on."""
-    begun_at: int = 0
-    """Inner step at which AdamW's means began (`InnerOptimizer.begun_at`)."""
+    begun_at: _Counter = 0
+    """Inner step at which AdamW's means began (`InnerOptimizer.begun_at`); older files have none."""
 
 
 def save_checkpoint(
@@ -55,7 +57,7 @@ def save_checkpoint(
 ) -> Content:
     """Write tensors to ``path`` as fp32, atomically and durably; raises `OSError`, as `replacing` does."""
     metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
-    metadata |= {name: str(value) for name, value in asdict(counters).items()}
+    metadata |= {name: str(value) for name, value in msgspec.structs.asdict(counters).items()}
     header = encode_header(metadata, ((name, tuple(tensor.shape)) for name, tensor in state.items()))
     hasher = BlockHasher()
     with replacing(path) as file:
@@ -186,13 +188,7 @@ def _counters_of(metadata: Mapping[str, str], layout: Layout, run_id: bytes) -> 
         raise CheckpointError(f"the checkpoint is of run {metadata.get('run_id', '')[:16]}, not of {run_id.hex()[:16]}")
     if metadata.get("layout") != layout.hash.hex():
         raise CheckpointError("the checkpoint's layout is not this run's: it is of another model")
-    begun_at = _counter(metadata, "begun_at") if "begun_at" in metadata else 0  # older files have none
-    round_index, steps, tokens = (_counter(metadata, name) for name in ("round", "steps", "tokens"))
-    return Counters(round_index, steps, tokens, begun_at)
-
-
-def _counter(metadata: Mapping[str, str], name: str) -> int:
-    text = metadata.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_COUNTER):
-        raise CheckpointError(f"the checkpoint's counter {name!r} is no number in range")
-    return int(text)
+    try:
+        return msgspec.convert(metadata, Counters, strict=False)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the checkpoint's counters are no numbers in range: {error}") from error

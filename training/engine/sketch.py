@@ -21,6 +21,7 @@ from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, Header
 
 Read = Callable[[int, int], bytes]
 """The bytes of a file from an offset to another. May raise `OSError`."""
+Pause = Callable[[], None]
 
 # Weights that are read at a time, 4 MiB, and added at a time: during an addition numpy holds the interpreter, 0.4 ms.
 _PIECE: Final = 1 << 20
@@ -34,40 +35,29 @@ def header_of(read: Read, size: int) -> Header:
     return parse_header(read(0, header_size(read(0, LENGTH_BYTES), size)), size)
 
 
-class Sketcher:
-    """The computation of one sketch, piece by piece, so that the caller may stop between two pieces."""
+def sketch_of(read: Read, size: int, seed: bytes, pause: Pause) -> bytes:
+    """Return the sketch of a checkpoint's file, `farandole.protocol.checkpoints.sketches.SKETCH_BYTES` bytes.
 
-    def __init__(self, read: Read, header: Header, seed: bytes) -> None:
-        """``seed``: 32 bytes."""
-        assert len(seed) == SEED_BYTES
-        self._read = read
-        self._pieces = _pieces(header)
-        key = hashlib.sha256(_DOMAIN + seed).digest()[:16]
-        self._philox = np.random.Philox(key=int.from_bytes(key, "little"))
-        self._buckets = np.zeros(NUM_BUCKETS)
-
-    def advance(self) -> bool:
-        """Add a piece of the file; False if there was none left. May block, and raises what ``read`` raises."""
-        place = next(self._pieces, None)
-        if place is None:
-            return False
-        weights = np.frombuffer(self._read(*place), "<f4")
-        for start in range(0, len(weights), _STEP):
-            self._add(weights[start : start + _STEP])
-        return True
-
-    def _add(self, weights: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
-        draws = self._philox.random_raw(-(-len(weights) // _PER_DRAW)).astype("<u8", copy=False)
-        bits = draws.view("<u2")[: len(weights)].astype(np.uint32)
-        signed = (weights.view("<u4") ^ ((bits & NUM_BUCKETS) << 23)).view("<f4")  # bit 8 becomes the sign's, bit 31
-        with np.errstate(invalid="ignore"):  # a liar's weights: what is not finite is near to nothing
-            self._buckets += np.bincount(bits & (NUM_BUCKETS - 1), signed, NUM_BUCKETS)
-
-    @property
-    def sketch(self) -> bytes:
-        """Return the sketch of all added pieces, `farandole.protocol.checkpoints.sketches.SKETCH_BYTES` bytes."""
-        with np.errstate(over="ignore"):
-            return self._buckets.astype("<f4").tobytes()
+    ``seed``: 32 bytes. ``pause`` is called after each piece of the file, and may raise. May block, and raises what
+    ``read`` and `header_of` raise.
+    """
+    assert len(seed) == SEED_BYTES
+    key = hashlib.sha256(_DOMAIN + seed).digest()[:16]
+    philox, buckets = np.random.Philox(key=int.from_bytes(key, "little")), np.zeros(NUM_BUCKETS)
+    for place in _pieces(header_of(read, size)):
+        piece = np.frombuffer(read(*place), "<f4")
+        for start in range(0, len(piece), _STEP):
+            weights = piece[start : start + _STEP]
+            draws = philox.random_raw(-(-len(weights) // _PER_DRAW)).astype("<u8", copy=False)
+            bits = draws.view("<u2")[: len(weights)].astype(np.uint32)
+            signed = (weights.view("<u4") ^ ((bits & NUM_BUCKETS) << 23)).view(
+                "<f4"
+            )  # bit 8 becomes the sign's, bit 31
+            with np.errstate(invalid="ignore"):  # a liar's weights: what is not finite is near to nothing
+                buckets += np.bincount(bits & (NUM_BUCKETS - 1), signed, NUM_BUCKETS)
+        pause()
+    with np.errstate(over="ignore"):
+        return buckets.astype("<f4").tobytes()
 
 
 def _pieces(header: Header) -> Iterator[tuple[int, int]]:

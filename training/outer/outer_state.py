@@ -237,22 +237,18 @@ class OuterState:
             momentum[piece].mul_(limit / norm) if norm < math.inf else momentum[piece].zero_()
 
     def distance_to_slow(self, made: Contribution) -> float:
-        """Return the norm of the difference between what was sent and what would be sent without inner steps."""
-        square = 0.0
-        with one_thread():
-            for piece in slices(len(made.sent)):
-                moved = self._moved(made, piece)
-                square += float(moved @ moved)
-        return math.sqrt(square)
-
-    def _moved(self, made: Contribution, piece: slice) -> Tensor:
-        """A piece of the difference (n,) between what was sent and what would be sent at the slow weights.
+        """Return the norm of the difference between what was sent and what would be sent without inner steps.
 
         The rule's vectors count as zeros, their first values: what one of them carries over is sent, too.
         """
-        slow = self.slow[made.part][piece]
-        zeros = slow.new_zeros(1).expand(len(slow))
-        return made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, dict.fromkeys(self.vectors, zeros)))
+        square = 0.0
+        with one_thread():
+            for piece in slices(len(made.sent)):
+                slow = self.slow[made.part][piece]
+                zeros = dict.fromkeys(self.vectors, slow.new_zeros(1).expand(len(slow)))
+                moved = made.sent[piece] - self._rule.contribution(OwnVectors(slow, slow, zeros))
+                square += float(moved @ moved)
+        return math.sqrt(square)
 
     def towards(self, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
         """Write the contributed fast weights, moved by a share of the way to ``partner`` (n,), to ``out`` (n,)."""

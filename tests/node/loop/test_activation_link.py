@@ -32,6 +32,7 @@ from farandole.protocol.stages.activations import (
 )
 from farandole.protocol.wire.record_layer import Sealer
 
+from ...protocol.stages.activations.sides import next_event
 from ..parties import Faults, MemoryStream
 from ..sockets import tcp_pair
 
@@ -75,7 +76,7 @@ class Alice:
 
     async def hear(self) -> Event:
         while True:
-            event = self.link.next_event()
+            event = next_event(self.link)
             if isinstance(event, DataReceived):
                 self.memory = bytearray(self.link.landed)
             if event is not None:
@@ -83,7 +84,7 @@ class Alice:
             await self.read()
 
     async def read(self) -> None:
-        self.link.receive_data(await self._stream.receive_some())
+        self.link.pipe.receive_data(await self._stream.receive_some())
 
 
 SIZE = 5 * DATA_BYTES
@@ -225,8 +226,8 @@ async def upstream_of(size: int) -> AsyncIterator[tuple[ActivationLink, Link, tr
     link, theirs = ActivationLink(Link(True, HELLO, size), Line(far), Shaping()), Link(False, HELLO, size)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.greet, HELLO)
-        theirs.receive_data(await near.receive_some())
-        assert theirs.next_event() == HELLO
+        theirs.pipe.receive_data(await near.receive_some())
+        assert next_event(theirs) == HELLO
         yield link, theirs, near
 
 
@@ -252,8 +253,8 @@ async def test_a_gradient_must_come_too(clock: MockClock) -> None:
 
         async def answer() -> None:
             while DataReceived(0) not in heard_there:
-                theirs.receive_data(await stream.receive_some())
-                while (event := theirs.next_event()) is not None:
+                theirs.pipe.receive_data(await stream.receive_some())
+                while (event := next_event(theirs)) is not None:
                     heard_there.append(event)
             await stream.send_all(theirs.send(Gradient(0)) + send_data(theirs, CHUNK))
 
@@ -317,7 +318,7 @@ async def test_who_stops_amid_a_channel_s_data_loses_the_link(
             await alice.write(alice.link.pipe.send(Route(b"c" * 16, 0)))
             while alice.link.pipe.channel is None:
                 await alice.read()
-                assert alice.link.next_event() is None
+                assert next_event(alice.link) is None
             await alice.say(FORWARD)
             record = bytes(Sealer(OPENING, 0.0).seal(memoryview(bytes(100_000)), 0.0))
             channels.alice.sendall(record[:50_000])

@@ -14,7 +14,6 @@ from farandole.protocol.checkpoints.sketches import NUM_BUCKETS, distance, value
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.safetensors import encode_header
 from farandole.training.engine import sketch as sketching
-from farandole.training.engine.sketch import Sketcher, header_of
 
 Floats = npt.NDArray[np.float32]
 GOLDEN = [-402.0, 1767.0, 1501.0, 972.0]
@@ -35,10 +34,7 @@ def sketch_of(raw: bytes, seed: bytes = b"s" * 32) -> bytes:
     def read(start: int, end: int) -> bytes:
         return raw[start:end]
 
-    sketcher = Sketcher(read, header_of(read, len(raw)), seed)
-    while sketcher.advance():
-        pass
-    return sketcher.sketch
+    return sketching.sketch_of(read, len(raw), seed, lambda: None)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.5])

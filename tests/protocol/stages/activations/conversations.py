@@ -8,7 +8,7 @@ from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import RemoteProtocolError
 
-from .sides import FORWARD, HELLO, Side
+from .sides import FORWARD, HELLO, Side, next_event
 
 
 def _transcripts(size: int) -> tuple[list[bytes], list[bytes]]:
@@ -65,8 +65,8 @@ def expose(side: Side, stream: bytes, piece: int) -> None:
         side.say(HELLO)
     with contextlib.suppress(RemoteProtocolError):
         for start in range(0, len(stream), piece):
-            side.link.receive_data(stream[start : start + piece])
-            while (event := side.link.next_event()) is not None:
+            side.link.pipe.receive_data(stream[start : start + piece])
+            while (event := next_event(side.link)) is not None:
                 events.append(event)
                 react(side, event)
     assert len(side.link.landed) in (0, FUZZ_SIZE)

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
+from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES, TransferReceived
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
@@ -48,12 +48,25 @@ class Side:
         """Receive bytes and return the events; data go into memory."""
         events: list[wire.Event] = []
         for start in range(0, len(data), piece):
-            self.link.receive_data(data[start : start + piece])
-            while (event := self.link.next_event()) is not None:
+            self.link.pipe.receive_data(data[start : start + piece])
+            while (event := next_event(self.link)) is not None:
                 events.append(event)
                 if isinstance(event, wire.DataReceived):
                     self.memory = bytes(self.link.landed)
         return events
+
+
+def next_event(link: wire.Link) -> wire.Event | None:
+    """Return the next event of a link; None until more data comes."""
+    while (event := link.pipe.next_event()) is not None:
+        heard: wire.Event | None = None
+        if isinstance(event, bytes):
+            heard = link.hear(event)
+        elif isinstance(event, TransferReceived):
+            heard = link.receive(event.name)
+        if heard is not None:
+            return heard
+    return None
 
 
 def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
