@@ -61,31 +61,28 @@ class DataStream:
         if columns is not None and field not in columns:
             raise DataError(no_column(name, field, columns))
 
-    def documents(self) -> Iterator[bytes]:
-        """Texts in the data set's own order; raises `DataError` when it cannot be read any more."""
-        return self._texts(self._dataset)
-
     def shuffled(self, *key: bytes) -> Iterator[bytes]:
         """Texts in an order that follows from the key."""
         digest = keyed_digest(b"farandole/stream/1", key)
         seed, skipped = (int.from_bytes(digest[at : at + 4], "little") for at in (0, 4))
         shuffled = self._dataset.shuffle(seed=seed, buffer_size=SHUFFLED_DOCUMENTS)
         if self._dataset.num_shards >= FEW_SHARDS:
-            return self._texts(shuffled)
+            return self.documents(shuffled)
         return self._from(shuffled, skipped % MAX_SKIPPED)
 
     def _from(self, dataset: IterableDataset, skipped: int) -> Iterator[bytes]:
         """Skip the first ``skipped`` texts; if there are fewer, skip ``skipped`` modulo their number."""
         num_texts = 0
-        for num_texts, text in enumerate(self._texts(dataset), 1):
+        for num_texts, text in enumerate(self.documents(dataset), 1):
             if num_texts > skipped:
                 yield text
         if 0 < num_texts <= skipped:
-            yield from itertools.islice(self._texts(dataset), skipped % num_texts, None)
+            yield from itertools.islice(self.documents(dataset), skipped % num_texts, None)
 
-    def _texts(self, dataset: IterableDataset) -> Iterator[bytes]:
+    def documents(self, shuffled: IterableDataset | None = None) -> Iterator[bytes]:
+        """Texts in the data set's own order, or `shuffled`; raises `DataError` when it cannot be read any more."""
         try:
-            for row in dataset:
+            for row in self._dataset if shuffled is None else shuffled:
                 if self._field not in row:
                     raise DataError(no_column(self.name, self._field, row))
                 text = row[self._field]
@@ -168,7 +165,6 @@ class StreamSampler(Batches):
         wanted = HELD_OUT_SEQUENCES * (context + 1)
         super().__init__(read_held_out(streams, tokenizer, share, wanted, progress), batch_size, context, tokenizer)
         self._streams = streams
-        self._tokenizer = tokenizer
         self._share = share
         self._vocabulary = vocabulary
         self._key = key
@@ -219,7 +215,7 @@ class StreamSampler(Batches):
                 if is_held_out(hashlib.sha256(text).digest(), self._share):
                     continue
                 is_empty = False
-                tokens = np.append(self._tokenizer.encode(text).astype(np.int64), self._tokenizer.separator)
+                tokens = np.append(self.tokenizer.encode(text).astype(np.int64), self.tokenizer.separator)
                 if (largest := int(tokens.max())) >= self._vocabulary:
                     raise DataError(beyond_vocabulary(largest, self._vocabulary))
                 yield tokens
