@@ -302,7 +302,7 @@ class Gate:
         try:
             await self.store(changed)
         except BaseException:  # also a cancellation
-            self.roster.put_back(changed)
+            self.roster.unsaved.update(changed)
             raise
 
     async def run(self) -> None:

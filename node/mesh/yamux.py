@@ -180,7 +180,7 @@ class MuxedConn:
             self.num_received += len(message)
             for stream_id in self.state.receive_data(message, trio.current_time()):
                 self.note_change(self._streams.get(stream_id))
-            if self.state.has_waiting:
+            if self.state.waiting:
                 self._opened.set()
             if not self.state.awaits_pong:
                 self._pong.set()
@@ -333,7 +333,7 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
                 self._conn.note_change()
                 continue
             has_waited = True
-            await (self._conn.wait_for_room() if self.state.has_credit else self._waiting.park())
+            await (self._conn.wait_for_room() if self.state.send_window else self._waiting.park())
         if not has_waited:  # each pass through the event loop costs a tenth of what a message of bulk does
             await trio.lowlevel.checkpoint()
 

@@ -230,7 +230,7 @@ class Credentials:
                 entry[0].difference_update(restored)
             to_readmit = []
             for key in sorted(restored):
-                admission = self.roster.latest_admission(key)
+                admission = self.roster.admissions.get(key)
                 is_kept_out = admission is not None and not admission.keys.isdisjoint(revoked - restored)
                 if is_kept_out or key not in revoked:
                     to_readmit.append(key)

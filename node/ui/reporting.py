@@ -103,7 +103,7 @@ class Reporter:
             names={member.peer_id: member.name for member in shown if member.name},
             reachability=verdict.kind.value,
             relays=[peer_id_of(held.relay) for held in host.relays.reservations],
-            relayed_peers=connectivity.server.table.num_reservations,
+            relayed_peers=len(connectivity.server.table.reservations),
             relayed_circuits=connectivity.server.table.num_circuits,
             quiet_hours=list(self.rest.quiet_hours),
             upload_mbit=shaping.up.rate / BYTES_PER_MBIT,

@@ -259,7 +259,7 @@ class Exchange:
         self._theirs = theirs
         self._begin()
         if self._theirs in (Step.COMMITTED, Step.ABORTED):
-            self.pipe.end()
+            self.pipe.is_over = True
         return message
 
     def _begin(self) -> None:

@@ -237,10 +237,6 @@ class Direction:
         is_hashed = self._is_hashed and memory is not _NOWHERE
         self.open.append(Transfer(memory, on_advance, name=name, end=self.end, is_hashed=is_hashed))
 
-    def seal(self, digest: bytes) -> None:
-        """Set the hash of the oldest transfer without one."""
-        next(transfer for transfer in self.open if transfer.sealed is None).sealed = digest
-
     def settle(self) -> Transfer:
         """Remove the oldest open transfer, which the receiver has, and return it."""
         self.settled = self.open[0].end
@@ -269,7 +265,8 @@ class Pipe:
         """The position of the next byte to send; over a channel, as far as the user reported it or the peer has it."""
         self.proposed: bytes | None = None
         """The bulk channel that the opener has named."""
-        self._is_over = False
+        self.is_over = False
+        """Whether the other end sends nothing more."""
         self._max_message_bytes = max_message_bytes
         self._input = memoryview(b"")
         self.head = bytearray()
@@ -289,10 +286,6 @@ class Pipe:
     def begin(self) -> None:
         """Allow transfers from now on, over the stream at once unless the pipe is large."""
         self.step = RouteStep.UNROUTED if self.is_large else RouteStep.STREAM
-
-    def end(self) -> None:
-        """Note that the other end sends nothing more."""
-        self._is_over = True
 
     # Transfers
 
@@ -379,7 +372,7 @@ class Pipe:
     def next_event(self) -> Event | None:
         """Return the next event from the other end, or None until more data comes."""
         while self._input:
-            if self._is_over:
+            if self.is_over:
                 raise RemoteProtocolError("data after the end of the session")
             if not self._chunk_left:
                 if (event := self._take_frame()) is not None:
@@ -450,7 +443,8 @@ class Pipe:
                 else:
                     self.channel = channel
             case Sealed(digest):
-                (self.outgoing if by_us else self.incoming).seal(digest)
+                flow = self.outgoing if by_us else self.incoming
+                next(transfer for transfer in flow.open if transfer.sealed is None).sealed = digest
             case Received() if by_us:
                 self.incoming.settle()
             case Received():

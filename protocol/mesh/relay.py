@@ -84,44 +84,36 @@ class RelayTable:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._reservations: dict[bytes, tuple[str, float]] = {}  # address and end, by holder
+        self.reservations: dict[bytes, tuple[str, float]] = {}
+        """Holder -> its address and the end, which may have passed since the last reservation was made."""
         self._circuits: Counter[bytes] = Counter()  # by either end
-
-    @property
-    def num_reservations(self) -> int:
-        """Return the number of reservations: held now, or expired since the last one was made."""
-        return len(self._reservations)
 
     @property
     def num_circuits(self) -> int:
         """Return the number of circuits; each has two ends."""
         return self._circuits.total() // 2
 
-    def has_reservation(self, peer: bytes) -> bool:
-        """Return whether the peer has a reservation, which may have expired since the last one was made."""
-        return peer in self._reservations
-
     def reserve(self, peer: bytes, address: str, now: float) -> Status:
         """Make or renew a peer's reservation; ``address`` groups peers that count as one network address."""
         self._expire(now)
-        others = [held for holder, (held, _) in self._reservations.items() if holder != peer]
+        others = [held for holder, (held, _) in self.reservations.items() if holder != peer]
         if others.count(address) >= self._limits.max_reservations_per_address:
             return Status.RESERVATION_REFUSED
         if len(others) >= self._limits.max_reservations:
             return Status.RESERVATION_REFUSED
-        self._reservations[peer] = (address, now + self._limits.reservation_seconds)
+        self.reservations[peer] = (address, now + self._limits.reservation_seconds)
         return Status.OK
 
     def forget(self, peer: bytes) -> None:
         """Remove the reservation of a peer whose connection is gone."""
-        self._reservations.pop(peer, None)
+        self.reservations.pop(peer, None)
 
     def open_circuit(self, source: bytes, target: bytes, now: float) -> Status:
         """Count a circuit, which `close_circuit` ends; any answer but OK counts nothing."""
         self._expire(now)
         if source == target:
             return Status.PERMISSION_DENIED
-        if target not in self._reservations:
+        if target not in self.reservations:
             return Status.NO_RESERVATION
         busiest = max(self._circuits[source], self._circuits[target])
         if self.num_circuits >= self._limits.max_circuits or busiest >= self._limits.max_circuits_per_peer:
@@ -134,7 +126,7 @@ class RelayTable:
         self._circuits -= Counter((source, target))
 
     def _expire(self, now: float) -> None:
-        self._reservations = {peer: held for peer, held in self._reservations.items() if held[1] > now}
+        self.reservations = {peer: held for peer, held in self.reservations.items() if held[1] > now}
 
 
 @dataclass(frozen=True, slots=True)

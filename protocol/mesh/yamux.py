@@ -71,7 +71,8 @@ class YamuxStream:
         self._conn = conn
         self._unread = bytearray()
         self._num_left = math.inf  # bytes that the peer may still send in all
-        self._send_window = INITIAL_WINDOW
+        self.send_window = INITIAL_WINDOW
+        """Bytes of data that the peer still accepts."""
         self._receive_window = INITIAL_WINDOW  # what the peer may still send
         self._window = INITIAL_WINDOW  # what it may have in flight at most
         self._consumed = 0  # read here and not yet given back as credit
@@ -97,11 +98,6 @@ class YamuxStream:
         return data
 
     @property
-    def has_credit(self) -> bool:
-        """Return whether the peer accepts data of this stream."""
-        return self._send_window > 0
-
-    @property
     def room(self) -> int:
         """Return the number of bytes that `send` takes now.
 
@@ -109,7 +105,7 @@ class YamuxStream:
         """
         most = 1 if self.is_bulk else MAX_QUEUED_DATA  # bulk only when the queue is empty
         may_send = not (self.has_finished or self.is_reset) and self._conn.num_queued < most
-        return min(PIECE_BYTES, self._send_window) if may_send else 0
+        return min(PIECE_BYTES, self.send_window) if may_send else 0
 
     def send(self, data: memoryview) -> int:
         """Queue the beginning of ``data``, one frame at most; return the number of bytes queued.
@@ -120,7 +116,7 @@ class YamuxStream:
             raise LocalProtocolError("this end of the stream is over")
         if not (piece := data[: self.room]):
             return 0
-        self._send_window -= len(piece)
+        self.send_window -= len(piece)
         self._conn.queue(DATA, 0, self.stream_id, len(piece), piece)
         if self.is_bulk:
             self._conn.num_counted_out -= len(piece)
@@ -168,9 +164,9 @@ class YamuxStream:
 
     def add_credit(self, amount: int) -> bool:
         """Add credit from a window update; return whether the update was useful."""
-        self._send_window += amount
-        is_useful = amount >= MIN_CREDIT and self._send_window <= MAX_CREDIT
-        self._send_window = min(self._send_window, MAX_CREDIT)
+        self.send_window += amount
+        is_useful = amount >= MIN_CREDIT and self.send_window <= MAX_CREDIT
+        self.send_window = min(self.send_window, MAX_CREDIT)
         return is_useful
 
     def note_end(self) -> None:
@@ -223,7 +219,8 @@ class Yamux:
         """Bytes queued and not yet written (`note_sent`)."""
         self.has_ended = False
         self._streams: dict[int, YamuxStream] = {}
-        self._waiting: deque[YamuxStream] = deque()
+        self.waiting: deque[YamuxStream] = deque()
+        """Streams that the peer has opened, for `accept_stream`."""
         self._num_inbound = 0
         self._next_stream_id = 1 if is_initiator else 2
         self._useless = TokenBucket(USELESS_BURST, USELESS_PER_SECOND, now)
@@ -253,16 +250,11 @@ class Yamux:
 
     def accept_stream(self) -> YamuxStream | None:
         """Return the oldest stream that the peer has opened and that is not accepted yet; None if there is none."""
-        return self._waiting.popleft() if self._waiting else None
+        return self.waiting.popleft() if self.waiting else None
 
     def is_open(self, stream_id: int) -> bool:
         """Return whether anything more can happen on a stream."""
         return stream_id in self._streams
-
-    @property
-    def has_waiting(self) -> bool:
-        """Return whether `accept_stream` returns a stream."""
-        return bool(self._waiting)
 
     @property
     def awaits_pong(self) -> bool:
@@ -409,10 +401,10 @@ class Yamux:
         """Open a stream of the peer's; return False if there are too many."""
         if not self._is_theirs(stream_id) or stream_id in self._streams:
             raise RemoteProtocolError("a stream opened twice")
-        if self._num_inbound >= MAX_INBOUND_STREAMS or len(self._waiting) >= MAX_WAITING_STREAMS:
+        if self._num_inbound >= MAX_INBOUND_STREAMS or len(self.waiting) >= MAX_WAITING_STREAMS:
             return False
         stream = self._streams[stream_id] = YamuxStream(stream_id, self)
-        self._waiting.append(stream)
+        self.waiting.append(stream)
         self._num_inbound += 1
         self.queue(WINDOW_UPDATE, ACK, stream_id, 0)
         return True

@@ -108,7 +108,8 @@ class TrainerRounds:
         """A replay that was asked for and has not begun."""
         self.num_saving = 0
         """Number of `Save` commands without their report."""
-        self.lag = _Lag(0)
+        self._lags = deque([(-math.inf, 0)])
+        """(At, rounds behind the others), the first more than `NEWS_SECONDS` ago."""
         self._prepared = prepared
         self._config = config
         self._decisions = decisions
@@ -134,7 +135,7 @@ class TrainerRounds:
             self._validate()  # the weights that the run starts from
         own_round, is_cut = self._prepared.round, self._config.manifest.model.num_stages > 1
         first_round = max(own_round, others_round) if is_near or is_cut else own_round
-        self.lag = _Lag(others_round - first_round)
+        self._lags = deque([(-math.inf, others_round - first_round)])  # although it had looked for newer weights
         self._start_round(first_round, now)
 
     def end_rounds(self, words: str) -> None:
@@ -175,13 +176,19 @@ class TrainerRounds:
                 pass
 
     def has_slept(self, others_round: int, now: float) -> int:
-        """Return the rounds that this node lost at once, between two rounds; 0: none."""
+        """Return the rounds that this node lost at once, between two rounds; 0: none.
+
+        A slow node loses rounds one by one, which does no harm.
+        """
         training = self._decisions.training
         is_between = self._contributed_round != training.round and not training.inner_steps_this_round
         if self._decisions.state is not LoopState.TRAINING or not is_between or not others_round:
             return 0
         behind = others_round - training.round
-        return behind if self.lag.has_slept(behind, now) else 0
+        self._lags.append((now, behind))
+        while self._lags[1][0] <= now - NEWS_SECONDS:
+            self._lags.popleft()
+        return behind if behind - max(self._lags[0][1], 0) > MAX_ROUNDS_BEHIND else 0
 
     # Rounds
 
@@ -362,21 +369,3 @@ class TrainerRounds:
             self._decisions.enter(phase, detail, waits_for)
         else:
             self._decisions.enter("training", f"inner steps of round {round_index}; {detail}")
-
-
-class _Lag:
-    """Detects a sudden lag behind the others. A slow node loses rounds one by one, which does no harm.
-
-    ``behind``: rounds behind when the trainer began, although it had looked for newer weights.
-    """
-
-    def __init__(self, behind: int) -> None:
-        self._seen = deque([(-math.inf, behind)])  # (at, rounds behind), the first more than NEWS_SECONDS ago
-
-    def has_slept(self, behind: int, now: float) -> bool:
-        """Add the rounds ``behind`` at ``now``; return whether too many rounds were lost at once."""
-        seen = self._seen
-        seen.append((now, behind))
-        while seen[1][0] <= now - NEWS_SECONDS:
-            seen.popleft()
-        return behind - max(seen[0][1], 0) > MAX_ROUNDS_BEHIND

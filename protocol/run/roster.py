@@ -68,13 +68,14 @@ class Roster:
         self._creator = creator
         self._listed = listed
         self._held: dict[Place, Admission] = {}
-        self._admissions: dict[bytes, Admission] = {}
-        """Member -> its latest admission; it may have had another seat before, which stays its own."""
+        self.admissions: dict[bytes, Admission] = {}
+        """Member -> its latest admission, also if it was revoked; another seat that it had before stays its own."""
         self._unsettled: set[Place] = set()
         """Seats whose holder may still be another one, until `settle`."""
         self.is_settled = False
         """Whether this node has heard of the members; then a peer that is not on the roster is a newcomer."""
-        self._unsaved: set[Place] = set()
+        self.unsaved: set[Place] = set()
+        """Seats that have changed and are to be stored."""
         self._words: dict[int, tuple[int, frozenset[bytes], frozenset[bytes]]] = {}
         """The creator's newest words: index -> tick, revoked and readmitted keys."""
         self._revoked = self._readmitted = NO_KEYS
@@ -95,19 +96,15 @@ class Roster:
             return True
         if self._listed is not None:
             return key in self._listed and key not in self._revoked
-        admission = self._admissions.get(key)
+        admission = self.admissions.get(key)
         return key in self._readmitted or (admission is not None and not self._is_revoked(admission))
 
     def _is_revoked(self, admission: Admission) -> bool:
         return admission.member not in self._readmitted and not self._revoked.isdisjoint(admission.keys)
 
-    def latest_admission(self, key: bytes) -> Admission | None:
-        """Return a member's admission, also if it was revoked."""
-        return self._admissions.get(key)
-
     def admission_of(self, key: bytes) -> Admission | None:
         """Return a member's admission; None for the creator, for listed members and for other keys."""
-        return self._admissions.get(key) if self.is_member(key) else None
+        return self.admissions.get(key) if self.is_member(key) else None
 
     def sponsor_of(self, key: bytes) -> bytes | None:
         """Return the key of the node that invited a member; None if it is not known."""
@@ -120,7 +117,7 @@ class Roster:
 
     def invited_by(self, bearer: bytes, without: Collection[bytes]) -> frozenset[bytes]:
         """Return the members that came by a bearer key, with those that they invited, and by no key in ``without``."""
-        found = (each for each in self._admissions.values() if bearer in each.keys and each.keys.isdisjoint(without))
+        found = (each for each in self.admissions.values() if bearer in each.keys and each.keys.isdisjoint(without))
         return frozenset(each.member for each in found if self.is_member(each.member))
 
     # Admitting
@@ -157,8 +154,8 @@ class Roster:
                 self.false_witnesses |= signed
             if place not in self._unsettled or self._rank(held) <= self._rank(admission):
                 raise SeatTakenError("the invite has been used: ask for one of your own")
-            if self._admissions.get(held.member) is held:
-                del self._admissions[held.member]
+            if self.admissions.get(held.member) is held:
+                del self.admissions[held.member]
         elif self.is_witnessed(held) or not self.is_witnessed(admission):
             admission = held
         self._hold(place, admission)
@@ -170,10 +167,10 @@ class Roster:
 
     def _hold(self, place: Place, admission: Admission) -> None:
         if self._held.get(place) != admission:
-            self._unsaved.add(place)
+            self.unsaved.add(place)
         if place not in self._held and not self.is_settled:
             self._unsettled.add(place)
-        self._held[place] = self._admissions[admission.member] = admission
+        self._held[place] = self.admissions[admission.member] = admission
 
     def is_witnessed(self, admission: Admission) -> bool:
         """Return whether a member that is trusted has admitted it before the invite expired."""
@@ -186,7 +183,7 @@ class Roster:
         """Order the holders of one seat for a node that knew neither; the lower one stays."""
         if admission.witness is None or not self.is_witnessed(admission):
             return 2, 0
-        of_witness = self._admissions.get(admission.witness.key)
+        of_witness = self.admissions.get(admission.witness.key)
         admitted_at = 0 if of_witness is None or of_witness.witness is None else of_witness.witness.since
         return int(admission.witness.key != self._creator), max(admission.witness.since, admitted_at)
 
@@ -196,7 +193,7 @@ class Roster:
         for place, held in list(self._held.items()):
             if not self._revoked.isdisjoint(held.keys - {held.member}):  # nobody can be admitted to it
                 del self._held[place]
-                self._unsaved.add(place)
+                self.unsaved.add(place)
         if len(self._held) >= MAX_HELD:
             raise InvitationError(f"the run has had {MAX_HELD} members, as many as its nodes remember")
 
@@ -237,7 +234,7 @@ class Roster:
             if witness.key in (self._creator, own):
                 return True
             passed.add(witness.key)
-            following = self._admissions.get(witness.key)
+            following = self.admissions.get(witness.key)
         return False
 
     def needs_witness(self, key: bytes) -> bool:
@@ -251,12 +248,8 @@ class Roster:
         """Return the seats that have changed since the last call -> admission; None: forgotten. Empty while joining."""
         if not self.is_settled:
             return {}
-        places, self._unsaved = self._unsaved, set()
+        places, self.unsaved = self.unsaved, set()
         return {place: encode(self._held[place]) if place in self._held else None for place in places}
-
-    def put_back(self, places: Iterable[Place]) -> None:
-        """Note that these seats could not be stored."""
-        self._unsaved.update(places)
 
     def load(self, stored: Iterable[bytes]) -> None:
         """Take the holders that an earlier life has stored; ones of another run, or damaged ones, are left out."""
@@ -269,7 +262,7 @@ class Roster:
         if self._listed is not None or not admissions:
             return
         for admission in sorted(admissions, key=lambda each: 0 if each.witness is None else each.witness.since):
-            self._held[admission.place(self._creator)] = self._admissions[admission.member] = admission
+            self._held[admission.place(self._creator)] = self.admissions[admission.member] = admission
         self.settle()
 
     # The creator

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from farandole.protocol.wire.safetensors import Shape
 
 from .errors import TrainingError
-
-NO_PARTS: Mapping[str, Layout] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +59,6 @@ class Layout:
         """Return where each parameter lies in the flat vector, by name."""
         ends = itertools.accumulate(map(math.prod, self.shapes.values()), initial=0)
         return {name: slice(*place) for name, place in zip(self.shapes, itertools.pairwise(ends), strict=True)}
-
-    def tensors(self, vectors: Mapping[str, Tensor], parts: Mapping[str, Layout] = NO_PARTS) -> dict[str, Tensor]:
-        """The parameters of several flat vectors, as views into these, by ``VECTOR/PARAMETER``.
-
-        A vector has the shape (n,), unless ``parts`` has the layout of fewer parameters for it.
-        """
-        return {
-            f"{vector}/{name}": view
-            for vector, flat in vectors.items()
-            for name, view in parts.get(vector, self).views(flat).items()
-        }
 
 
 def layout_of(module: nn.Module, codec: str) -> Layout:

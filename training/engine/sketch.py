@@ -30,21 +30,16 @@ _PER_DRAW: Final = 4  # weights for each 64 bits
 _DOMAIN: Final = b"farandole/sketch/1"
 
 
-def header_of(read: Read, size: int) -> Header:
-    """The header of a checkpoint's file. Raises `RemoteProtocolError` if it is none, and what ``read`` raises."""
-    return parse_header(read(0, header_size(read(0, LENGTH_BYTES), size)), size)
-
-
 def sketch_of(read: Read, size: int, seed: bytes, pause: Pause) -> bytes:
     """Return the sketch of a checkpoint's file, `farandole.protocol.checkpoints.sketches.SKETCH_BYTES` bytes.
 
-    ``seed``: 32 bytes. ``pause`` is called after each piece of the file, and may raise. May block, and raises what
-    ``read`` and `header_of` raise.
+    ``seed``: 32 bytes. ``pause`` is called after each piece of the file, and may raise. May block; raises what ``read``
+    raises, and `RemoteProtocolError` if the file is no checkpoint.
     """
     assert len(seed) == SEED_BYTES
     key = hashlib.sha256(_DOMAIN + seed).digest()[:16]
     philox, buckets = np.random.Philox(key=int.from_bytes(key, "little")), np.zeros(NUM_BUCKETS)
-    for place in _pieces(header_of(read, size)):
+    for place in _pieces(parse_header(read(0, header_size(read(0, LENGTH_BYTES), size)), size)):
         piece = np.frombuffer(read(*place), "<f4")
         for start in range(0, len(piece), _STEP):
             weights = piece[start : start + _STEP]

@@ -23,7 +23,7 @@ from farandole.protocol.wire.safetensors import FP32_BYTES
 
 from ..base.device import Device
 from ..base.host_memory import available_bytes
-from ..base.parameters import NO_PARTS, Layout
+from ..base.parameters import Layout
 from ..inner.optimizer import InnerOptimizer
 from ..outer.contribution import Copier, Wait, copier_for
 from ..outer.round_end import RoundEnd
@@ -148,8 +148,12 @@ class Checkpoint:
         `farandole.protocol.run.rules`, PARAMETER is a name of the layout. Muon keeps no mean of squares for
         matrices.
         """
-        parts = NO_PARTS if self._optimizer is None else self._optimizer.parts
-        return self.layout.tensors(self.vectors() if vectors is None else vectors, parts)
+        parts = {} if self._optimizer is None else self._optimizer.parts
+        return {
+            f"{vector}/{name}": view
+            for vector, flat in (self.vectors() if vectors is None else vectors).items()
+            for name, view in parts.get(vector, self.layout).views(flat).items()
+        }
 
     @property
     def num_bytes(self) -> int:

@@ -503,20 +503,17 @@ class PartnerContribution:
             self.take_in(data, size)
             if self._problem is not None:
                 raise self._problem
-            if self._contributor.momentum is not None:
-                self._take_in_momenta(self._contributor.momentum, self._own, data)
+            if (momentum := self._contributor.momentum) is not None:
+                source, first = np.frombuffer(data, dtype=np.uint8), self._form.size(len(self._own.sent))
+                received = momentum.received(self._own.momentum)
+                with self._copier.aside():
+                    for piece in slices(len(received)):
+                        encoded = bytes_to_read(source[bytes_of(momentum.form, piece, first)])
+                        momentum.form.decode(self._copier.fetch(encoded), received[piece])
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
         return self._ask(self._own.sent, encounter, describe)
-
-    def _take_in_momenta(self, momentum: Momentum, own: Contribution, data: Buffer) -> None:
-        source, first = np.frombuffer(data, dtype=np.uint8), self._form.size(len(own.sent))
-        received = momentum.received(own.momentum)
-        with self._copier.aside():
-            for piece in slices(len(received)):
-                place = bytes_of(momentum.form, piece, first)
-                momentum.form.decode(self._copier.fetch(bytes_to_read(source[place])), received[piece])
 
     def verdict(self, data: Buffer, encounter: Encounter, describe: Describe) -> Verdict:
         """Return the verdict on the contribution that was just judged, without reading it again; otherwise `judge`."""

@@ -210,7 +210,7 @@ class RelayServer:
         self.table = RelayTable(self._limits)
         self._shaping = shaping
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
-        host.connections.protect(self.table.has_reservation)
+        host.connections.protect(lambda peer: peer in self.table.reservations)
 
     async def run(self) -> None:
         """Relay until cancelled. Circuits under way then end with the host."""

@@ -41,7 +41,10 @@ def snapshot(round_index: int, salt: int = 0) -> Snapshot:
     """Return a snapshot whose weights show their round."""
     vectors = {name: torch.full((LAYOUT.num_elements,), float(round_index + salt)) for name in VECTORS}
     counters = Counters(round_index, 10 * round_index, 100 * round_index)
-    return Snapshot(counters, LAYOUT.tensors(vectors), LAYOUT, RUN_ID, ())
+    tensors = {
+        f"{vector}/{name}": view for vector, flat in vectors.items() for name, view in LAYOUT.views(flat).items()
+    }
+    return Snapshot(counters, tensors, LAYOUT, RUN_ID, ())
 
 
 def prepare(folder: CheckpointFolder) -> None:

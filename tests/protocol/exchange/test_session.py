@@ -130,7 +130,7 @@ def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> No
     alice, bob = large
     open_way(alice, bob)
     move_over(alice, bob)
-    bob.exchange.pipe.incoming.seal(alice.sealed.digest)  # as if it had been sent
+    bob.exchange.pipe.incoming.open[0].sealed = alice.sealed.digest  # as if it had been sent
     bob.exchange.pipe.check_whole()
     lie = bob.send(pipe.Received())
     with pytest.raises(RemoteProtocolError, match="before"):

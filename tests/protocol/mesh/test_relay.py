@@ -26,7 +26,7 @@ def test_a_circuit_needs_a_reservation_of_whom_it_leads_to_which_ends_with_its_t
     assert table.open_circuit(ALICE, BOB, 100.0) is Status.NO_RESERVATION
     assert table.reserve(BOB, HOME, 100.0) is Status.OK
     assert table.reserve(BOB, HOME, 150.0) is Status.OK
-    assert table.num_reservations == 1
+    assert len(table.reservations) == 1
     assert table.open_circuit(ALICE, BOB, 249.0) is Status.OK
     table.forget(BOB)
     assert table.open_circuit(ALICE, BOB, 249.0) is Status.NO_RESERVATION

@@ -67,7 +67,7 @@ def test_what_is_received_says_what_has_changed_and_who_answers_before_it_is_ask
     stream = alice.open_stream()
     stream.send(memoryview(b"x"))
     assert bob.receive_data(alice.data_to_send(), 0.0) == [stream.stream_id]
-    assert bob.has_waiting
+    assert bob.waiting
     alice.ping(now=1.0, number=7)
     assert alice.awaits_pong
     move(alice, bob)
@@ -95,7 +95,7 @@ def test_a_window_grows_while_its_reader_keeps_up_and_never_beyond_its_bound() -
             pair.far.read(None, now=0.0)
             move(pair.bob, pair.alice)
     unread = 0
-    while pair.near.has_credit:  # no one reads now
+    while pair.near.send_window:  # no one reads now
         unread += pair.near.send(memoryview(bytes(60_000)))
         move(pair.alice, pair.bob)
     assert num_sent > yamux.MAX_WINDOW

@@ -139,7 +139,7 @@ def test_what_is_stored_is_what_is_held_and_what_is_not_stored_is_offered_again(
     changed = members.take_unsaved()
     assert changed == {(CREATOR, 0): encode(admitted(ANNA, 0, by=CREATOR_NUMBER))}
     assert members.take_unsaved() == {}
-    members.put_back(changed)
+    members.unsaved.update(changed)
     assert members.take_unsaved() == changed
 
 

@@ -91,9 +91,9 @@ async def test_a_reservation_ends_with_its_connection() -> None:
         await bob.connect(relay.host.author, relay.host.addresses)
         answer = await ask(bob, relay.host, RESERVE)
         assert answer.status == Status.OK
-        assert relay.server.table.num_reservations == 1
+        assert len(relay.server.table.reservations) == 1
         await bob.connections.disconnect(relay.host.author)
-        await until(lambda: relay.server.table.num_reservations == 0)
+        await until(lambda: not relay.server.table.reservations)
         assert bob.relays.reservations == []
 
 
