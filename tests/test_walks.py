@@ -44,7 +44,7 @@ WHOLE = {
 }
 CUT = {
     "microbatch": [
-        ("node/loop/pipeline_service.py", "ActivationLink.run"),
+        ("node/loop/pipeline_service.py", "ActivationLink._read"),
         ("node/loop/pipeline_service.py", "ActivationLink._write_data"),
         ("node/loop/pipeline_service.py", "PipelineService.handle"),
         ("training/engine/stage_worker.py", "StageWorker.forward"),

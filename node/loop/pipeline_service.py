@@ -151,21 +151,12 @@ class ActivationLink:
             await self.bulk.wait_routed()
             on_routed()
 
-        async def hear(payload: bytes) -> None:
-            if (event := self.link.hear(payload)) is not None:
-                on_event(event)
-
-        def receive(index: int) -> None:
-            if (event := self.link.receive(index)) is not None:
-                on_event(event)
-
         try:
             with self._scope, self._channels.expecting(self._stream.peer) if self._channels else nullcontext():
                 async with trio.open_nursery() as nursery:
                     for task in (self._write_data, self._watch_progress, await_route):
                         nursery.start_soon(task)
-                    self.bulk.begin(PATIENCE)
-                    await self.bulk.run(hear, receive)
+                    await self._read(on_event)
                     nursery.cancel_scope.cancel()
         except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, RemoteProtocolError) as group:
             logger.debug("a link ends: %r", group)
@@ -174,6 +165,18 @@ class ActivationLink:
             await self._stream.aclose()
 
     # Reading
+
+    async def _read(self, on_event: Callable[[wire.Event], None]) -> None:
+        async def hear(payload: bytes) -> None:
+            if (event := self.link.hear(payload)) is not None:
+                on_event(event)
+
+        def receive(index: int) -> None:
+            if (event := self.link.receive(index)) is not None:
+                on_event(event)
+
+        self.bulk.begin(PATIENCE)
+        await self.bulk.run(hear, receive)
 
     async def _watch_progress(self) -> None:
         """Raise `trio.TooSlowError` when announced data stop, or arrive too slowly to be of use."""

@@ -24,6 +24,8 @@ PEER = bytes(32)
 class Pipe:
     """A secure connection of the library's, reduced to what yamux uses."""
 
+    is_relayed, remote = False, None
+
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
         self.takes_at_once = False
