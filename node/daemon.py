@@ -239,11 +239,11 @@ async def open_control(
     async def keep_offline() -> None:
         """Take the node offline whenever a month's traffic is spent, and warn about it."""
         while True:
-            await mesh.traffic.wait_offline()
+            await mesh.traffic.wait_spent()
             journal.warn(daemon.rest.words, "traffic")
             host.connections.is_offline = True
             await host.connections.close()
-            await mesh.traffic.wait_online()
+            await mesh.traffic.wait_spent(False)
             journal.over("traffic")
             host.connections.is_offline = False
 
@@ -430,7 +430,7 @@ async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:
         nursery.start_soon(give_up_when_leaving)
         if mesh.traffic.is_spent:
             daemon.journal.enter("paused", daemon.rest.words)
-            await mesh.traffic.wait_online()
+            await mesh.traffic.wait_spent(False)
         await connect_to_run(mesh.host, target, daemon.journal)
         raw = await obtain_manifest(mesh.host, target, daemon.journal)
         nursery.cancel_scope.cancel()

@@ -108,7 +108,7 @@ async def _seek_members(daemon: Daemon, mesh: Mesh, target: Target) -> None:
     while True:
         if mesh.traffic.is_spent:
             journal.update(isolation=daemon.rest.words)
-            await mesh.traffic.wait_online()
+            await mesh.traffic.wait_spent(False)
         named, before = {**book.peers(), **target.peers}, known
         if not host.connected:
             await dial(host, named, is_one_enough=True)

@@ -171,14 +171,9 @@ class TrafficService:
             with trio.CancelScope(shield=True):
                 await self._put(self._budget.used)
 
-    async def wait_online(self) -> None:
-        """Wait until traffic is allowed."""
-        while self.is_spent:
-            await self.rest.changed()  # by `look`
-
-    async def wait_offline(self) -> None:
-        """Wait until no traffic is allowed."""
-        while not self.is_spent:
+    async def wait_spent(self, is_spent: bool = True) -> None:
+        """Wait until no traffic is allowed, or (False) until some is again."""
+        while self.is_spent is not is_spent:
             await self.rest.changed()  # by `look`
 
     def _count(self) -> None:

@@ -435,10 +435,6 @@ class ConnectionPool:
         measured = (conn.muxed.state.round_trip for conn in self.of(peer) if conn.link.is_relayed == is_relayed)
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
-    def is_called_by(self, peer: bytes) -> bool:
-        """Return whether the peer made the relayed connection to it."""
-        return any(conn.link.is_relayed and not conn.is_outbound for conn in self.of(peer))
-
     def retire_relayed(self, peer: bytes, after: float) -> None:
         """End the relayed connections to a peer that is connected directly.
 

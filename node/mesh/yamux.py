@@ -277,6 +277,8 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
         self.peer = conn.peer
         self.protocol = ""
         """The protocol that both ends have agreed on; empty before."""
+        self.handshake_hash = conn.session.handshake_hash
+        """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
         self.is_relayed = conn.link.is_relayed
         """Whether a relay carries the connection."""
         self.remote_address = conn.link.remote
@@ -296,11 +298,6 @@ class Libp2pStream(trio.abc.HalfCloseableStream):
     @is_bulk.setter
     def is_bulk(self, value: bool) -> None:
         self.state.is_bulk = value
-
-    @property
-    def handshake_hash(self) -> bytes:
-        """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
-        return self._conn.session.handshake_hash
 
     def limit(self, max_bytes: int) -> None:
         """Reset the stream when the peer has sent more than ``max_bytes``, including what it has sent already."""

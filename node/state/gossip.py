@@ -137,11 +137,6 @@ class GossipService:
             )
         )
 
-    @property
-    def has_forked(self) -> bool:
-        """Return whether this node itself is barred, because two processes have used its key."""
-        return self.state.proof_of(self._writer.author) is not None
-
     async def changed(self) -> None:
         """Wait until entries have come in that were not there when this was called."""
         await self._waiting.park()

@@ -360,7 +360,7 @@ class Membership:
         self._host.connections.protect(lambda peer: any(peer in peers for peers in self._others))
         while True:
             self.refresh()
-            if self._gossip.has_forked:
+            if self._state.proof_of(self._host.author) is not None:
                 raise FarandoleError(
                     "two processes have signed with this node's key, and the run has barred it for good: find the copy "
                     "of this folder, remove the key in both, and join again under a new one"

@@ -39,7 +39,7 @@ from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.messagepack import encode
 from farandole.protocol.wire.token_bucket import PeerMeters
-from farandole.training.engine.sketch import Read, sketch_of
+from farandole.training.engine.sketch import sketch_of
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
@@ -90,7 +90,7 @@ class SketchService:
                     if (holding := await self._find_own(question.stage)) is not None:
                         began_at = trio.current_time()
                         try:
-                            sketch = await sketch_file(holding.read_range, holding.index.size, question.seed)
+                            sketch = await sketch_file(holding, question.seed)
                         except (OSError, RemoteProtocolError) as error:  # the node's own trainer says more
                             logger.debug("no sketch: %s", error)
                         self._rests_until = trio.current_time() + REST * (trio.current_time() - began_at)
@@ -98,18 +98,12 @@ class SketchService:
             await stream.send_all(frame(encode_answer(sketch), MAX_ANSWER_BYTES))
 
 
-async def sketch_file(read: Read, size: int, seed: bytes) -> bytes:
+async def sketch_file(file: BlockFile, seed: bytes) -> bytes:
     """Compute the sketch of the weights in a checkpoint's file, in a thread that a cancellation waits for briefly.
 
     Raises `OSError`, and `RemoteProtocolError` if the file is no checkpoint.
     """
-    return await trio.to_thread.run_sync(sketch_of, read, size, seed, trio.from_thread.check_cancelled)
-
-
-async def sketch_path(path: Path, seed: bytes) -> bytes:
-    """Compute the sketch of the file at a path. See `sketch_file`."""
-    file = await trio.to_thread.run_sync(BlockFile, path, os.O_RDONLY)
-    return await sketch_file(file.read_range, file.size, seed)
+    return await trio.to_thread.run_sync(sketch_of, file.read_range, file.size, seed, trio.from_thread.check_cancelled)
 
 
 async def ask_for_sketch(host: StreamHost, member: bytes, question: SketchQuestion) -> Sketch | None:
@@ -168,7 +162,8 @@ async def open_comparison(downloads: Downloads, index: Index, holders: frozenset
         await has_all.wait()
         if sketches:
             try:
-                return judge(values_of(await sketch_path(path, question.seed)), sketches)
+                file = await trio.to_thread.run_sync(BlockFile, path, os.O_RDONLY)
+                return judge(values_of(await sketch_file(file, question.seed)), sketches)
             except (OSError, RemoteProtocolError) as error:
                 journal.note(f"{path} cannot be compared: {error}")
         return Judgement(SketchVerdict.UNKNOWN, num_silent=len(judges))

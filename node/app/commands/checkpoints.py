@@ -182,10 +182,8 @@ def export_model(
     """
     from ...store.consolidated.folder import read_folder
     from ...store.consolidated.hf_folder import export_hf
-    from ...store.consolidated.peft_folder import export_adapters, has_adapters
 
-    read = read_folder(folder)
-    names = export_adapters(read, to) if has_adapters(read.manifest) else export_hf(read, to, tokenizer)
+    names = export_hf(read_folder(folder), to, tokenizer)
     print_answer(as_json, {"folder": str(to), "files": names}, f"{to} holds {', '.join(names)}")
 
 

@@ -70,9 +70,10 @@ class Puncher:
             while True:
                 for peer in connections.connected:
                     is_due = self._backoff.is_due(peer, trio.current_time(), self._path())
+                    has_called = any(not conn.is_outbound for conn in connections.of(peer))
                     if connections.is_direct(peer):
                         connections.retire_relayed(peer, RETIRE_AFTER)
-                    elif connections.is_called_by(peer) and is_due and self._may_begin(peer):
+                    elif has_called and is_due and self._may_begin(peer):
                         self._under_way.add(peer)
                         nursery.start_soon(self._lead, peer)
                 with trio.move_on_after(CHECK_INTERVAL):

@@ -159,6 +159,7 @@ def write_folder(
     """
     shapes = tensor_shapes(vectors, parameters, present)
     num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
+    layout = [FORMAT, *(f"{name} {'x'.join(map(str, shape))}" for name, shape in parameters.items())]
     counters = {"round": round_index, "inner_steps": inner_steps, "tokens": tokens}
     metadata = {"format": FORMAT, "run_id": run_id.hex(), **{name: str(value) for name, value in counters.items()}}
     with new_folder(path, num_bytes) as folder:
@@ -169,7 +170,7 @@ def write_folder(
             author=public_bytes(key),
             **counters,
             size=content.size,
-            layout=layout_hash(parameters),
+            layout=hashlib.sha256("\n".join(layout).encode()).digest(),
             hashes=content.hashes,
         )
         signed = sign_index(key, index)
@@ -178,12 +179,6 @@ def write_folder(
         if epochs is not None:
             write_file(folder / EPOCHS_NAME, msgspec.json.encode(epochs))
     return signed.id
-
-
-def layout_hash(parameters: Mapping[str, Shape]) -> bytes:
-    """Return a 32-byte hash of the parameters' names, shapes and order."""
-    lines = [f"{name} {'x'.join(map(str, shape))}" for name, shape in parameters.items()]
-    return hashlib.sha256("\n".join([FORMAT, *lines]).encode()).digest()
 
 
 def _read(path: Path, max_bytes: int) -> bytes:

@@ -1,9 +1,9 @@
 """Hugging Face folders: a consolidated checkpoint is written as one, and the weights of one start a run.
 
 A written folder, for `transformers` and all programs that read its files, has the slow weights, in fp32, as
-safetensors; the configuration of the family in which transformers computes the same; the tokenizer. A folder that is
-read may have any family that `farandole.node.store.run_file` knows. Only safetensors are read: a ``.bin`` is a pickle,
-which is code.
+safetensors; the configuration of the family in which transformers computes the same; the tokenizer. That of a run of
+adapters is for the package peft: `PeftModel.from_pretrained` loads it. A folder that is read may have any family that
+`farandole.node.store.run_file` knows. Only safetensors are read: a ``.bin`` is a pickle, which is code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -22,6 +22,7 @@ from farandole.protocol.run.families import HFConfig
 from farandole.protocol.run.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.models import shapes_of
+from farandole.protocol.run.own_model import ADAPTERS
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.safetensors import FP32_BYTES, Shape
 from farandole.training.base.errors import DataError
@@ -38,6 +39,11 @@ from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_ten
 # `farandole.training.model.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
 _ROTARY_BASE = 10_000.0
 _NORM_EPSILON = 1e-6
+
+# Before and inside the names of adapters (`farandole.training.model.adapters.Adapted`). peft leaves the latter, its own
+# adapter's name, out of the file, too.
+_ADAPTED: Final = "adapted."
+_ADAPTER_NAME: Final = ".default."
 
 _FILE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -76,6 +82,9 @@ def parts_of(manifest: Manifest) -> dict[str, Part]:
     if manifest.model.hf is not None:  # the names are transformers' own
         return {name: (name, 0, shape) for name, shape in shapes_of(manifest.model).items()}
     model = manifest.model
+    if _has_adapters(model):
+        names = {name: name.removeprefix(_ADAPTED).replace(_ADAPTER_NAME, ".") for name in shapes_of(model)}
+        return {names[name]: (name, 0, shape) for name, shape in shapes_of(model).items()}
     width, hidden = model.width, model.hidden
     parts: dict[str, Part] = {"model.embed_tokens.weight": ("embedding.weight", 0, (model.vocabulary, width))}
     for index in range(model.num_layers):
@@ -94,16 +103,8 @@ def parts_of(manifest: Manifest) -> dict[str, Part]:
     return parts
 
 
-def config_json(config: HFConfig, *, end_token: int | None) -> dict[str, Any]:
-    """Return a ``config.json``: the configuration, and values for what transformers would otherwise default."""
-    return {
-        "architectures": [config.architecture],
-        "dtype": "float32",
-        "bos_token_id": end_token,
-        "eos_token_id": end_token,
-        **msgspec.to_builtins(config),
-        **config.older_settings,
-    }
+def _has_adapters(model: ModelConfig) -> bool:
+    return model.own is not None and model.own.function == ADAPTERS
 
 
 def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> list[str]:
@@ -113,7 +114,8 @@ def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> 
     Raises `ConsolidatedError`.
     """
     manifest = folder.manifest
-    config = config_of(manifest.model)
+    own = manifest.model.own if _has_adapters(manifest.model) else None
+    config = config_of(manifest.model) if own is None else None
     parts = parts_of(manifest)
     shapes = {name: shape for name, (_, _, shape) in parts.items()}
     num_bytes = sum(FP32_BYTES * math.prod(shape) for shape in shapes.values())
@@ -123,11 +125,32 @@ def export_hf(folder: Consolidated, to: Path, tokenizer: Path | None = None) -> 
             ours, first, shape = parts[name]
             return file.read(f"{SLOW}/{ours}")[first : first + shape[0]]
 
-        write_tensors(temporary / _FILE, {"format": "pt"}, shapes, tensor_of)
-        loaded = _write_tokenizer(temporary, manifest, tokenizer)
-        end_token = None if loaded is None else loaded.separator
-        write_json(temporary / "config.json", config_json(config, end_token=end_token))
-        write_json(temporary / "generation_config.json", {"bos_token_id": end_token, "eos_token_id": end_token})
+        file_name = _FILE if own is None else "adapter_model.safetensors"
+        write_tensors(temporary / file_name, {"format": "pt"}, shapes, tensor_of)
+        if own is not None:
+            adapted = {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "base_model_name_or_path": None,
+                "inference_mode": True,
+                "r": own.config["rank"],
+                "lora_alpha": own.config["alpha"],
+                "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in parts}),
+            }
+            write_json(temporary / "adapter_config.json", adapted)
+        if config is not None:
+            loaded = _write_tokenizer(temporary, manifest, tokenizer)
+            end_token = None if loaded is None else loaded.separator
+            tokens = {"bos_token_id": end_token, "eos_token_id": end_token}
+            settings = {  # the configuration, and values for what transformers would otherwise default
+                "architectures": [config.architecture],
+                "dtype": "float32",
+                **tokens,
+                **msgspec.to_builtins(config),
+                **config.older_settings,
+            }
+            write_json(temporary / "config.json", settings)
+            write_json(temporary / "generation_config.json", tokens)
         return sorted(path.name for path in temporary.iterdir())
 
 

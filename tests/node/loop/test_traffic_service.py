@@ -111,7 +111,7 @@ async def test_at_its_end_the_node_is_offline_until_the_month_is_over(tmp_path: 
     async with story.life():
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(story.keeper.wait_offline)
+                nursery.start_soon(story.keeper.wait_spent)
                 await trio.testing.wait_all_tasks_blocked()
                 story.shaping.up.charge(LIMIT)
         assert story.keeper.is_spent
@@ -120,7 +120,7 @@ async def test_at_its_end_the_node_is_offline_until_the_month_is_over(tmp_path: 
         assert story.keeper.is_spent  # before anything was sent
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(story.keeper.wait_online)
+                nursery.start_soon(story.keeper.wait_spent, False)
                 await trio.testing.wait_all_tasks_blocked()
                 story.now = datetime(2026, 12, 1)
         assert not story.rest.is_on

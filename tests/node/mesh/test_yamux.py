@@ -24,7 +24,7 @@ PEER = bytes(32)
 class Pipe:
     """A secure connection of the library's, reduced to what yamux uses."""
 
-    is_relayed, remote = False, None
+    is_relayed, remote, handshake_hash = False, None, b""
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream

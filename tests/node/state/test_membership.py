@@ -35,7 +35,6 @@ class Gossip:
         self.liveness = Liveness()
         self.published: list[tuple[Kind, Payload]] = []
         self.clock_skew: ClockSkew | None = None
-        self.has_forked = False
 
     async def changed(self) -> None:
         await trio.sleep_forever()
@@ -90,6 +89,9 @@ class Told:
 
     def payload(self, author: bytes, kind: type[Payload], index: int = 0) -> Payload | None:
         return self.entries.get((author, kind, index))
+
+    def proof_of(self, author: bytes) -> None:
+        return None
 
     def members(self) -> dict[bytes, Member]:
         return {name: entry for (name, _, _), entry in self.entries.items() if isinstance(entry, Member)}

@@ -16,7 +16,7 @@ from trio.testing import MockClock
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.transfers import sketches as sketching
 from farandole.node.transfers.giver import Holding
-from farandole.node.transfers.sketches import PEER_BURST, REST, SketchService, ask_for_sketch, sketch_path
+from farandole.node.transfers.sketches import PEER_BURST, REST, SketchService, ask_for_sketch
 from farandole.protocol.checkpoints.sketches import SKETCH_PROTOCOL, SketchQuestion, encode_answer, values_of
 from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.safetensors import encode_header
@@ -48,7 +48,7 @@ async def test_a_members_sketch_is_that_of_its_file(tmp_path: Path) -> None:
         newcomer.dialler.add_addresses(member.author, member.addresses)
         with trio.fail_after(PATIENCE):
             sketch = await ask_for_sketch(newcomer, member.author, QUESTION)
-            assert sketch == values_of(await sketch_path(tmp_path / "theirs", SEED))
+            assert sketch == values_of(await sketching.sketch_file(holding, SEED))
             assert await ask_for_sketch(newcomer, member.author, SketchQuestion(RUN, 0, b"t" * 32)) != sketch
             assert await ask_for_sketch(newcomer, member.author, SketchQuestion(RUN, 1, SEED)) is None
             assert await ask_for_sketch(newcomer, member.author, SketchQuestion(b"x" * 32, 0, SEED)) is None
@@ -85,7 +85,7 @@ class Donor:
     async def serve(self, stream: Any) -> None:
         await self.service.serve(stream)
 
-    async def sketch(self, read: object, size: int, seed: bytes) -> bytes:
+    async def sketch(self, file: object, seed: bytes) -> bytes:
         self.made.append((seed, trio.current_time()))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
