@@ -14,7 +14,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, TypeVar
 
 import psutil
@@ -79,12 +78,25 @@ async def gpu_users(own: Collection[int], limiter: trio.CapacityLimiter) -> tupl
     It asks in a thread that may be abandoned: a process that hangs in the driver cannot even be killed. ``limiter`` is
     for one such thread.
     """
+
+    def ask() -> subprocess.CompletedProcess[bytes]:
+        try:
+            return subprocess.run(_GPU_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_TIMEOUT)
+        except OSError as error:
+            raise ProbeError(f"nvidia-smi cannot be run: {error}") from error
+        except subprocess.TimeoutExpired as error:
+            raise ProbeError(_NO_ANSWER) from error
+
     if shutil.which(_GPU_COMMAND[0]) is None:
         raise ProbeError("there is no nvidia-smi here")
     if not limiter.available_tokens:
         raise ProbeError("nvidia-smi has not ended yet")
     with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
-        return await in_a_thread_left_alone(partial(_ask_nvidia, own), limiter)
+        done = await in_a_thread_left_alone(ask, limiter)
+        if done.returncode:
+            said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
+            raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
+        return users_in(done.stdout.decode(errors="replace"), {rank for pid in own for rank in ranks_of(pid)})
     raise ProbeError(_NO_ANSWER)
 
 
@@ -92,19 +104,6 @@ async def in_a_thread_left_alone(work: Callable[[], _Result], limiter: trio.Capa
     """Run blocking work in a thread; a cancelled caller does not wait for its end."""
     # `abandon_on_cancel` is newer than the stubs of trio that libp2p brings.
     return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)  # type: ignore[call-arg]
-
-
-def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
-    try:
-        done = subprocess.run(_GPU_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_TIMEOUT)
-    except OSError as error:
-        raise ProbeError(f"nvidia-smi cannot be run: {error}") from error
-    except subprocess.TimeoutExpired as error:
-        raise ProbeError(_NO_ANSWER) from error
-    if done.returncode:
-        said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
-        raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
-    return users_in(done.stdout.decode(errors="replace"), {rank for pid in own for rank in ranks_of(pid)})
 
 
 def ranks_of(pid: int) -> set[int]:

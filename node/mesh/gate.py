@@ -275,22 +275,15 @@ class Gate:
             elif self.roster is not None and introduction.admission:
                 with contextlib.suppress(RemoteProtocolError):  # a member may have another seat now
                     _admit(self.roster, peer, introduction.admission, is_newcomer=True)
-            if not refusal and introduction.admission:
-                witness = await self._witness(introduction.admission)
+            if not refusal and introduction.admission and self.roster is not None and self.store is not None:
+                try:  # if this node knows the admission, and remembers it from now on
+                    given = self.roster.witness(decode_admission(introduction.admission), self._key, time.time())
+                    await self.save()
+                    witness = b"" if given is None else encode(given)
+                except FarandoleError as error:
+                    logger.warning("no witness of an admission: %s", error)
             answer = IntroductionAnswer(refusal, why, b"" if refusal else self.admission, witness)
             await stream.send_all(frame(encode(answer), MAX_INTRODUCTION_BYTES))
-
-    async def _witness(self, raw: bytes) -> bytes:
-        """Sign for the admission that a member has shown, if this node knows it and remembers it from now on."""
-        if self.roster is None or self.store is None:
-            return b""
-        try:
-            witness = self.roster.witness(decode_admission(raw), self._key, time.time())
-            await self.save()
-        except FarandoleError as error:
-            logger.warning("no witness of an admission: %s", error)
-            return b""
-        return b"" if witness is None else encode(witness)
 
     async def save(self) -> None:
         """Store the seats that have changed. Raises `FarandoleError` if the disk does not take them."""

@@ -248,16 +248,14 @@ def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open_tensors(folder / name)) for name in sorted(names)]
         places = {name: file for file in files for name in file.shapes}
-        found = {name: _find(folder, name, shape, places) for name, shape in shapes_of(manifest.model).items()}
+        found: dict[str, tuple[TensorFile, str]] = {}
+        for name, shape in shapes_of(manifest.model).items():
+            # Files of a model without its head leave out the prefix of the whole model's parameter names.
+            bare = name.removeprefix("transformer.").removeprefix("model.")
+            theirs = name if name in places else bare
+            if theirs not in places:
+                raise ConsolidatedError(f"{folder} has no weights {name}, which its configuration asks for")
+            if (held := places[theirs].shapes[theirs]) != shape:
+                raise ConsolidatedError(f"{folder}: {name} has the shape {held}, its configuration makes it {shape}")
+            found[name] = places[theirs], theirs
         yield lambda name: found[name][0].read(found[name][1])
-
-
-def _find(folder: Path, name: str, shape: Shape, places: dict[str, TensorFile]) -> tuple[TensorFile, str]:
-    # Files of a model without its head leave out the prefix of the whole model's parameter names.
-    bare = name.removeprefix("transformer.").removeprefix("model.")
-    theirs = name if name in places else bare
-    if theirs not in places:
-        raise ConsolidatedError(f"{folder} has no weights {name}, which its configuration asks for")
-    if (held := places[theirs].shapes[theirs]) != shape:
-        raise ConsolidatedError(f"{folder}: {name} has the shape {held}, its configuration makes it {shape}")
-    return places[theirs], theirs
