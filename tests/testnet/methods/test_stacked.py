@@ -149,12 +149,6 @@ def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
     assert apart.spreads()[0] > 1e-3
 
 
-def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampler]) -> None:
-    apart = trained(Method("apart", "none"), model, [Trial(1, 1.0, samplers)], 20)
-    noloco = trained(Method("NoLoCo", "pairs", 5), model, [Trial(1, 1.0, samplers)], 20)
-    assert 0 < noloco.spreads()[0] < 0.8 * apart.spreads()[0]
-
-
 def test_each_fragment_of_a_round_meets_a_partner_of_its_own(model: ModelConfig, samplers: list[Sampler]) -> None:
     seed = 2
     trials, outer = [Trial(seed, 1.0, samplers)], NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, fragments=2)
