@@ -108,11 +108,14 @@ async def in_a_thread_left_alone(work: Callable[[], _Result], limiter: trio.Capa
 
 def ranks_of(pid: int) -> set[int]:
     """Return a process, and the ones that its parent has started with the same command line, as torchrun does."""
+    found = {pid}
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        alike = process.parent() or process
-        return {pid, *(other.pid for other in alike.children() if other.cmdline() == process.cmdline())}
-    return {pid}
+        words = process.cmdline()
+        for other in (process.parent() or process).children():
+            with contextlib.suppress(psutil.Error):  # one may be gone, or another user's
+                found |= {other.pid} if other.cmdline() == words else set()
+    return found
 
 
 def is_on_battery() -> bool | None:

@@ -24,6 +24,7 @@ from ..trainer.script import has_started
 
 # Leaving: the farewell is gossiped. A trainer that saves too has `farandole.node.member.run_member.MAX_LEAVE_TIMEOUT`.
 LEAVE_SECONDS: Final = 60.0
+KILL_SECONDS: Final = 5.0
 # A node that has its folder's lock reads its store and gets its port before it answers.
 START_SECONDS: Final = 60.0
 # Interval of checks whether a node that an earlier loop started is gone, or one that starts answers.
@@ -120,6 +121,9 @@ class ChildNode:
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(LEAVE_SECONDS)
+                self._process.terminate()  # a second request to leave means now; nothing, if it is over
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(KILL_SECONDS)
             finally:  # interrupted, too
                 self._process.kill()  # nothing, if it is over
                 self._process.wait()

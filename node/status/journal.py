@@ -105,6 +105,8 @@ DEEDS: Final = {
 MAX_NAMED: Final = 32
 # Deeds that may be chance: each good exchange takes back one.
 _FORGIVEN: Final = ("refused", "clipped", "absent")
+# In these a fast, honest partner counts in part (`farandole.training.screening.guard.MIN_KNOWN`).
+FIRST_MEETINGS: Final = 4
 
 
 class Conduct:
@@ -292,7 +294,8 @@ class Journal:
         if ended.committed and ended.clip >= 1.0:
             self.conduct.forgive(ended.peer)
         elif ended.committed:
-            self.blame(ended.peer, "clipped")
+            if self.history.exchanges_ok > FIRST_MEETINGS:
+                self.blame(ended.peer, "clipped")
         elif ended.reason.startswith(REFUSED_HERE):
             self.blame(ended.peer, "refused")
         elif ended.reason in (NOT_BEGUN, NO_STREAM):

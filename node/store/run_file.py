@@ -321,7 +321,7 @@ class _Adapters(msgspec.Struct, frozen=True):
     """The model table of such a run file."""
 
     lora: str
-    rank: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = 16
+    rank: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     alpha: Annotated[float, msgspec.Meta(gt=0)] = 0.0
     """The factor of B A is alpha / rank; 0: twice the rank."""
     context: base.Context = 0

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..base.errors import TrainingError, how_to_add
 from .base_folder import require_base
 
-# Of a larger one a full fine-tuning is cheaper.
-MAX_RANK: Final = 1_024
+# Larger than anybody trains. What a stranger's run may make of a base of 8 B parameters is 2.7 GB at most.
+MAX_RANK: Final = 256
 
 
 class Adapted(nn.Module):

@@ -1,28 +1,34 @@
-"""The base model of adapters: a folder that every member has, known by the hash of its weights. Imports no torch."""
+"""The base model of adapters: a folder that every member has, known by a hash. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from blake3 import blake3
 
 from ..base.errors import TrainingError
 
+# Settings of a copy, which say nothing about what the model computes.
+_OF_A_COPY: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
 
 def base_hash(folder: Path) -> str:
-    """Return the hash by which a run names a base model, of the contents of its safetensors, whatever their names.
+    """Return the hash by which a run names a base model: of its settings, and of its safetensors, whatever their names.
 
     7 B parameters in bf16 take some seconds. Raises `TrainingError` if there are none, or they cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise TrainingError(f"{folder} has no *.safetensors: name the folder of a Hugging Face model")
+    settings = {name: value for name, value in base_config(folder).items() if name not in _OF_A_COPY}
+    hashes = [blake3(json.dumps(settings, sort_keys=True).encode()).digest()]
     try:
-        hashes = [blake3(max_threads=blake3.AUTO).update_mmap(path).digest() for path in files]
-    except OSError as error:
-        raise TrainingError(f"cannot read the weights in {folder}: {error.strerror}") from error
+        index = folder / "model.safetensors.index.json"
+        parts = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
+        hashes += [blake3(max_threads=blake3.AUTO).update_mmap(folder / name).digest() for name in set(parts)]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise TrainingError(
+            f"{folder} needs its weights as model.safetensors, or as several files with its index: {error}"
+        ) from error
     return blake3(b"".join(sorted(hashes))).hexdigest()
 
 
@@ -41,6 +47,6 @@ def require_base(folder: Path, expected: str) -> None:
     """Raise `TrainingError`, with both hashes, unless the folder has the base model of this hash."""
     if (found := base_hash(folder)) != expected:
         raise TrainingError(
-            f"{folder} is another base model than the run's: its weights have the hash {found}, and the run's "
+            f"{folder} is another base model than the run's: it has the hash {found}, and the run's "
             f"{expected}. Ask whoever invited you which model it is"
         )

@@ -25,7 +25,7 @@ from .hf_folder import open_hf_weights
 
 # A [model] table with one of these defines the model again; without, it gives changes only, such as the cut into
 # stages.
-_MODELS_BY: Final = ("preset", "hf", "own", "num_layers")
+_MODELS_BY: Final = ("preset", "hf", "own", "lora", "num_layers")
 _OF_ONE_RUN: Final = ("created_at", "start", "version")
 
 
