@@ -28,7 +28,7 @@ import msgspec
 
 from .state.entries import MAX_NOTE_BYTES, NoteName, Sha256
 from .wire.errors import RemoteProtocolError
-from .wire.messagepack import MessageDecoder, encode
+from .wire.messagepack import MessageDecoder, TaggedMessage, encode
 
 PROGRAMS_PROTOCOL: Final = "/farandole/programs/1/"
 """Prefix of the protocols of programs; the name that they have chosen follows."""
@@ -45,11 +45,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_WAIT_SECONDS)]
 _PeerId = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class Open(_Message, frozen=True):
+class Open(TaggedMessage, frozen=True):
     """Open a stream to a peer, on which its program listens under this name."""
 
     peer: _PeerId
@@ -57,38 +53,38 @@ class Open(_Message, frozen=True):
     seconds: _Seconds
 
 
-class Listen(_Message, frozen=True):
+class Listen(TaggedMessage, frozen=True):
     """Accept streams that peers open under this name."""
 
     name: NoteName
 
 
-class Take(_Message, frozen=True):
+class Take(TaggedMessage, frozen=True):
     """Wait for the next stream that a peer opens under a name to which the program listens."""
 
     name: NoteName
 
 
-class HoldNote(_Message, frozen=True):
+class HoldNote(TaggedMessage, frozen=True):
     """Publish a note in the run state, or replace the one that this connection holds."""
 
     name: NoteName
     value: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
 
 
-class FindNotes(_Message, frozen=True):
+class FindNotes(TaggedMessage, frozen=True):
     """Read the notes of this name of all present members."""
 
     name: NoteName
 
 
-class Provide(_Message, frozen=True):
+class Provide(TaggedMessage, frozen=True):
     """Be found as a provider of a file."""
 
     file: Sha256
 
 
-class FindProviders(_Message, frozen=True):
+class FindProviders(TaggedMessage, frozen=True):
     """Find peers that say they provide a file."""
 
     file: Sha256

@@ -286,7 +286,7 @@ async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
             daemon.book.note_reached(peer, host.dialler.known.to_keep(peer))
         try:
             await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
-            await daemon.store.put_fact(PARTNERS_FACT, daemon.partners.encode())
+            await daemon.store.put_fact(PARTNERS_FACT, b"".join(daemon.partners))
             await daemon.book.save()
         except StoreError as error:
             words = await trio.to_thread.run_sync(shortage, daemon.settings.home, STORE_BYTES)

@@ -323,8 +323,7 @@ class GossipService:
         while not session.is_done:
             data = await stream.receive_some(READ_BYTES)
             if not data:
-                session.receive_eof()
-                return
+                raise RemoteProtocolError("the stream ended in the middle of a session")
             if not is_asked:
                 self._served_inbound.count(peer, trio.current_time(), bytes=len(data))
             deltas, to_send = session.receive_data(bytes(data))

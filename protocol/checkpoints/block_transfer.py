@@ -50,11 +50,7 @@ MAX_BUSY = 60.0
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCKS)]
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class BlockQuestion(_Message, frozen=True):
+class BlockQuestion(wire.TaggedMessage, frozen=True):
     """A question to a peer: does it have this checkpoint."""
 
     run_id: Sha256
@@ -65,7 +61,7 @@ class BlockQuestion(_Message, frozen=True):
     """Whether the asker has the index of this id."""
 
 
-class Here(_Message, frozen=True):
+class Here(wire.TaggedMessage, frozen=True):
     """The sender has the checkpoint: its first ``num_held`` blocks."""
 
     num_held: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
@@ -73,30 +69,30 @@ class Here(_Message, frozen=True):
     """Result of `farandole.protocol.checkpoints.blocks.encode_signed_index`; empty if the asker has it."""
 
 
-class Busy(_Message, frozen=True):
+class Busy(wire.TaggedMessage, frozen=True):
     """The sender is giving blocks to others; ask again after about ``seconds``."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BUSY)]
 
 
-class Absent(_Message, frozen=True):
+class Absent(wire.TaggedMessage, frozen=True):
     """The sender does not have the checkpoint."""
 
 
-class Want(_Message, frozen=True):
+class Want(wire.TaggedMessage, frozen=True):
     """A request for ``count`` blocks from ``first`` on."""
 
     first: _Block
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_WANTED)]
 
 
-class Forget(_Message, frozen=True):
+class Forget(wire.TaggedMessage, frozen=True):
     """The sender has this block from another peer: it need not be given, unless that has begun."""
 
     block: _Block
 
 
-class Give(_Message, frozen=True):
+class Give(wire.TaggedMessage, frozen=True):
     """The bytes of this block follow."""
 
     block: _Block

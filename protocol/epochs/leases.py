@@ -242,7 +242,7 @@ class Leases:
         leases = ((author, entries.get(0)) for author, entries in self._heard.items())
         said = {author: lease.epoch for author, lease in leases if lease is not None and lease.corpus == self.corpus}
         epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
-        if epoch == self.epoch and self.done.is_complete and not self.is_over:
+        if epoch == self.epoch and self.done.whole == self.sections.all and not self.is_over:
             if self._current.completed_at is None:
                 self._current.completed_at, self._is_outdated = now, True
             if now - self._current.completed_at >= SETTLE_SECONDS:

@@ -56,11 +56,6 @@ class DoneSlices:
         self._ahead: set[int] = set()  # done, but some before them in their section are not
 
     @property
-    def is_complete(self) -> bool:
-        """Return whether all slices are done."""
-        return self.whole == self.sections.all
-
-    @property
     def count(self) -> int:
         """Return the number of slices that are done."""
         sections, last = self.sections, self.sections.count - 1

@@ -30,7 +30,7 @@ import msgspec
 
 from ..exchange.pipe import BULK_FROM, CHUNK_BYTES, Pipe
 from ..run.manifest import Manifest
-from ..state.entries import Key
+from ..state.entries import Key, Sha256, Small
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.messagepack import PRINTABLE, MessageDecoder, encode
 
@@ -49,9 +49,7 @@ MAX_SECONDS_LEFT = 3_660
 
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 """A microbatch's name, drawn at random by its origin: only nodes on its route can know it."""
-_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_Round = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_REASON_CHARS = 128
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=PRINTABLE)]
 """Shown on terminals: no control characters."""
@@ -60,10 +58,10 @@ _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=PRINT
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """The upstream node's first message. The downstream node closes the stream if its own values differ."""
 
-    run_id: _Digest
+    run_id: Sha256
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
     """The downstream node's; 0 on the link by which microbatches return to the node that drew them."""
-    shape: _Digest
+    shape: Sha256
     """Result of `shape_hash`."""
     version: Annotated[int, msgspec.Meta(ge=1, le=255)] = ACTIVATIONS_VERSION
 
@@ -87,7 +85,7 @@ class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     ticket: Ticket
     origin: Key
     """The node that drew it."""
-    round: _Round
+    round: Small
     """The sender's round."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS_LEFT)]
     """Time until its origin gives it up."""

@@ -387,18 +387,14 @@ class MicrobatchJobs:
     def __init__(self) -> None:
         self.given: deque[tuple[Job, Microbatch]] = deque()
         """The oldest first."""
-        self._waiting: dict[Job, deque[Microbatch]] = {job: deque() for job in _PRIORITIES}
-
-    def add(self, job: Job, microbatch: Microbatch) -> None:
-        """Add a job to the ones that wait."""
-        self._waiting[job].append(microbatch)
+        self.waiting: dict[Job, deque[Microbatch]] = {job: deque() for job in _PRIORITIES}
 
     def take(self, *, may_begin: bool) -> tuple[Job, Microbatch] | None:
         """Remove the most urgent waiting job, and return it.
 
         Unless ``may_begin``, the only forward passes are of held-out microbatches.
         """
-        for job, waiting in self._waiting.items():
+        for job, waiting in self.waiting.items():
             may_do = job != "forward" or may_begin
             microbatch = next((each for each in waiting if may_do or each.is_held_out), None)
             if microbatch is not None:
@@ -408,7 +404,7 @@ class MicrobatchJobs:
 
     def discard(self, microbatch: Microbatch) -> None:
         """Discard the waiting jobs of a microbatch."""
-        for waiting in self._waiting.values():
+        for waiting in self.waiting.values():
             if microbatch in waiting:
                 waiting.remove(microbatch)
 
@@ -428,15 +424,11 @@ class Dialling:
         self._rng = rng
         self._under_way: set[tuple[bytes, bool]] = set()
         self.not_before: dict[bytes, float] = {}
-        """When a lost link to a node of the next stage is tried again."""
+        """When a link to a node of the next stage that was lost, or could not be opened, is tried again."""
 
     def note_answer(self, peer: bytes, is_return: bool) -> None:
         """Note that a link was opened, or could not be."""
         self._under_way.discard((peer, is_return))
-
-    def note_lost(self, peer: bytes, now: float) -> None:
-        """Note that a link to the next stage was lost, or could not be opened."""
-        self.not_before[peer] = now + RETRY_INTERVAL
 
     def choose(
         self, links: Iterable[MicrobatchLink], peers: Iterable[bytes], now: float, *, is_return: bool

@@ -166,7 +166,7 @@ class Pipeline:
                 if is_return:
                     self._lose_origin(peer)
                 else:
-                    self._dialling.note_lost(peer, self._now)
+                    self._dialling.not_before[peer] = self._now + RETRY_INTERVAL
             case machine.LinkClosed(link):
                 self._close_link(link)
             case machine.Received(number, message):
@@ -209,7 +209,7 @@ class Pipeline:
         if link.is_upstream and link.is_return:
             self._lose_origin(link.peer)
         elif link.is_upstream:
-            self._dialling.note_lost(link.peer, self._now)
+            self._dialling.not_before[link.peer] = self._now + RETRY_INTERVAL
             if self._stage and not any(link.is_upstream for link in self._links.values()):
                 for microbatch in self._microbatches.at(LinkStep.ROUTING):  # another node may have a way on
                     self._drop(microbatch, "no node of the next stage takes it")
@@ -279,12 +279,19 @@ class Pipeline:
             case wire.Forward():
                 self._arrive(number, link, message)
             case wire.Gradient(index) if index in link.open:
-                self._gradient_arrives(link.open[index], number)
+                microbatch = link.open[index]
+                if microbatch.step is (LinkStep.OUT if self._stage else LinkStep.HOME_OUT):
+                    microbatch.step, microbatch.sender = LinkStep.RETURNING, link.peer
+                    return
+                self._leave(microbatch.onward)
+                microbatch.onward = None
+                self._hang_up(number)  # a gradient of nothing
+                self._drop(microbatch, "a gradient that cannot be")
             case wire.DataReceived(index) if index in link.open and link.open[index].step in _AFTER_ARRIVAL:
                 microbatch = link.open[index]
                 microbatch.step, job = _AFTER_ARRIVAL[microbatch.step]
                 self._outputs.append(machine.ReceiveInto(number, microbatch.slot))
-                self._jobs.add(job, microbatch)
+                self._jobs.waiting[job].append(microbatch)
             case wire.Dropped(index, reason, is_untouched) if index in link.open:
                 self._hop_dropped(link.open[index], link, reason, is_untouched)
             case wire.Settled(index, is_kept) if index in link.open:
@@ -331,16 +338,6 @@ class Pipeline:
         if self._avoidance.is_avoided(forward.origin, self._now):
             return AVOIDED_ORIGIN
         return "" if self._microbatches.free_slots else "no slot is free"
-
-    def _gradient_arrives(self, microbatch: Microbatch, number: int) -> None:
-        is_due = microbatch.step is (LinkStep.OUT if self._stage else LinkStep.HOME_OUT)
-        if not is_due:
-            self._leave(microbatch.onward)
-            microbatch.onward = None
-            self._hang_up(number)  # a gradient of nothing
-            self._drop(microbatch, "a gradient that cannot be")
-            return
-        microbatch.step, microbatch.sender = LinkStep.RETURNING, self._links[number].peer
 
     def _hop_dropped(self, microbatch: Microbatch, link: MicrobatchLink, reason: str, is_untouched: bool) -> None:
         self._leave(microbatch.onward)

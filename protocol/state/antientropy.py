@@ -175,11 +175,6 @@ class Session:
             raise RemoteProtocolError("bytes after the end of the session")
         return deltas, self._take_output()
 
-    def receive_eof(self) -> None:
-        """Note the end of the peer's side of the stream; raise `RemoteProtocolError` if it is too early."""
-        if not self.is_done:
-            raise RemoteProtocolError("the stream ended in the middle of a session")
-
     # frames in and out
 
     def _send(self, frame: Frame) -> None:

@@ -46,12 +46,8 @@ class Partners(Latest[bytes, None]):
         """Note that an exchange with a peer was committed."""
         self[peer] = None
 
-    def encode(self) -> bytes:
-        """Encode the partners' keys for this node's own disk."""
-        return b"".join(self)
-
     def restore(self, encoded: bytes) -> None:
-        """Add the partners that `encode` wrote in an earlier process."""
+        """Add the partners that an earlier process has stored, key after key."""
         for start in range(0, len(encoded) - PUBLIC_KEY_BYTES + 1, PUBLIC_KEY_BYTES):
             self.note(encoded[start : start + PUBLIC_KEY_BYTES])
 

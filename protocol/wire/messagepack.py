@@ -24,6 +24,10 @@ encode: Final = msgspec.msgpack.Encoder().encode
 """Encode a message."""
 
 
+class TaggedMessage(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """A message with its type's name, as an array."""
+
+
 class MessageDecoder(Generic[_T]):
     """Decodes messages of one type, which may be a union of tagged ones; ``name``, with its article, is for errors."""
 
