@@ -29,16 +29,16 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
   most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
 - *Last resorts.* A peer that is put off is asked once no other is left, and given up for any better one.
 - *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), the node seeks another
-  partner, once a round: so the deadline stands, and the other half of ``exchange_seconds`` is always left for the
-  second transfer. A node that refused the contribution, or had its own refused, does not try again. Where rounds
-  overlap there is no second try: the machine is in the next round, whose exchange is near.
+  partner, once a round: half of ``exchange_seconds`` is always left for that transfer. A node that refused, or was
+  refused, does not try again. Where rounds overlap there is no second try: the next exchange is near.
+- *Wariness.* While peers that never exchanged fail, the proven ones come first, and a node proposes early: before
+  members that take every chance have them all. A peer that never exchanged then gets time that leaves a second try.
 - *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
   node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
 
 Rejected: leaving any late partner for another before the wait is over (where rounds are short or machines unequal, most
-late partners are honest, each then leaves a third one late, and five times as many rounds are taken alone); a leader or
-a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing when ready (each exchange
-would then wait for its matching).
+are honest, each then leaves a third one late, and five times as many rounds are taken alone); and what
+docs/decisions.md lists ("Finding a partner").
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
-from .pairing_waits import MIN_ANSWER, MIN_RETRY, Bond, PairingRound, Waits
+from .pairing_waits import MIN_ANSWER, MIN_RETRY, WAIT_SHARE, Bond, PairingRound, Waits
 
 # A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
 # back. A newcomer gets weights that are at most this old.
@@ -121,7 +121,7 @@ class Pairing:
         self._config = config
         self._rng = rng
         self._meters = PeerMeters(messages.MAX_MESSAGES, messages.MAX_MESSAGES)
-        self._order = PeerOrder(own)
+        self._order = PeerOrder(own, may_be_wary=not 0 < config.round_seconds < config.exchange_seconds)
         self._bond: Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
@@ -198,7 +198,8 @@ class Pairing:
         elif self._config.round_seconds:
             current.ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
         seconds_left = 0.0 if current.ends_at is None else max(0.0, current.ends_at - now)
-        current.propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
+        share = self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL)
+        current.propose_at = now + (share / 2 if self._order.is_wary else share) * seconds_left
         self._use_fragment(self._num_exchanged.index(min(self._num_exchanged)))
         self._seek(now)
 
@@ -240,6 +241,8 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self.current.ready_at + self._config.exchange_seconds
+        if self._order.is_wary and not self._order.is_proven(bond.peer) and not self._config.overlap:
+            deadline = min(deadline, now + (1 - WAIT_SHARE) * self._config.exchange_seconds)
         offer_by = now + max(OFFER_SHARE * min(deadline - now, self._waits.longest_exchange), MIN_ANSWER)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
 

@@ -12,29 +12,24 @@ from dataclasses import dataclass
 
 from ..wire.latest import Latest
 
-# Decide which peers are asked last: peers with failed exchanges, and peers met more often than by chance.
+# Peers with failed exchanges are asked last, and so are peers met more often than by chance.
 #
 # A refused contribution, a partner that was not ready in time, withdrew late or proposed again instead, a broken
-# exchange: each costs a round, and none proves malice. A peer is put off for some rounds, twice as many after each
-# failure. A committed exchange ends that and forgives half of the failures: so a peer that is good for one round in
-# four is soon met last most of the time. Among peers that are put off, those with fewer failures come first: otherwise
-# a peer that never comes is soon as good as honest ones whose exchanges it has upset. For the same reason a peer that
-# never exchanged is put off for longer. Strangers, which came after this node and never exchanged with it, are put off
-# together, so fresh keys buy nothing.
+# exchange: each costs a round, and none proves malice. It puts a peer off for some rounds, twice as many after each
+# failure; a committed exchange ends that and forgives half of the failures. Among peers that are put off, those with
+# fewer failures come first: else a peer that never comes is soon as good as honest ones whose exchanges it has upset.
+# For the same reason a peer that never exchanged is put off for longer. Strangers, which came after this node and never
+# exchanged with it, are put off together, so fresh keys buy nothing; where many founders fail, the unproven ones too.
 #
-# A peer that proposes early to all others at once would be the partner of all of them in each round. So each node keeps
-# its own counts: a peer may have `FAIR_SHARE` of the meetings that chance would give it, and no more than `FAIR_BURST`
-# at once. Because every node counts, no node has to prove or announce its meetings.
+# A peer that proposes early to all at once would be everyone's partner in each round. So each node counts: a peer may
+# have `FAIR_SHARE` of the meetings that chance would give it, at most `FAIR_BURST` at once. No proofs are needed.
 #
 # - *Turns.* A peer's turn comes once in about as many rounds as there are peers. A hash of both keys decides the round
-# of the first turn: otherwise many greedy members of a large run could take all of a node's first rounds. - *Tiers.*
-# Where all peers in turn are taken, the node asks the peers whose turn comes next, and looks twice as far ahead each
-# time. A peer that is met early has used its turn, so greedy members gain no further meetings from the nodes that are
-# left over late in a round. (Where these met any peer, six greedy members in 66 had 1.9 times their share of the first
-# 28 rounds.)
+#   of the first turn: else many greedy members of a large run could take all of a node's first rounds.
+# - *Tiers.* Where all peers in turn are taken, the node asks those whose turn comes next, and looks twice as far ahead
+#   each time. (If it then met any peer, six greedy members in 66 had 1.9 times their share of the first 28 rounds.)
 #
-# Peers are put off, not excluded: where no other peer is free they are met all the same, so two nodes alone go on
-# meeting. None of this is sent to others, so it cannot be used to slander a peer.
+# Peers are put off, not excluded: two nodes alone go on meeting. None of this is sent, so it cannot slander a peer.
 
 # Rounds after the first failure; twice as many after each further one, up to a number of failures.
 FIRST_ROUNDS, MAX_FAILURES = 2, 8
@@ -42,6 +37,9 @@ FIRST_ROUNDS, MAX_FAILURES = 2, 8
 FAILURES_OF_UNPROVEN = 5
 # Failures of all strangers together: who changes its key after each failure is met in one round of 65.
 MAX_FAILURES_OF_STRANGERS = 6
+# Before each peer had a turn, the broken agreements that make a node wary, for each peer that kept one. It then meets
+# those that never exchanged last, once it has so many others, or half of all: more cost more, fewer mix slowly.
+BROKEN_SHARE, ENOUGH_PROVEN = 0.25, 4
 # A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
 # ones differ by chance, so a second meeting soon after the first is nothing unusual.
 FAIR_SHARE, FAIR_BURST = 1.05, 2
@@ -81,17 +79,18 @@ class PeerOrder:
     agree on when they may first meet.
     """
 
-    def __init__(self, own: bytes) -> None:
-        """``own``: the node's public key."""
+    def __init__(self, own: bytes, *, may_be_wary: bool = True) -> None:
+        """``own``: the node's public key. ``may_be_wary``: see `is_wary`; not where honest peers often come late."""
+        self._may_be_wary = may_be_wary
         self.peers: frozenset[bytes] = frozenset()
         """The live peers, without this node."""
         self._own = own
         self._round = -1
         self._first_round: int | None = None
-        self._is_settled = False  # the first round is over
         self._founders: frozenset[bytes] = frozenset()  # here when this node came; others are strangers until proven
         self._records = Latest[bytes, _Record](MAX_PEERS)
         self._strangers = _Record()
+        self._num_proven = self._num_broken = 0  # live peers that exchanged, and live founders that only failed
         self.phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
         """Share of a peer's period that passes before its first turn: from 0 to 1, the same for both."""
         self._turns: list[tuple[float, bytes]] | None = None
@@ -99,7 +98,6 @@ class PeerOrder:
 
     def begin(self, round_: int) -> None:
         """Begin a round; the first one counts."""
-        self._is_settled = self._first_round is not None
         if self._first_round is None:
             self._first_round, self._turns = round_, None
         self._round = round_
@@ -107,7 +105,8 @@ class PeerOrder:
     def set_peers(self, peers: frozenset[bytes]) -> None:
         """Replace the live peers."""
         self.peers, self._turns = peers - {self._own}, None
-        if not self._is_settled:
+        self._count()
+        if self._first_round in (None, self._round):
             self._founders |= self.peers
 
     def tier(self, peer: bytes) -> int:
@@ -124,8 +123,8 @@ class PeerOrder:
     def put_off(self) -> Set[bytes]:
         """Return the peers before which all others come."""
         found = {peer for peer, record in self._records.items() if self._round < record.until}
-        if self._strangers.failures and self._round < self._strangers.until:
-            found |= {peer for peer in self.peers if self._is_stranger(peer)}
+        if self.is_wary or (self._strangers.failures and self._round < self._strangers.until):
+            found |= {peer for peer in self.peers if self._level(peer)}
         return found
 
     def nearest(self, peers: Set[bytes]) -> tuple[float, Iterable[bytes]]:
@@ -157,6 +156,7 @@ class PeerOrder:
         self._record(peer).fail(self._round, 1 if self.is_proven(peer) else FAILURES_OF_UNPROVEN, MAX_FAILURES)
         if self._is_stranger(peer):
             self._strangers.fail(self._round, FAILURES_OF_UNPROVEN, MAX_FAILURES_OF_STRANGERS)
+        self._count()
 
     def note_success(self, peer: bytes) -> None:
         """Forgive a peer half of its failures: an exchange with it was committed."""
@@ -164,6 +164,7 @@ class PeerOrder:
             self._strangers.failures //= 2
         record = self._record(peer)
         record.failures, record.until, record.is_proven = record.failures // 2, 0, True
+        self._count()
 
     def _record(self, peer: bytes) -> _Record:
         if peer not in self._records and len(self._records) >= MAX_PEERS:
@@ -174,10 +175,23 @@ class PeerOrder:
     def _is_stranger(self, peer: bytes) -> bool:
         return peer not in self._founders and not self.is_proven(peer)
 
+    def _count(self) -> None:
+        self._num_proven = sum(map(self.is_proven, self.peers))
+        unproven = (peer for peer in self.peers & self._founders if not self.is_proven(peer))
+        self._num_broken = sum(peer in self._records and self._records[peer].failures > 0 for peer in unproven)
+
+    @property
+    def is_wary(self) -> bool:
+        """Return whether founders break agreements more than by chance, and some had no turn yet."""
+        is_early = self._may_be_wary and self._round - (self._first_round or 0) < len(self.peers)
+        return is_early and self._num_broken >= 2 and self._num_broken >= BROKEN_SHARE * self._num_proven
+
     def _level(self, peer: bytes) -> int:
         """Return 0, or how many failures of a peer count now, those of all strangers included if it is one."""
         own, strangers = self._records.get(peer), self._strangers
         level = own.failures if own is not None and self._round < own.until else 0
+        if self.is_wary and self._num_proven >= min(ENOUGH_PROVEN, (len(self.peers) + 1) // 2):
+            level += 0 if self.is_proven(peer) else FAILURES_OF_UNPROVEN
         return level + (strangers.failures if self._round < strangers.until and self._is_stranger(peer) else 0)
 
     @property

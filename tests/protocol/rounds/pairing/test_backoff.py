@@ -19,6 +19,7 @@ from farandole.protocol.rounds.pairing_events import (
 )
 from farandole.protocol.rounds.pairing_messages import Agree, Busy, Decline, Propose
 from farandole.protocol.rounds.pairing_order import (
+    ENOUGH_PROVEN,
     FAILURES_OF_UNPROVEN,
     FAIR_BURST,
     FAIR_SHARE,
@@ -147,6 +148,42 @@ def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> N
     order.note_success(CAROL)
     order.note_failure(MALLORY)
     assert CAROL not in order.put_off, "no stranger any more"
+
+
+def test_while_founders_break_agreements_those_that_kept_one_come_first() -> None:
+    """Two of seven agree and never come: what the others have not shown yet counts, until each had a turn."""
+    order = order_of(8)
+    *founders, liar, other = sorted(order.peers - {CAROL})
+    for peer in founders[:ENOUGH_PROVEN]:
+        order.note_success(peer)
+    order.note_failure(liar)
+    assert not order.is_wary, "as by chance"
+    order.note_failure(other)
+    assert order.is_wary
+    assert CAROL in order.put_off
+    assert order.tier(founders[0]) < order.tier(CAROL) < order.tier(liar)
+    assert set(order.nearest(order.peers)[1]) <= set(founders)
+    order.begin(len(order.peers))
+    assert CAROL not in order.put_off, "each had a turn"
+
+
+def test_a_node_that_has_met_few_puts_off_only_those_that_failed() -> None:
+    order = order_of(8)
+    liar, other, *_ = sorted(order.peers - {CAROL})
+    for peer in (liar, other):
+        order.note_failure(peer)
+    assert order.is_wary
+    assert order.put_off == {liar, other}
+
+
+def test_failures_by_chance_among_many_good_exchanges_make_nobody_wary() -> None:
+    order = order_of(20)
+    liar, other, *rest = sorted(order.peers)
+    for peer in rest:
+        order.note_success(peer)
+    for peer in (liar, other):
+        order.note_failure(peer)
+    assert not order.is_wary
 
 
 def test_a_stranger_that_is_gone_before_its_failure_shows_speaks_against_strangers() -> None:
