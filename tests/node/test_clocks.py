@@ -28,6 +28,7 @@ READ_IN = {
     "mesh/reach/reachability.py": "told to whoever asks what time it is",
     "mesh/reach/connectivity.py": "libp2p says in time of day until when a reservation lasts",
     "mesh/dialler.py": "libp2p says in time of day until when a reservation lasts",
+    "own_loop/attachment.py": "since when the loop tells what its node warns of",
     "own_loop/create.py": "when a run was made, in its manifest",
     "relay_page.py": "when a page was written, shown",
     "state/gossip.py": "of entries, whose author says when they were written; never for who lives",
