@@ -11,16 +11,15 @@ the accepted distances (self-centred clipping, ClippedGossip, arXiv 2202.01545, 
 The limit has a cap that follows this node's own movement in a round, which no partner controls and which shrinks with
 the learning rate (BALANCE, arXiv 2406.10416): an attacker that is met often would triple the limit each time. In the
 first meetings a member that overshoots makes the loss of the mean better, and that at the end of the run worse: there
-the mean leads little further than this node's inner steps did, as the mean of two equally fast replicas does anyway.
+the mean leads little further than this node's inner steps and its usual partners' tokens explain.
 
 **Loss.** The loss of the mean is compared with that of this node's own weights, on windows of text that were drawn for
 this exchange by a secret of the node's: a contribution can be good for them only by being good for all text. It counts
 in full where the mean costs no more than noise on a few windows, or than the round's inner steps have gained: honest
 replicas differ by as much, and the next steps gain it again. Where it costs more, half of it is tried, and then nothing
-of the contribution counts here, while this node's own still helps the partner.
-
-The bound shrinks with the distance: what lies nearer than inner steps lead may cost as much less. It is wider where
-means have usually cost something, as at large learning rates, if the partner's own weights are as good as this node's.
+of the contribution counts here, while this node's own still helps the partner. The bound shrinks with the distance:
+what lies nearer than inner steps lead may cost as much less. It is wider where means have usually cost something, as at
+large learning rates, if the partner's own weights are as good as this node's.
 
 Where all members' texts differ, a partner is always worse on this node's, and one whose text is unlike the others'
 costs more than most liars do; members that count for nothing drift away until no mean is any good. So as much of each
@@ -70,9 +69,9 @@ LEAST: Final = 1e-30
 USUAL_COSTS: Final = 2.0
 # A contribution whose loss is known may be further away by this factor: one of a faster partner is.
 CHECKED_RADIUS: Final = 4.0
-# Until MIN_KNOWN distances are known, a mean leads this many of the node's own movements from where the round began;
-# equally fast honest partners, at most 1.04. Its square is a quadratic of the share, which the limit solves.
-MOST_LEAD: Final = 1.25
+# Until MIN_KNOWN distances are known, a mean leads this many of the node's own movements from where the round began, or
+# what partners' usual tokens explain; equally fast honest ones, at most 1.3. The limit solves a quadratic of the share.
+MOST_LEAD: Final = 1.4
 # A partner that is behind by a round's gain or more keeps this part of its share.
 LEAST_WORTH: Final = 0.25
 # The share that counts of a contribution whose loss was not known in time, and is tried of one that costs too much.
@@ -119,10 +118,10 @@ class Guard(ScreeningRule):
 
     def _judge(self, partner: Partner) -> Verdict:
         """Judge without the suspicion; see `judge`. Comparisons are written so that NaN is refused."""
-        distance = self._distance
+        distance, met = self._distance, partner.encounter
         if not distance < math.inf:
             return Refuse("the contribution is infinitely far away from mine")
-        share = self._share(partner.encounter)
+        share = self._share(met)
         if share == 0.0:
             return Accept(share)
         usual = self._usual(partner)
@@ -133,10 +132,12 @@ class Guard(ScreeningRule):
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
         before = partner.evaluate(0.0)
         self._limit = usual if before is None else CHECKED_RADIUS * usual
-        if len(partner.everybody[self._series(partner)]) < MIN_KNOWN and partner.encounter.own_tokens:
+        if len(partner.everybody[self._series(partner)]) < MIN_KNOWN and met.own_tokens:
             own, far = self._movement(partner), max(distance, LEAST)
+            pace = statistics.median_low([1.0, 1.0, *partner.everybody["pace"], met.partner_tokens / met.own_tokens])
+            most = MOST_LEAD * (1.0 + share * max(pace - 1.0, 0.0))
             slope = (partner.partner_movement() ** 2 - own**2) / far - far
-            lead = math.sqrt(slope**2 + 4.0 * (MOST_LEAD**2 - 1.0) * own**2) - slope
+            lead = math.sqrt(slope**2 + 4.0 * (most**2 - 1.0) * own**2) - slope
             self._limit = min(self._limit, lead / (2.0 * share))
         verdict = Accept(share, min(1.0, self._limit / max(distance, LEAST)))
         after = None if before is None else partner.evaluate(verdict.shares[1])
@@ -260,7 +261,8 @@ class Guard(ScreeningRule):
         """Record the accepted distance, and whether anything of the contribution counted."""
         if not self._has_yardstick or (isinstance(verdict, Accept) and verdict.weight == 0.0):
             return
-        everybody = partner.everybody
+        everybody, met = partner.everybody, partner.encounter
+        everybody.append("pace", met.partner_tokens / max(met.own_tokens, 1))
         if self._losses is not None and (cost := self._losses[1] - self._losses[0]) < math.inf:
             everybody.append("cost", cost)
         everybody.append("astray", float(self._is_astray))
