@@ -79,24 +79,24 @@ async def gpu_users(own: Collection[int], limiter: trio.CapacityLimiter) -> tupl
     for one such thread.
     """
 
-    def ask() -> subprocess.CompletedProcess[bytes]:
+    def ask() -> tuple[str, ...]:
         try:
-            return subprocess.run(_GPU_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_TIMEOUT)
+            done = subprocess.run(_GPU_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_TIMEOUT)
         except OSError as error:
             raise ProbeError(f"nvidia-smi cannot be run: {error}") from error
         except subprocess.TimeoutExpired as error:
             raise ProbeError(_NO_ANSWER) from error
+        if done.returncode:
+            said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
+            raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
+        return users_in(done.stdout.decode(errors="replace"), {rank for pid in own for rank in ranks_of(pid)})
 
     if shutil.which(_GPU_COMMAND[0]) is None:
         raise ProbeError("there is no nvidia-smi here")
     if not limiter.available_tokens:
         raise ProbeError("nvidia-smi has not ended yet")
     with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
-        done = await in_a_thread_left_alone(ask, limiter)
-        if done.returncode:
-            said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
-            raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
-        return users_in(done.stdout.decode(errors="replace"), {rank for pid in own for rank in ranks_of(pid)})
+        return await in_a_thread_left_alone(ask, limiter)
     raise ProbeError(_NO_ANSWER)
 
 
