@@ -334,9 +334,8 @@ class ExchangeService:
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
         try:
-            expecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.channels is not None and not start.is_initiator:  # who opens channels
-                expecting = self.channels.expecting(start.peer)
+            opener = None if start.is_initiator else self.channels  # the initiator opens channels
+            expecting = opener.expecting(start.peer) if opener else contextlib.nullcontext()
             with expecting, trio.move_on_at(start.deadline) as self._running[session]:
                 await take_part(start, session, exchange.pipe)
         finally:

@@ -56,7 +56,6 @@ class ConnectionKeeper:
         self._liveness = liveness
         self._on_lost = on_lost
         self._backoff = Backoff(FIRST_PAUSE, MAX_PAUSE)
-        self._rng = random.Random()
 
     async def run(self) -> None:
         """Keep connections until cancelled."""
@@ -79,10 +78,10 @@ class ConnectionKeeper:
             async with trio.open_nursery() as nursery:
                 for peer in (*self._sample(due & reached, num_wanted), *self._sample(due - reached, num_new)):
                     nursery.start_soon(self._try_connect, peer)
-            await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
+            await trio.sleep(KEEP_INTERVAL * random.uniform(0.5, 1.5))
 
     def _sample(self, peers: frozenset[bytes] | set[bytes], most: int) -> list[bytes]:
-        return self._rng.sample(sorted(peers), min(most, len(peers)))
+        return random.sample(sorted(peers), min(most, len(peers)))
 
     async def _try_connect(self, peer: bytes) -> bool:
         try:
@@ -96,7 +95,7 @@ class ConnectionKeeper:
 
     async def _probe(self, peer: bytes) -> None:
         """Find out whether a broken connection to a live peer is the line's fault, or the peer is gone."""
-        await trio.sleep(self._rng.uniform(0, len(self._membership.everyone) / PROBES_PER_SECOND))
+        await trio.sleep(random.uniform(0, len(self._membership.everyone) / PROBES_PER_SECOND))
         if not await self._try_connect(peer):
             self._liveness.suspect(peer, trio.current_time())
             self._on_lost(peer)

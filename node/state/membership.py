@@ -183,7 +183,6 @@ class Membership:
         self._liveness = gossip.liveness
         self._journal = journal
         self._first_step = first_step
-        self._rng = random.Random()
         self._others: Nodes = (frozenset(),) * num_stages
         self.reached: frozenset[bytes] = frozenset()
         """The live members of all stages that this node has reached, itself excluded."""
@@ -307,7 +306,7 @@ class Membership:
         now = trio.current_time()
         beats = self._payloads(self._others[stage], Beat).items()
         ahead = [peer for peer, beat in beats if beat.round > after_round and self.credit.is_good(peer, now)]
-        self._rng.shuffle(ahead)
+        random.shuffle(ahead)
 
         def rank(peer: bytes) -> tuple[bool, bool, bool]:
             has_none = all(notice.stage != stage for notice in self._notices(peer, OWN_SLOT))
@@ -340,7 +339,7 @@ class Membership:
             for peer, notices in self.notices(stage).items()
             if any(notice.id == checkpoint_id for notice in notices)
         ]
-        self._rng.shuffle(holders)
+        random.shuffle(holders)
         return sorted(holders, key=lambda peer: peer not in self._host.connected)
 
     def told_checkpoints(self) -> frozenset[bytes]:

@@ -99,7 +99,6 @@ class RelayKeeper:
         self._reachability = reachability
         self._key = key
         self._known = known
-        self._rng = random.Random()
         self._found_at = -math.inf
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._former = Latest[bytes, None](MAX_FORMER)
@@ -142,7 +141,7 @@ class RelayKeeper:
                     nursery.start_soon(self._reserve, held.relay)
         if self._are_missing:
             connected = [peer for peer in self._host.connected if self._host.connections.is_direct(peer)]
-            self._rng.shuffle(connected)
+            random.shuffle(connected)
             await self._ask_some(self._due(connected))
         if self._are_missing:
             found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer))
@@ -156,7 +155,7 @@ class RelayKeeper:
             relays = [peer for peer, _ in await self._host.dht.find_providers(self._key, FIND_TIMEOUT)]
         others = [*self._known, *(self._host.relays.members or ())]
         for peers in (relays, others):
-            self._rng.shuffle(peers)
+            random.shuffle(peers)
         left_out = {self._host.author, *self._host.connected}
         return [peer for peer in (*relays, *others) if peer not in left_out]
 

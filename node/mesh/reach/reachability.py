@@ -334,7 +334,6 @@ class Examiner:
         self.dialback = Dialback(host)
         self._host = host
         self._reachability = reachability
-        self._rng = random.Random()
         self._due = trio.Event()
         self._witnesses: frozenset[bytes] = frozenset()
 
@@ -381,7 +380,7 @@ class Examiner:
             return True
         # Peers with direct connections, distant ones first, at distinct addresses if possible.
         peers = [peer for peer in self._host.connected if self._host.connections.is_direct(peer)]
-        self._rng.shuffle(peers)
+        random.shuffle(peers)
         peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
         apart = {self._ip_of(peer): peer for peer in reversed(peers)}
         together = [peer for peer in peers if apart[self._ip_of(peer)] != peer]

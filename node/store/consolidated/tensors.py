@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import Shape, encode_header
-from farandole.training.base.durable import sync_file, sync_folder
+from farandole.training.base.durable import replacing, sync_folder
 
 Floats = npt.NDArray[np.float32]
 
@@ -91,9 +91,9 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file with these fp32 tensors, in this order; each is asked for when its turn comes.
 
-    The file is on disk on return. On `OSError` half a file is left: write into a `new_folder`.
+    The file is on disk on return. Raises `OSError`.
     """
-    with path.open("wb") as file:
+    with replacing(path) as file:
         file.write(encode_header(metadata, shapes.items()))
         for name, shape in shapes.items():
             tensor = np.asarray(tensor_of(name), dtype="<f4", order="C")
@@ -101,8 +101,6 @@ def write_tensors(
             flat = tensor.reshape(-1)
             for start in range(0, flat.size, _SLICE):
                 file.write(flat[start : start + _SLICE].data)
-        file.flush()
-        sync_file(file.fileno())
 
 
 def check_is_new(path: Path) -> None:
@@ -144,7 +142,5 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file in a `new_folder`; it is on disk on return. Raises `OSError`."""
-    with path.open("wb") as file:
+    with replacing(path) as file:
         file.write(data)
-        file.flush()
-        sync_file(file.fileno())
