@@ -79,6 +79,7 @@ class World:
         self.patch(downloads, "fetch_checkpoint", self.fetch)
         self.patch(joining, "dial", self.dial)
         self.patch(trio.to_thread, "run_sync", run_here)
+        self.patch(trio.from_thread, "check_cancelled", lambda: None)
 
     def hold(self, round_index: int, *peers: bytes, stage: int = 1) -> None:
         """Have these members of the stage announce its checkpoint of this round, by the first of them."""
