@@ -87,7 +87,7 @@ def doubtful_settings(manifest: Manifest) -> Iterator[str]:
 def check_times(manifest: Manifest, given: Collection[str]) -> None:
     """Raise `ManifestError` where exchanges may take longer than rounds. ``given``: the settings in the run file.
 
-    There members that agree to exchange and never do cost the others a quarter of their averages (simulated).
+    There members that agree to exchange and never do cost the others up to 45 % of their averages (simulated).
     """
     rounds = manifest.rounds
     if 0 < rounds.round_seconds < rounds.exchange_seconds:
