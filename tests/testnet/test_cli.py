@@ -8,24 +8,6 @@ import pytest
 
 from farandole.node.base.exits import Exit
 
-# Modules that take longer than the tenth of a second in which help must appear.
-HEAVY = {"torch", "libp2p", "numpy", "trio", "cryptography", "transformers", "zeroconf", "asyncio"}
-
-
-@pytest.mark.parametrize("line", ["--help", "join --help", "testnet run --help", "config show"])
-def test_help_and_settings_need_nothing_heavy(line: str) -> None:
-    code = (
-        "import sys\n"
-        "from farandole.node.cli import main\n"
-        "try:\n"
-        f"    main({line.split()!r})\n"
-        "except SystemExit:\n"
-        f"    print(sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stderr.splitlines()[-1] == "[]"
-
-
 # A testnet command that has to clean up when it ends.
 WAITING = """
 import time

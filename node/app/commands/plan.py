@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from farandole.protocol.planning.needs import busy_share
-
 from ...base.exits import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
 from ...base.settings import NodeSettings
@@ -103,7 +101,7 @@ def _needs(best: Plan, machine: Machine) -> list[str]:
     """Return in lines of text what a plan needs of a machine, and whether it has that."""
     import msgspec
 
-    from farandole.protocol.planning.needs import TRANSFER_SHARE
+    from farandole.protocol.planning.needs import TRANSFER_SHARE, busy_share
     from farandole.protocol.planning.planning import LINE_SHARE, judge
     from farandole.protocol.run.models import num_parameters
 
