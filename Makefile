@@ -89,7 +89,7 @@ reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures o
 	$(BIN)/python -m farandole.testnet.report.traffic docs/faq.md
 
 docs: $(STAMP) ## Build the documents as a site in out/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "out/site/index.html"
 
 bench: $(STAMP) ## How contributions move, beside hivemind and Lattica (10 minutes); the others: farandole testnet bench --help

@@ -1,4 +1,4 @@
-"""The parts of a Markdown page that tests use: fenced blocks with their comments, links, headings, code.
+"""The parts of a Markdown page that tests use: fenced blocks with their comments, code.
 
 A comment on the line before a block says how it is played (`tests.documents.player`):
 
@@ -23,7 +23,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exam
 _HEAD = re.compile(r"--- (?P<old>\S+)\n\+\+\+ (?P<new>\S+)\n(?P<hunks>.*)", re.DOTALL)
 _FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
 _PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
-_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _INDENTED = re.compile(r"(?<=\n\n)(?:    \S.*\n)+")
 _COMMENT = re.compile(r"\s+#\s.*")
 _CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)
@@ -118,20 +117,9 @@ def prose(page: str) -> str:
     return re.sub(r"(?:^|(?<=\n))(?:    .*\n)+", "", without)
 
 
-def links(page: str) -> list[str]:
-    """Return the targets of links and pictures."""
-    return _LINK.findall(_CODE.sub("", prose(page)))
-
-
 def code_spans(page: str) -> list[str]:
     """Return the texts in backticks, each as one line."""
     return [" ".join((long or short).split()) for long, short in _CODE.findall(prose(page))]
-
-
-def anchors(page: str) -> set[str]:
-    """Return the anchors of headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def name_of(page: Path) -> str:
