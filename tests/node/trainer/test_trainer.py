@@ -16,21 +16,16 @@ import psutil
 import pytest
 import torch
 import trio
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.trainer import trainer as trainer_module
-from farandole.node.trainer.channel import SharedCounter
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.checkpoints.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.identity import public_bytes
-from farandole.training.data.dataset import Bring
-from farandole.training.engine.learner import Learner, build_learner
-from farandole.training.screening.rule import Encounter
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest
@@ -91,63 +86,9 @@ def cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-STEP_BYTES = 1 << 22
 # Enough memory to write a checkpoint, but not to copy it.
 LITTLE = 20_000_000
 WIDE = {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 4096, "context": 16, "vocabulary": 256}
-
-
-async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_comes(
-    prepare: Callable[..., messages.Prepare], manifest: Manifest
-) -> None:
-    wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
-    twins = [_twin(prepare(author), wide) for author in (b"a" * 32, b"b" * 32)]
-    sent = [bytearray(twin.round_end.contribution_bytes) for twin in twins]
-    for twin, contribution in zip(twins, sent, strict=True):
-        twin.learn()
-        twin.round_end.contribute(contribution)
-    async with open_trainer(prepare(run=wide)) as alice:
-        await alice.send(messages.Train(0, 1))
-        first = await report_of(alice, messages.Contributed)
-        assert first.size == len(sent[0]) > 2 * STEP_BYTES
-        progress = SharedCounter(alice.outgoing)
-        ready = 0
-        while ready < first.size:
-            now_ready = progress.count_of(0)
-            assert ready <= now_ready
-            assert alice.outgoing[ready:now_ready] == sent[0][ready:now_ready]
-            ready = now_ready
-            await trio.sleep(0.001)
-        assert await report_of(alice, messages.Encoded) == messages.Encoded(0, blake3(sent[0]).digest())
-
-        arrived = SharedCounter(alice.incoming)
-        for end in (1, STEP_BYTES, STEP_BYTES + 1, first.size - 1, first.size):
-            alice.incoming[:end] = bytes(sent[1][:end])
-            arrived.store(1, end)
-            await alice.send(messages.Ping())
-            await report_of(alice, messages.Pong)
-        await alice.send(messages.Screen(first.size, 1))
-        assert (await report_of(alice, messages.Screened)).reason == ""
-        await alice.send(messages.TakeOuterStep(0, b"b" * 32, first.size, 70))
-        await report_of(alice, messages.OuterStepTaken)
-        await alice.send(messages.Train(1, 1))
-        await report_of(alice, messages.Contributed)
-        digest = await digest_of(alice)
-
-    twins[0].round_end.apply(sent[1], Encounter(b"", first.tokens_this_round, 70), own_first=True)
-    twins[0].learn()
-    assert twins[0].round_end.contribute(sent[0]) == (first.size, digest), "bit for bit"
-
-
-def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
-    """Return the replica that a trainer process would build."""
-    return build_learner(
-        manifest,
-        run_id=command.run_id,
-        author=command.author,
-        settings=command.settings,
-        bring=Bring(tuple(Path(path) for path in command.settings.data)),
-    )
 
 
 async def test_where_a_trainer_hung_is_logged(

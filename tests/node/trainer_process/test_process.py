@@ -23,7 +23,7 @@ from farandole.training.engine.replica import Replica
 from farandole.training.outer import round_end
 from farandole.training.outer.contribution import Wait
 
-from ...training.conftest import LateCopier, copy_without
+from ...training.conftest import LateCopier
 from .conftest import Start, Trainer
 
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
@@ -135,24 +135,15 @@ def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(s
     assert (trainer.engine.totals.round, trainer.engine.totals.steps) == (2, 4)
 
 
-def test_a_newcomer_claims_no_tokens_until_it_has_met_a_member(start: Start, tmp_path: Path) -> None:
+def test_weights_of_an_earlier_round_have_their_schedule_at_the_runs_place(start: Start, tmp_path: Path) -> None:
     donor = a_learner(b"d" * 32)
-    for _ in range(2):
+    for _ in range(4):
         donor.learn()
-        donor.learn()
-        donor.round_end.apply(None)
-    donor.checkpoint.save(tmp_path / "whole")
-    part = copy_without(tmp_path / "whole", "mean", tmp_path / "part")
-    fetched = copy_without(part, "square", tmp_path / "fetched")
-    trainer = start(MANIFEST, fetched=str(fetched))
-    totals, optimizer = trainer.engine.totals, trainer.learner.replica.optimizer
-    assert (totals.round, totals.steps, optimizer.begun_at) == (2, 4, 4)
-    trainer.handle(Train(5, 2), TakeOuterStep(5), Train(6, 2))
-    claims = [trainer.report(messages.Contributed) for _ in range(2)]
-    assert claims[0].tokens_this_round > 0
-    assert [claim.tokens_claimed for claim in claims] == [0, 0], "it has met nobody yet"
-    assert claims[0].inner_steps == 4 + 3 * 2 + 2, "the schedule is at the run's place"
-    assert optimizer.begun_at == 4 + 3 * 2, "the ramp is where it was"
+    donor.round_end.apply(None)
+    donor.checkpoint.save(tmp_path / "fetched")
+    trainer = start(MANIFEST, fetched=str(tmp_path / "fetched"))
+    trainer.handle(Train(4, 2), TakeOuterStep(4), Train(5, 2))
+    assert [trainer.report(messages.Contributed).inner_steps for _ in range(2)] == [4 + 3 * 4 + 2, 4 + 3 * 4 + 4]
 
 
 def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(start: Start) -> None:

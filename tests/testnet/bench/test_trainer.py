@@ -1,4 +1,5 @@
-import json
+"""The benchmark of a trainer, in parts; `tests/documents/test_long.py` measures a small one."""
+
 from pathlib import Path
 from typing import Any, Final
 
@@ -7,8 +8,7 @@ import pytest
 from farandole.node.status.round_log import RoundRecord
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench.process import BenchError, open_workers
-from farandole.testnet.bench.report import open_bench
-from farandole.testnet.bench.trainer import claims_of, manifest_of_bench, measure, rate_of
+from farandole.testnet.bench.trainer import rate_of
 
 FIELDS: Final[tuple[Any, ...]] = (None, None, "committed", "bob", 0, 0, 0.0, "bulk", 0)
 
@@ -31,15 +31,3 @@ def test_a_plain_loop_trains_and_a_trainer_ends_rounds(tmp_path: Path) -> None:
     assert end.keys() == {"encode", "decode", "judge", "outer step", "save", "load"}
     size = (tmp_path / "checkpoint").stat().st_size
     assert size > 8 * num_parameters(preset("tiny")), "weights, momentum and the means"
-
-
-@pytest.mark.soak
-def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
-    with open_bench("trainer", tmp_path) as bench:
-        manifest = manifest_of_bench("tiny", batch_size=4, round_seconds=3.0)
-        rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0)
-        bench.publish(claims_of(rates), rates)
-
-    written = json.loads((tmp_path / "trainer.json").read_text())
-    assert written["exchanges"] > 0
-    assert written["node_tokens_per_second"] > 0

@@ -82,16 +82,3 @@ async def test_a_symmetric_router_and_a_firewall_that_lets_out_port_443_alone_ar
             assert causes["bootstrap-silent"] is Level.FAILED
             causes = await visit(home, folder, *(address_of(*public, port=443) for public in publics))
             assert causes["bootstrap-fine"] is Level.OK
-
-
-@pytest.mark.soak
-async def test_a_bootstrap_peer_that_is_off(lab: Lab, tmp_path: Path) -> None:
-    with trio.fail_after(PATIENCE):
-        async with open_publics(lab) as publics:
-            home, (away, node) = lab.add_home("port-restricted"), publics[0]
-            away.unplug()
-            causes = await visit(home, tmp_path, address_of(away, node), address_of(*publics[1]))
-            assert causes["bootstrap-silent"] is Level.WARNING
-            assert causes["bootstrap-fine"] is Level.OK
-            causes = await visit(home, tmp_path, address_of(away, node))
-            assert causes["bootstrap-silent"] is Level.FAILED
