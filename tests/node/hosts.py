@@ -56,6 +56,11 @@ def has_ipv6() -> bool:
         return False
 
 
+async def hang(*args: object) -> None:
+    """Serve or do nothing, for ever."""
+    await trio.sleep_forever()
+
+
 async def echo(stream: Libp2pStream) -> None:
     while data := await stream.receive_some():
         await stream.send_all(data)

@@ -18,15 +18,11 @@ from farandole.node.mesh.links import listen_at
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
-from ..hosts import ECHO, assert_echo, connected_pair, echo, has_ipv6, host_at_loopback, port_of, until
+from ..hosts import ECHO, assert_echo, connected_pair, echo, hang, has_ipv6, host_at_loopback, port_of, until
 
 
 def new_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
-
-
-async def hold(stream: Libp2pStream) -> None:
-    await trio.sleep_forever()
 
 
 async def test_two_hosts_connect_and_answer_each_other_and_are_near_once_a_ping_was_answered() -> None:
@@ -238,7 +234,7 @@ async def test_listening_elsewhere_or_where_the_port_is_taken_is_an_error_and_it
 async def test_leaving_closes_the_listener_and_every_connection() -> None:
     async with host_at_loopback() as alice:
         async with host_at_loopback() as bob:
-            bob.set_handler("/hold/1", hold)
+            bob.set_handler("/hold/1", hang)
             port = port_of(bob)
             await alice.connect(bob.author, bob.addresses)
             stream = await alice.open_stream(bob.author, "/hold/1")

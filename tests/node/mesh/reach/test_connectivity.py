@@ -23,7 +23,7 @@ from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import connected_pair, host_at_loopback, open_home, open_node, open_relay, until
+from ...hosts import connected_pair, hang, host_at_loopback, open_home, open_node, open_relay, until
 
 RUN = bytes(32)
 HIDDEN = Verdict(ReachabilityKind.RELAY_ONLY)
@@ -68,11 +68,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
 
 async def test_relays_are_kept_while_witnesses_still_try() -> None:
     async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
-
-        async def hesitate(stream: Libp2pStream) -> None:
-            await trio.sleep_forever()
-
-        relay.set_handler(DIALBACK_PROTOCOL, hesitate)
+        relay.set_handler(DIALBACK_PROTOCOL, hang)
         await home.connect(relay.author, relay.addresses)
         await until(lambda: len(home.relays.reservations) == 1)
         assert connectivity.reachability.kind is ReachabilityKind.UNKNOWN
@@ -184,10 +180,6 @@ async def test_several_may_have_the_port_that_listens_seen_at_once_and_again_by_
 async def test_a_dial_for_a_view_that_hangs_is_given_up_and_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected_pair() as (alice, bob):
         asker, _ = Dialback(alice), Dialback(bob)
-
-        async def hang(peer: bytes, port: int | None) -> None:
-            await trio.sleep_forever()
-
         with monkeypatch.context() as patch:
             patch.setattr(asker, "_dial", hang)
             with pytest.raises(PeerUnreachableError):

@@ -27,7 +27,7 @@ from farandole.protocol.mesh.relay import (
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import ECHO, echo, echoed, host_at_loopback, open_home, open_relay, relayed_pair, reserve, until
+from ...hosts import ECHO, echo, echoed, hang, host_at_loopback, open_home, open_relay, relayed_pair, reserve, until
 
 RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
 AGREED = encode_delimited(HopMessage(type=HopMessage.STATUS, status=Status.OK))
@@ -49,9 +49,7 @@ async def ask(host: Host, relay: Host, raw: bytes) -> HopMessage:
 
 
 async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> None:
-    async with open_relay() as relay, open_home() as alice, open_home() as bob:
-        bob.set_handler(ECHO, echo)
-        await alice.connect(bob.author, [await reserve(bob, relay.host)])
+    async with relayed_pair() as (relay, alice, bob):
         assert alice.connections.path(bob.author) == bob.connections.path(alice.author) == "relayed"
         await until(lambda: alice.connections.round_trip(bob.author) is not None)
         assert all(
@@ -175,11 +173,7 @@ async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_n
 async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_no_place() -> None:
     async with open_relay() as relay, open_home() as alice, open_home() as bob:
         address = await reserve(bob, relay.host)
-
-        async def freeze(stream: Libp2pStream) -> None:
-            await trio.sleep_forever()
-
-        bob.set_handler(STOP_PROTOCOL, freeze)
+        bob.set_handler(STOP_PROTOCOL, hang)
         with pytest.raises(PeerUnreachableError):
             await alice.connect(bob.author, [address])
         await until(lambda: relay.server.table.num_circuits == 0)
