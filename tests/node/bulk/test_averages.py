@@ -7,12 +7,10 @@ import random
 import pytest
 import torch
 from blake3 import blake3
-from torch import nn
 
 from farandole.node.bulk import negotiation
 from farandole.protocol.exchange.pipe import BULK_FROM
 from farandole.protocol.run.rules import Codec, encoded_bytes
-from farandole.training.base.parameters import flatten_, layout_of
 from farandole.training.outer.codec import CODECS, decode, encode
 from farandole.training.outer.rule import Meeting
 from farandole.training.screening.rule import share_by_tokens
@@ -58,24 +56,6 @@ async def test_both_nodes_have_the_same_mean_over_every_path(codec: Codec) -> No
                 means = [Meeting(each, shares).mean() for each in ([sent[0], received[0]], [received[1], sent[1]])]
                 assert torch.equal(*means), "bit for bit"
                 assert torch.allclose(means[0].double(), torch.as_tensor(exact), rtol=0.0, atol=2.0**-20)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_parameters_of_odd_shapes_and_types_come_back_in_their_places(dtype: torch.dtype) -> None:
-    module = nn.Module()
-    for name, shape in {"scalar": (), "empty": (0, 3), "row": (1, 7), "vector": (257,)}.items():
-        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
-    module.register_parameter("other", nn.Parameter(torch.randn(5).to(dtype)))
-    before = {name: parameter.detach().float() for name, parameter in module.named_parameters()}
-    layout = layout_of(module, "fp32")
-    weights, _ = flatten_(module, layout)
-    encoded = bytearray(encoded_bytes("fp32", layout.num_elements))
-    encode("fp32", weights, encoded)
-    received = layout.views(decode("fp32", encoded, layout.num_elements))
-    for name, parameter in module.named_parameters():
-        assert parameter.dtype is torch.float32
-        assert torch.equal(parameter, before[name])
-        assert torch.equal(received[name], before[name])
 
 
 async def test_an_exchange_is_committed_over_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from trio.testing import MockClock
 
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.base.figures import BYTES_PER_MBIT, size
-from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import (
     CLAIM_TIMEOUT,
     EXCHANGE_PROTOCOL,
@@ -21,6 +20,7 @@ from farandole.node.bulk.exchange_service import (
 from farandole.protocol.exchange.exchange import ASK_FROM, DATA_UNTIL
 from farandole.protocol.exchange.pipe import CHUNK_BYTES
 
+from ..hosts import hang
 from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, MemoryHost, Party, assert_committed, meet
 
 
@@ -78,10 +78,7 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline_or_less(
 
 
 async def test_a_partner_that_sends_no_offer_costs_as_little(alice: Party, bob: Party, clock: MockClock) -> None:
-    async def say_nothing(stream: Stream) -> None:
-        await trio.sleep_forever()
-
-    bob.host.set_handler(EXCHANGE_PROTOCOL, say_nothing)
+    bob.host.set_handler(EXCHANGE_PROTOCOL, hang)
     await alice.exchange(BOB, offer_within=2.0)
     assert alice.result.reason == "the partner did not begin in time"
     assert alice.result.is_broken
@@ -125,9 +122,7 @@ async def test_a_peer_that_opens_many_streams_keeps_no_partner_away(alice: Party
     await trio.testing.wait_all_tasks_blocked()
     for stream in streams[MAX_UNCLAIMED_PER_PEER:]:
         assert await stream.receive_some(1) == b""
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(bob.exchange, ALICE)
-        nursery.start_soon(alice.exchange, BOB)
+    await meet(alice, bob)
     assert_committed(alice, bob)
 
 

@@ -27,6 +27,7 @@ from farandole.protocol.wire.identity import public_bytes
 from farandole.protocol.wire.messagepack import encode
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, notice
+from ..hosts import hang
 from ..parties import Handler, MemoryHost
 
 HOUR = 3_600.0
@@ -325,11 +326,8 @@ async def test_silent_peers_do_not_keep_a_newcomer_from_the_others(wires: Wires,
     await wires.nursery.start(donor.service.run)
     tarpits = [GossipHost(wires, author_of(number)) for number in (3, 4)]
 
-    async def never_answer(stream: Stream) -> None:
-        await trio.sleep_forever()
-
     for tarpit in tarpits:
-        tarpit.set_handler(SYNC_PROTOCOL, never_answer)
+        tarpit.set_handler(SYNC_PROTOCOL, hang)
     node = await running(wires, 1)
     node.host.connected = frozenset({donor.author, *(tarpit.author for tarpit in tarpits)})
     wires.nursery.start_soon(node.service.join)

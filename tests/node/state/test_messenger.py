@@ -11,7 +11,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.yamux import Libp2pStream
 from farandole.node.state import messenger as messenger_module
 from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -19,7 +18,7 @@ from farandole.protocol.wire.framing import frame
 from farandole.protocol.wire.identity import public_bytes
 
 from ...patience import PATIENCE
-from ..hosts import host_at_loopback
+from ..hosts import hang, host_at_loopback
 
 TALK = "/talk/1"
 MAX_BYTES = 1000
@@ -149,11 +148,7 @@ async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(messenger_module, "SEND_TIMEOUT", 0.2)
     async with open_talk() as talk:
         is_reported = trio.Event()
-
-        async def never_read(stream: Libp2pStream) -> None:
-            await trio.sleep_forever()
-
-        talk.bob.set_handler(TALK, never_read)
+        talk.bob.set_handler(TALK, hang)
         talk.from_alice.set_receiver(TALK, 1024 * 1024, Inbox().receive, lambda *_: is_reported.set())
         for _ in range(4):
             talk.say(bytes(1024 * 1024))

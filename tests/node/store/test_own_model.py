@@ -71,7 +71,6 @@ def test_a_module_without_sections_is_one_layer() -> None:
     [
         ("os:system", "--allow-model os:system"),
         ({"own": "os.system"}, r"expected a function's name in quotes, package\.module:function"),
-        ({"own": BUILD, "width": 64}, "model.width: what own_model.convolutional:build returns decides on it"),
         ({"own": BUILD, "config": {"width": [[1]]}}, "config"),
         ({"own": BUILD, "config": {"width": "64"}}, "model.own: the model's own code failed: TypeError"),
         ({"own": BUILD, "config": {"rate": float("nan")}}, "numbers must be finite"),

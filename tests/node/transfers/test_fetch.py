@@ -251,7 +251,6 @@ async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(giving, "TURN_SECONDS", 0.3)
     monkeypatch.setattr(giving, "TURNED_OUT_SECONDS", 0.3)
     async with open_members(3) as (donor, first, second):
-        donor.service._max_served = 1
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         ended: list[str] = []
         find, num_turns = donor.find, 0

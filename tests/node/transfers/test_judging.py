@@ -16,6 +16,7 @@ from farandole.node.transfers import sketches as comparing
 from farandole.node.transfers.weights import CONTACT_INTERVAL, CONTACT_TIMEOUT, DISPUTED_AFTER
 from farandole.protocol.wire.safetensors import encode_header
 
+from ..hosts import hang
 from .donors import ANN, BOB, CYD, DAN, ME, World, content_of
 
 
@@ -88,10 +89,6 @@ async def test_a_file_of_another_round_than_its_index_is_not_taken(world: World,
 # Compared with other members' weights
 
 
-async def never(*args: object) -> None:
-    await trio.sleep_forever()
-
-
 RNG = np.random.default_rng(1)
 LEARNT = RNG.standard_normal(1_000, np.float32)
 
@@ -118,14 +115,6 @@ def hold_alike(world: World, poisoned: Collection[bytes], honest_ones: Collectio
     for peer in honest_ones:
         world.hold(29, peer)
         world.weights_of[peer] = file_of(honest())
-
-
-async def test_a_stages_weights_that_are_like_other_members_are_taken(world: World, clock: MockClock) -> None:
-    hold_alike(world, [], [ANN, BOB, CYD])
-    await world.weights.obtain()
-    (given,) = [peer for peer in (ANN, BOB, CYD) if world.is_fetched(peer, 1, 29)]
-    assert set(world.compared_with) == {ANN, BOB, CYD} - {given}
-    assert not world.journal.warnings
 
 
 async def test_a_stages_poison_that_two_hold_is_refused_and_its_author_doubted(world: World, clock: MockClock) -> None:
@@ -176,7 +165,7 @@ async def test_where_no_member_answers_weights_are_taken_with_a_warning(world: W
 
 async def test_what_was_not_compared_is_not_used_in_the_next_life(world: World, clock: MockClock) -> None:
     hold_alike(world, [ANN], [BOB, CYD])
-    world.patch(comparing, "ask_for_sketch", never)
+    world.patch(comparing, "ask_for_sketch", hang)
     with trio.move_on_after(5.0):
         await world.weights.obtain()
     assert len(world.fetched_from) == 1
@@ -185,7 +174,7 @@ async def test_what_was_not_compared_is_not_used_in_the_next_life(world: World, 
 
 async def test_a_newcomer_does_not_wait_long_for_members_that_say_nothing(world: World, clock: MockClock) -> None:
     hold_alike(world, [], [ANN, BOB])
-    world.patch(comparing, "ask_for_sketch", never)
+    world.patch(comparing, "ask_for_sketch", hang)
     began_at = trio.current_time()
     await world.weights.obtain()
     assert trio.current_time() - began_at < comparing.COMPARISON_TIMEOUT + 2

@@ -170,7 +170,6 @@ async def test_within_a_limit_of_the_disk_there_is_no_room_for_stages_left_befor
         (2_000_000_000, None, FRESH_SAVE_TIMEOUT + 20),
         (2_000_000_000, 50e6, 0),  # a save takes 40 s: the newcomer gets the existing one
         (10**12, None, FRESH_SAVE_TIMEOUT + MAX_FRESH_SAVE),
-        (10**12, 1e9, 0),
     ],
 )
 async def test_a_save_for_a_newcomer_has_the_time_that_its_size_takes(

@@ -131,18 +131,6 @@ def test_a_file_with_a_value_that_is_not_finite_is_refused(folder: Path, tmp_pat
         file.read("slow/norm.weight")
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"short", (2**62).to_bytes(8, "little") + b"{}", (40).to_bytes(8, "little") + b"[" * 40]
-)
-def test_a_file_of_anything_else_is_refused(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "bad.safetensors").write_bytes(raw)
-    with (
-        pytest.raises(ConsolidatedError, match=r"no safetensors file, or not whole"),
-        open_tensors(tmp_path / "bad.safetensors"),
-    ):
-        pass
-
-
 def test_checkpoints_of_other_runs_and_stages_are_not_merged(
     merge: Callable[..., bytes], stages: list[list[Path]], tmp_path: Path
 ) -> None:
