@@ -162,8 +162,7 @@ class MethodComparison:
         return [
             Sampler(
                 text,
-                run_id=seed.to_bytes(32, "little"),
-                author=name.encode(),
+                key=(seed.to_bytes(32, "little"), name.encode()),
                 batch_size=BATCH_SIZE,
                 context=self.sizes.context,
             )

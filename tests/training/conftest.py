@@ -186,9 +186,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         **outer: Any,
     ) -> Learner:
         size = inner_settings.batch_size
-        sampler = Sampler(
-            text, run_id=run_id, author=author, batch_size=size, context=model.context, tokenizer=ByteTokenizer()
-        )
+        sampler = Sampler(text, key=(run_id, author), batch_size=size, context=model.context, tokenizer=ByteTokenizer())
         outer_settings = NoLoCoConfig(**outer) if rule is None else rule
         return Learner(
             build_model(model, seed) if module is None else module,

@@ -176,8 +176,7 @@ class Sampler(Batches):
         self,
         text: Text,
         *,
-        run_id: bytes,
-        author: bytes,
+        key: tuple[bytes, bytes],
         batch_size: int,
         context: int,
         vocabulary: int = 256,
@@ -185,14 +184,14 @@ class Sampler(Batches):
         tokenizer: Tokenizer = BYTES,
         is_shared: bool = False,
     ) -> None:
-        """Create a sampler. ``order``: the run whose slice order is used; empty: this run.
+        """Create a sampler. ``key``: run id, author; ``order``: the run whose slice order is used; empty: this run.
 
         ``is_shared``: whether all nodes have the same text.
         """
         super().__init__(text.held_out, batch_size, context, tokenizer)
         self._text = text
-        self._key = (run_id, author)
-        self._order = order or run_id
+        self._key = key
+        self._order = order or key[0]
         self._is_shared = is_shared
         if len(text.training) < context + 1:
             raise DataError(
@@ -267,8 +266,7 @@ def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring
         )
     return Sampler(
         load_text(data, loaded, bring),
-        run_id=run_id,
-        author=author,
+        key=(run_id, author),
         batch_size=batch_size,
         context=model.context,
         vocabulary=model.vocabulary,

@@ -32,7 +32,7 @@ INNER = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_si
 
 @pytest.fixture
 def samplers(text: Text) -> list[Sampler]:
-    return [Sampler(text, run_id=RUN_ID, author=bytes([n]) * 32, batch_size=4, context=16) for n in range(4)]
+    return [Sampler(text, key=(RUN_ID, bytes([n]) * 32), batch_size=4, context=16) for n in range(4)]
 
 
 def trained(method: Method, model: ModelConfig, trials: list[Trial], steps: int) -> Stack:

@@ -20,7 +20,7 @@ steps = st.integers(0, 2**40)
 
 
 def sampler(run_id: bytes = b"run", author: bytes = b"alice", text: Text = TEXT, vocabulary: int = 6_000) -> Sampler:
-    return Sampler(text, run_id=run_id, author=author, batch_size=3, context=8, vocabulary=vocabulary)
+    return Sampler(text, key=(run_id, author), batch_size=3, context=8, vocabulary=vocabulary)
 
 
 @given(keys, keys, steps)

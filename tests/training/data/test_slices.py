@@ -50,7 +50,7 @@ ORDER = [92594, 442687, 80184, 703767, 205826, 784941]
 
 
 def sampler(run_id: bytes = b"run", author: bytes = b"alice", order: bytes = b"") -> Sampler:
-    return Sampler(TEXT, run_id=run_id, author=author, batch_size=BATCH, context=CONTEXT, order=order)
+    return Sampler(TEXT, key=(run_id, author), batch_size=BATCH, context=CONTEXT, order=order)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

@@ -82,10 +82,10 @@ def test_a_document_is_held_out_whatever_file_it_is_in(write: Write, tmp_path: P
 
 def test_batches_and_slices_come_out_of_the_files(tmp_path: Path) -> None:
     text = load(write_nanogpt(tmp_path / "a.bin", DOCUMENTS), write_llmc(tmp_path / "b.bin", DOCUMENTS[::-1]))
-    sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=4, context=16, vocabulary=501)
+    sampler = Sampler(text, key=(b"run", b"alice"), batch_size=4, context=16, vocabulary=501)
     training = np.array(tokens_of(text)[0])
     copied = Sampler(
-        Text(training, training, text.found), run_id=b"run", author=b"alice", batch_size=4, context=16, vocabulary=501
+        Text(training, training, text.found), key=(b"run", b"alice"), batch_size=4, context=16, vocabulary=501
     )
 
     assert np.array_equal(sampler.batch(3), copied.batch(3))

@@ -147,7 +147,7 @@ def test_compiled_inner_steps_learn_the_same(make: Callable[..., Learner]) -> No
 def test_a_stack_is_trained_by_a_graph_of_kernels(
     model: ModelConfig, inner: InnerConfig, text: Text, optimizer: InnerName
 ) -> None:
-    author = [Sampler(text, run_id=RUN_ID, author=a, batch_size=2, context=model.context) for a in (ALICE, BOB)]
+    author = [Sampler(text, key=(RUN_ID, a), batch_size=2, context=model.context) for a in (ALICE, BOB)]
     method = Method("pairs", "pairs", 2, NoLoCoConfig(momentum="nesterov", codec="int8"), optimizer=optimizer)
     trials = [Trial(1, 1.0, author)]
     gpu, cpu = (Stack(method, model, inner, trials, torch.device(name)) for name in ("cuda", "cpu"))

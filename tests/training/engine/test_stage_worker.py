@@ -33,7 +33,7 @@ def no_clip(inner: InnerConfig) -> InnerConfig:
 
 
 def sampler_of(text: Text, inner: InnerConfig, model: ModelConfig) -> Sampler:
-    return Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=inner.batch_size, context=model.context)
+    return Sampler(text, key=(RUN_ID, ALICE), batch_size=inner.batch_size, context=model.context)
 
 
 def workers_of(

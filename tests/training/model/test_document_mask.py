@@ -181,7 +181,7 @@ def test_a_tokenizer_needs_a_separator(model: ModelConfig, inner: InnerConfig, t
     def sampler_with(*words: str) -> Sampler:
         path, config = write_words(tmp_path, *words)
         tokenizer = load_tokenizer(config, path)
-        return Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=16, tokenizer=tokenizer)
+        return Sampler(text, key=(RUN_ID, ALICE), batch_size=4, context=16, tokenizer=tokenizer)
 
     def train_on(sampler: Sampler, data: DataConfig = MASKED) -> Learner:
         config = TokenizerConfig("tokenizers", "0" * 64)
