@@ -70,8 +70,8 @@ USUAL_COSTS: Final = 2.0
 # A contribution whose loss is known may be further away by this factor: one of a faster partner is.
 CHECKED_RADIUS: Final = 4.0
 # Until MIN_KNOWN distances are known, a mean leads this many of the node's own movements from where the round began, or
-# what partners' usual tokens explain; equally fast honest ones, at most 1.3. The limit solves a quadratic of the share.
-MOST_LEAD: Final = 1.4
+# what partners' usual tokens explain; equally fast honest ones 1.42 at most. The limit solves a quadratic in the share.
+MOST_LEAD: Final = 1.5
 # A partner that is behind by a round's gain or more keeps this part of its share.
 LEAST_WORTH: Final = 0.25
 # The share that counts of a contribution whose loss was not known in time, and is tried of one that costs too much.

@@ -12,9 +12,9 @@ import pytest
 from farandole.testnet.bench.faults import run
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.play.fault import FaultReport
-from farandole.testnet.play.launch import write_report
+from farandole.testnet.play.launch import SCENARIO_NAME, write_report
 from farandole.testnet.play.report import Growth, PlayReport
-from farandole.testnet.play.scenario import ScenarioError
+from farandole.testnet.play.scenario import ScenarioError, load_scenario
 
 from ..play.reports import PASSED, node
 
@@ -24,6 +24,9 @@ PLAY = msgspec.structs.replace(PASSED, seconds=120.0)
 def keep(report: PlayReport, folder: Path) -> None:
     folder.mkdir(parents=True)
     write_report(report, folder)
+    scenario = load_scenario(report.name)
+    played = scenario.clean if folder.name == "clean" else scenario
+    (folder / SCENARIO_NAME).write_bytes(msgspec.json.encode(played))
 
 
 def halves(out: Path, loss_merged: float) -> None:

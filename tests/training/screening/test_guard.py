@@ -200,7 +200,7 @@ def test_what_is_ahead_counts_in_full_once_a_node_knows_how_far_others_are() -> 
 
 def test_a_slow_node_knows_it_by_what_others_claim_and_one_that_claims_much_at_first_gains_nothing() -> None:
     node = Node()
-    ahead: dict[str, Any] = {"partner_movement": 2.0, "loss": bent(1.9)}
+    ahead: dict[str, Any] = {"partner_movement": 2.1, "loss": bent(1.9)}
     for claimed in (10**12, 10**12, 100, 10**12):
         assert clip(node.meets(away(1.0), tokens=(100, claimed), **ahead)) < 1.0
     slow = Node()
