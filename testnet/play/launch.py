@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -309,18 +309,14 @@ class Testnet:
             await self._watched.park()
 
     def _is_training(self) -> bool:
-        needed = self.scenario.exchanges_after_faults
-
-        def is_done(record: NodeRecord) -> bool:
-            if not needed or record.is_finished:
-                return record.is_finished
-            num_exchanges = record.report.exchanges_ok - self._exchanges_before.get(record.report.index, 0)
-            return num_exchanges >= needed and len(record.report.partners) >= self.scenario.partners_required
-
+        honest, before = {node.report.peer_id for node in self._nodes}, self._exchanges_before
         return (
             len(self._fault_reports) < len(self.scenario.fault)
             or not all(node.joined.is_set() for node in self._early_nodes)
-            or any(node.is_running and not is_done(node.record) for node in self._nodes)
+            or any(
+                node.is_running and not is_done(node.record, self.scenario, honest, before.get(node.report.index, 0))
+                for node in self._nodes
+            )
         )
 
     def _watch(self) -> None:
@@ -407,6 +403,18 @@ class Testnet:
             except (OSError, ValueError, RuntimeError) as error:
                 self._problems.append(f"the replicas could not be merged: {error}")
         return None
+
+
+def is_done(record: NodeRecord, scenario: Scenario, honest: Collection[str], exchanges_before: int) -> bool:
+    """Return whether a node has done its rounds, or its exchanges after the last fault and with enough partners.
+
+    Only the peer ids in ``honest`` count as partners: hostile members may be faster than the nodes that are judged.
+    """
+    if not scenario.exchanges_after_faults or record.is_finished:
+        return record.is_finished
+    num_exchanges = record.report.exchanges_ok - exchanges_before
+    num_partners = sum(peer in honest for peer in record.report.partners)
+    return num_exchanges >= scenario.exchanges_after_faults and num_partners >= scenario.partners_required
 
 
 def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:

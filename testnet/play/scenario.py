@@ -118,8 +118,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of its time that each trainer must spend in inner steps."""
     exchanges_after_faults: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Number of exchanges of each live node after the last fault until training ends, once it also has
-    ``min_partners``, however long its start took; then the nodes pause. 0: training ends when each node has done
-    ``rounds``."""
+    ``min_partners``, none of them hostile, however long its start took; then the nodes pause. 0: training ends when
+    each node has done ``rounds``."""
     fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
     chaos: Chaos | None = None
     """Faults drawn at random from ``seed``, in addition to ``fault``; `parse_scenario` draws them."""

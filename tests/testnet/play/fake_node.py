@@ -55,7 +55,10 @@ class FakeNode:
         self.exchanges = 0
         self.is_paused = False
         self.written: list[str] = []
-        self.peer_id = peer_id_of(public_bytes(load_or_create_key(self.home / "key")))
+        self.peer_id, *self.partners = [
+            peer_id_of(public_bytes(load_or_create_key(home / "key")))
+            for home in (self.home, *(other for other in self.home.parent.iterdir() if other != self.home))
+        ]
 
     async def run(self) -> None:
         with (self.home / "sources").open("a") as file:
@@ -115,7 +118,7 @@ class FakeNode:
             losses=[(r, 5.0 - r) for r in range(self.first_round, self.round)],
             loss_first=5.0,
             exchanges_ok=self.exchanges,
-            partners={"bob": 1, "carol": 1, "dave": 1},
+            partners=dict.fromkeys(self.partners, 1),
             run=msgspec.structs.replace(STATUS.run, state_root=root),
         )
 

@@ -8,17 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
 from farandole.node.base.control import NoNodeError, call
 from farandole.protocol.run.invite import decode_invite
 from farandole.testnet.play import launch
-from farandole.testnet.play.launch import TestnetError, prepare_folder
+from farandole.testnet.play.launch import TestnetError, is_done, prepare_folder
 from farandole.testnet.play.process import NodeProcess
+from farandole.testnet.play.record import NodeRecord
+from farandole.testnet.play.report import NodeReport
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
 from ...node.hosts import until
+from ...node.statuses import STATUS
 from ...patience import PATIENCE
 from .playing import testnet
 
@@ -139,6 +143,22 @@ async def test_however_late_faults_come_training_goes_on_after_them_and_the_node
     first, restarted, _ = report.nodes
     assert 5 <= first.rounds < 256
     assert (restarted.restarts, restarted.exchanges_since_restart >= 5) == (1, True)
+
+
+def test_a_node_that_has_met_only_hostile_members_goes_on() -> None:
+    settings = scenario(nodes=2, min_partners=1, exchanges_after_faults=5)
+    honest = {"alice", "bob"}
+
+    def is_alice_done(partners: dict[str, int], before: int = 0, phase: str = "training") -> bool:
+        record = NodeRecord(NodeReport(0, "alice"))
+        status = {"phase": phase, "partners": partners, "exchanges_ok": sum(partners.values())}
+        record.observe(msgspec.structs.replace(STATUS, **status), 0.0)
+        return is_done(record, settings, honest, before)
+
+    assert not is_alice_done({"mallory": 12}), "however many exchanges it had with her"
+    assert is_alice_done({"mallory": 4, "bob": 1})
+    assert not is_alice_done({"mallory": 4, "bob": 1}, before=1), "those before the last fault do not count"
+    assert is_alice_done({"mallory": 12}, phase="finished"), "no more rounds are left"
 
 
 async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
