@@ -131,10 +131,9 @@ class PeerOrder:
         """Return the lowest tier of these peers, and those in it; peers that are put off come last."""
         if self._turns is None:
             self._turns = sorted((self._emptied_at(peer), peer) for peer in self.peers)
-        in_order = (peer for _, peer in self._turns if peer in peers)
-        for tier, group in itertools.groupby(((self.tier(peer), peer) for peer in in_order), key=lambda each: each[0]):
-            if tier < PUT_OFF:
-                return tier, [peer for _, peer in group]
+        in_order = (peer for _, peer in self._turns if peer in peers and not self._level(peer))
+        for tier, group in itertools.groupby(in_order, key=self.tier):
+            return tier, list(group)
         tiers = {peer: self.tier(peer) for peer in peers}
         lowest = min(tiers.values(), default=math.inf)
         return lowest, [peer for peer, tier in tiers.items() if tier == lowest]

@@ -296,6 +296,10 @@ def test_the_nearest_peers_are_those_of_the_lowest_tier_after_meetings_and_after
             assert lowest == min(map(order.tier, asked))
             assert {*nearest} == {peer for peer in asked if order.tier(peer) == lowest}
         order.note_meeting(rng.choice(sorted(order.peers)))
+        if round_ == 20:  # a peer that is put off may have its turn amid others'
+            for peer in everyone[::3]:
+                order.note_success(peer)
+                order.note_failure(peer)
         if round_ == 40:  # from now on all are put off, some for longer
             for peer in (*everyone, *everyone[::3]):
                 order.note_failure(peer)
