@@ -41,7 +41,6 @@ from .base.settings import NodeSettings
 from .base.system.processes import STOP_SIGNALS
 from .control_methods import admission_handlers, change_quiet_hours, kept, set_caps, warn_of_overrides
 from .inspect import machine
-from .inspect.listing import offers_of
 from .join.address_book import AddressBook, keep_ports, load_ports
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
 from .join.invites import own_invite, warnings_about
@@ -288,11 +287,7 @@ async def be_node(daemon: Daemon) -> None:
     if target.manifest is not None:
         _heed(await trio.to_thread.run_sync(_check_fit, settings, target.manifest, False), journal)
     member: RunMember | None = None
-
-    async def checkpoints(params: dict[str, Any]) -> object:
-        return [] if member is None else offers_of(member.checkpoint_notices())
-
-    socket_handlers = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
+    socket_handlers = admission_handlers(lambda: member)
     limits = Limits() if settings.relay else None
     async with (
         open_mesh(daemon, target.run_id, target.peers, limits, target.network_key) as mesh,

@@ -37,9 +37,7 @@ from .status.journal import DISK, Journal
 
 INVITE_FACT: Final = "relayed run"
 # What the commands ask only of a member's node.
-OF_MEMBERS: Final = (
-    *("admit", "checkpoints", "invitation", "invite", "network_key", "notice", "pause", "quiet", "resume", "roster"),
-)
+OF_MEMBERS: Final = (*("admit", "invitation", "invite", "network_key", "notice", "pause", "quiet", "resume", "roster"),)
 ONLY_PRIVATE: Final = (
     "this relay knows no public address of its machine, so only its own network can dial it. On a cloud machine, or "
     "behind a router that forwards a port, start it with --port PORT --announce /ip4/PUBLIC-IP/tcp/PORT"

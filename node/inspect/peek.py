@@ -1,4 +1,4 @@
-"""Visits to a run without membership: `farandole checkpoint list` and `pull` make them with an invite.
+"""Visits to a run without membership: `farandole checkpoint pull` makes them with an invite.
 
 A visitor has a key of its own for one visit: a node may be using the home's, and two hosts of one name would take
 each other's connections. The home's key signs a pass for it (`farandole.protocol.run.invitations.VisitorPass`), by

@@ -138,7 +138,7 @@ class Pull:
                 problem = str(error)
         raise FarandoleError(
             f"{self._name(stage)}: no member gives its checkpoint ({problem or 'none is live'}). Try again when a node "
-            "that holds it is there; `farandole checkpoint list` shows who has what"
+            "that holds it is there"
         )
 
     def _name(self, stage: int) -> str:

@@ -14,7 +14,7 @@ import trio
 from farandole.protocol.rounds.pairing_events import PeerLost, PeersChanged
 from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.state.entries import CheckpointNotice, Kind, Progress
+from farandole.protocol.state.entries import Progress
 from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.trainer.supervisor import Supervisor
 
@@ -84,12 +84,6 @@ class RunMember:
     releases: ReleaseWatch
     credentials: Credentials | None
     """None where the run is open to all."""
-
-    def checkpoint_notices(self) -> list[tuple[bytes, CheckpointNotice]]:
-        """Return the checkpoints that this node and the live members report."""
-        there = {*self.membership.everyone, self.mesh.host.author}
-        notices = self.gossip.state.entries(Kind.CHECKPOINT)
-        return [(entry.author, entry.payload) for entry in notices if entry.author in there]
 
     def show_in(self, reporter: Reporter) -> None:
         """Give the reporter what a node knows once it is in its run."""

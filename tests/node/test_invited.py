@@ -59,8 +59,7 @@ async def test_who_is_invited_trains_and_nobody_else(tmp_path: Path, texts: Path
             with pytest.raises(ControlError, match="0 more seats"):
                 await bob.own_invite()
 
-            visit = await farandole(tmp_path / "visitor", "checkpoint", "list", await alice.own_invite())
-            assert visit.code == Exit.OK, "a visitor takes a seat, too"
+            assert await does_pull(tmp_path / "visitor", await alice.own_invite()), "a visitor takes a seat, too"
 
             async with joined(tmp_path / "eve", alice.invite(run.run_id), *data) as eve:
                 assert "ask one of them for an invite" in await eve.says("do not admit this node")
@@ -102,7 +101,8 @@ async def test_who_has_an_invite_trains_and_comes_back_and_nobody_else_connects(
         right = decode_invite(invite)
         wrong = Invite(right.run_id, right.addresses, network_key=bytes(32))
         for guest, code in ((right, Exit.OK), (wrong, Exit.BAD_INPUT)):
-            visit = await farandole(tmp_path / "guest", "checkpoint", "list", encode_invite(guest))
+            to = tmp_path / f"model {code}"
+            visit = await farandole(tmp_path / "guest", "checkpoint", "pull", encode_invite(guest), "--to", str(to))
             assert visit.code == code
 
 
@@ -138,14 +138,13 @@ async def test_an_invited_member_pulls_and_audits_by_its_data_directory_and_a_st
             members = await members_of(alice)
         home = tmp_path / "carol"
         assert await does_pull(home, invite), "without its node"
-        assert (await farandole(home, "checkpoint", "list", invite)).code == Exit.OK
         assert "this run has no audits" in await refusal(home, "run", "audit", invite, *data)
 
         stranger, anybodys = tmp_path / "eve", encode_invite(Invite(run.run_id, alice.addresses))
-        for words in (("checkpoint", "list"), ("checkpoint", "pull"), ("run", "audit")):
+        for words in (("checkpoint", "pull"), ("run", "audit")):
             said = await refusal(stranger, *words, anybodys)
             assert "run the command with --home of a member's node, or ask for an invite of your own" in said
-        assert "has been used" in await refusal(stranger, "checkpoint", "list", invite)
+        assert "has been used" in await refusal(stranger, "checkpoint", "pull", invite)
         assert await members_of(alice) == members, "visitors are no members"
         assert len(members) == 2
 

@@ -12,13 +12,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 import trio
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from farandole.node.inspect.listing import CheckpointOffer
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.settings import NodeSettings
+from farandole.node.inspect.peek import open_visit
 from farandole.node.mesh.host import open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import saved_round
@@ -37,7 +38,7 @@ from farandole.training.engine.blocks import content_of
 
 from ..patience import PATIENCE
 from ..protocol.authors import author_of, key_of, signed, tick_at
-from .daemons import POLL_INTERVAL, Daemon, joined
+from .daemons import Daemon, joined
 from .hosts import LOOPBACK
 from .small_runs import TINY, small_manifest, write_run
 
@@ -161,18 +162,19 @@ async def lied_to(
             await stack.enter_async_context(open_liar(number, run.run_id, victims, path, index))
         await alice.until(lambda status: status.run.members_live == num_members + len(liars))
         for member in (alice, *others):  # the newcomer may sync with any of them
-            await offers(member, index[0].id, len(LIARS))
+            await offers(member, run.run_id, index[0].id, len(LIARS))
         yield
 
 
-async def offers(daemon: Daemon, checkpoint_id: bytes, num_holders: int) -> None:
-    """Wait until a member has heard of ``num_holders`` holders of this checkpoint."""
+async def offers(daemon: Daemon, run_id: bytes, checkpoint_id: bytes, num_holders: int) -> None:
+    """Wait until a member gives visitors the word of ``num_holders`` holders of this checkpoint."""
+    settings = NodeSettings(
+        home=daemon.home.parent / "visitor", invite=daemon.invite(run_id), listen=LOOPBACK, mdns=False
+    )
     with trio.fail_after(PATIENCE):
-        while True:
-            known = msgspec.convert(await daemon.ask("checkpoints"), list[CheckpointOffer])
-            if any(each.id == checkpoint_id.hex() and len(each.holders) >= num_holders for each in known):
-                return
-            await trio.sleep(POLL_INTERVAL)
+        async with open_visit(settings, Shaping(), lambda text: None) as visit:
+            while sum(notice.id == checkpoint_id for _, notice in visit.notices()) < num_holders:
+                await visit.gossip.changed()
 
 
 async def test_a_newcomer_refuses_noise_that_liars_give_and_call_like_their_own(tmp_path: Path, texts: Path) -> None:

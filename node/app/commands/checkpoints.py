@@ -14,13 +14,13 @@ from farandole.protocol.wire.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, print_json, say_chosen, write_manifest
+from .output import print_answer, say_chosen, write_manifest
 
 # More replicas hardly improve the mean, and each is a download of the whole model.
 MAX_MERGED: Final = 16
 
 checkpoint_app = typer.Typer(
-    help="Look at checkpoints; take a whole model out of a run, pass it on, go on from it.",
+    help="Take a whole model out of a run, pass it on, go on from it.",
     no_args_is_help=True,
 )
 
@@ -38,28 +38,6 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="NEW.MANIFEST", help="The new manifest.", show_default="beside RUN.TOML"),
 ]
-
-
-@checkpoint_app.command("list")
-@takes_settings("invite", "port", "listen", "bootstrap", "mdns")
-def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
-    """Show the checkpoints in the node's folder, and what the run's members hold: by an invite, or as this node knows.
-
-    Examples: [cyan]farandole checkpoint list[/cyan]; [cyan]farandole checkpoint list farandole1... --json[/cyan]
-    """
-    import msgspec
-    from rich.console import Console
-
-    from ...base.nurseries import run_to_end
-    from ...inspect.listing import checkpoints_screen, local_checkpoints, node_offers, visit_offers
-
-    local = local_checkpoints(settings.checkpoints)
-    visit = partial(visit_offers, settings, partial(typer.echo, err=True))
-    offers = node_offers(settings.home) if settings.invite is None else run_to_end(visit)
-    if as_json:
-        print_json({"here": msgspec.to_builtins(local), "run": msgspec.to_builtins(offers)})
-    else:
-        Console().print(checkpoints_screen(settings.checkpoints, local, offers))
 
 
 @checkpoint_app.command("pull")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from farandole.protocol.run.manifest import InnerConfig, decode_manifest
 from farandole.protocol.wire.identity import peer_id_of
 
 from ...conftest import Cli
-from .runs import MODELS, manifest_for, pulled, save_stages, trained
+from .runs import MODELS, manifest_for, pulled
 
 
 @pytest.fixture
@@ -64,20 +63,3 @@ def test_where_a_model_cannot_go_is_said_before_a_dial(folder: Path, cli: Cli) -
         code, _, said = cli(*pull, "--to", to)
         assert (code, says in said) == (Exit.BAD_INPUT, True)
         assert "dialling" not in said
-
-
-def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, home: Path, cli: Cli) -> None:
-    (home / "checkpoints").mkdir(parents=True)
-    signed = manifest_for(MODELS["own"])
-    (whole,) = save_stages(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "run", "replica")
-    whole.rename(home / "checkpoints" / "stage-0-round-1.safetensors")
-    (home / "checkpoints" / "stage-0-round-2.safetensors").write_bytes(b"half")
-    (home / "checkpoints" / "stage-0-round-0.safetensors").symlink_to(tmp_path / "removed a moment ago")
-    listed = json.loads(cli("checkpoint", "list", "--json")[1])
-    assert listed["run"] is None
-    here = {each["path"]: each for each in listed["here"]}
-    assert here["stage-0-round-1.safetensors"]["inner_steps"] == 2
-    assert "no safetensors file, or not whole" in here["stage-0-round-2.safetensors"]["problem"]
-    code, said, _ = cli("checkpoint", "list")
-    assert (code, "damaged" in said) == (Exit.OK, True)
-    assert "no node runs here" in said
