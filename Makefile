@@ -84,8 +84,7 @@ release: wheel ## Build and check the wheel, print its hash and what else a rele
 	@.ci/release-notes dist/farandole-*.whl
 
 reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures of docs/faq.md from the code
-	$(BIN)/farandole reference > docs/reference.md
-	$(BIN)/farandole reference --errors > docs/errors.md
+	$(BIN)/python docs/reference.py
 	$(BIN)/python -m farandole.testnet.report.traffic docs/faq.md
 
 docs: $(STAMP) ## Build the documents as a site in out/site

@@ -52,16 +52,6 @@ for command in (join, start, relay, dial, status, dashboard, peers, sample, doct
     app.command()(command)
 
 
-@app.command("reference", hidden=True)
-def print_reference(
-    context: typer.Context, errors: Annotated[bool, typer.Option("--errors", help="What can be wrong instead.")] = False
-) -> None:
-    """Print the reference of all commands and settings, or what can be wrong and the exit codes, as Markdown."""
-    from .app.commands.reference import catalogue, reference
-
-    typer.echo(catalogue() if errors else reference(context.find_root()), nl=False)
-
-
 def _print_version(is_asked_for: bool) -> None:
     if is_asked_for:
         from .base.project import VERSION

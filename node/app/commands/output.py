@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,10 +159,3 @@ def open_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, Fetc
             progress.update(bars[name], total=fetch.total or None, completed=fetch.num_bytes, how=str(fetch))
 
         yield lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False), show
-
-
-def table(header: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as a Markdown table, below the line ``header``."""
-    cells = ((cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows)
-    lines = ("".join(f"| {cell} " for cell in row) + "|" for row in cells)
-    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])

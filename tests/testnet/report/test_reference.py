@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
-
-import pytest
 
 from farandole.node.base.causes import CAUSES
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
-from farandole.node.cli import main
 from farandole.testnet.report.traffic import updated
 
 DOCS = Path(__file__).parents[3] / "docs"
+PAGES = runpy.run_path(str(DOCS / "reference.py"))
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    return capsys.readouterr().out
-
-
-def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "reference")
+def test_the_reference_is_up_to_date() -> None:
+    text = PAGES["reference"]()
     assert text == (DOCS / "reference.md").read_text(), "make reference"
     for heading in ("join", "run create", "config show", "testnet run"):
         assert f"\n## farandole {heading}\n" in text
@@ -30,8 +23,8 @@ def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None
     assert all(f"`{variable}`" in text for variable in ("FARANDOLE_HOME", "FARANDOLE_CONFIG"))
 
 
-def test_the_catalogue_of_errors_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "reference", "--errors")
+def test_the_catalogue_of_errors_is_up_to_date() -> None:
+    text = PAGES["catalogue"]()
     assert text == (DOCS / "errors.md").read_text(), "make reference"
     assert all(f"| {code.value} | {code.name} | {code.meaning} |" in text for code in Exit)
     assert all(code.remedy for code in Exit if code is not Exit.OK)

@@ -1,4 +1,4 @@
-"""Pages generated from the code itself: ``docs/reference.md`` and ``docs/errors.md``."""
+"""Writes the pages that the code itself determines, reference.md and errors.md: python docs/reference.py."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import typer
 
+from farandole.node.base.causes import CAUSES, CHECKS, check_of
+from farandole.node.base.config.file import SETTINGS, default_of
+from farandole.node.base.config.toml_file import expected, members_of
+from farandole.node.base.exits import Exit
+from farandole.node.cli import whole_app
 from farandole.protocol.run.exclusions import EXCLUSIONS
 from farandole.protocol.run.manifest import Manifest
-
-from ...base.causes import CAUSES, CHECKS, check_of
-from ...base.config.file import SETTINGS, default_of
-from ...base.config.toml_file import expected, members_of
-from ...base.exits import Exit
-from .output import table
 
 _BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
 _HEAD: Final = """\
@@ -73,8 +73,9 @@ A run file or a node that uses both is refused, with the reason.
 """
 
 
-def reference(context: Any) -> str:
-    """Return the page about all commands and settings as Markdown; ``context``: of the application."""
+def reference() -> str:
+    """Return the page about all commands and settings as Markdown."""
+    command: Any = typer.main.get_command(whole_app())
     excluded = (
         (f"`{each.setting}`", ", ".join(f"`{name}`" for name in each.others), each.reason) for each in EXCLUSIONS
     )
@@ -93,7 +94,9 @@ def reference(context: Any) -> str:
         table("| setting | excludes | because |", excluded),
         "",
     )
-    return "\n".join(itertools.chain([_HEAD], _commands(context.command, context), settings))
+    return "\n".join(
+        itertools.chain([_HEAD], _commands(command, typer.Context(command, info_name="farandole")), settings)
+    )
 
 
 def _commands(command: Any, context: Any) -> Iterator[str]:
@@ -110,9 +113,7 @@ def _commands(command: Any, context: Any) -> Iterator[str]:
 
 
 def _about_command(command: Any, context: Any) -> str:
-    # Without the name of this process's program.
-    path = f"farandole{context.command_path.removeprefix(context.find_root().command_path)}"
-    parts = [f"## {path}", _markdown(command.help)]
+    parts = [f"## {context.command_path}", _markdown(command.help)]
     taken, options = [], []
     for parameter in command.get_params(context):
         if parameter.envvar in _BY_VARIABLE:
@@ -269,3 +270,21 @@ def _sentences(docstring: str) -> str:
     """Return a docstring's first paragraph in one line, with names as in Markdown."""
     text = " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
     return re.sub(r"``([^`]*)``", r"`\1`", text).replace("null:", "left out:")
+
+
+def table(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells as a table, below the line ``header``."""
+    cells = ((cell.replace("|", r"\|").replace("\n", " ") for cell in row) for row in rows)
+    lines = ("".join(f"| {cell} " for cell in row) + "|" for row in cells)
+    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
+
+
+def main() -> None:
+    """Write the pages."""
+    folder = Path(__file__).parent
+    (folder / "reference.md").write_text(reference())
+    (folder / "errors.md").write_text(catalogue())
+
+
+if __name__ == "__main__":
+    main()
