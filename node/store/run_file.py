@@ -47,9 +47,9 @@ def manifest_of_file(file: TomlFile, now: float, allowed_models: Collection[str]
     """Make the manifest that a run file describes, at ``now`` (Unix seconds).
 
     ``allowed_models`` are the functions that may be called to make a user's own module. Raises `ManifestError`, with a
-    line for each fault, which begins with the file's name and the line of the file.
+    line for each fault, which begins with the file's name.
     """
-    with file.naming_lines():
+    with file.named():
         return manifest_of(file.values, file.path.parent, now, allowed_models)
 
 

@@ -246,7 +246,7 @@ def load_scenario(
     """
     file = _read(name_or_path)
     sizes = {"nodes": nodes, "rounds": rounds, "stages": stages}
-    with file.naming_lines():
+    with file.named():
         settings = _resized(file.values, {name: size for name, size in sizes.items() if size is not None}, say)
         if seed is not None:
             settings["seed"] = seed

@@ -97,7 +97,7 @@ def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, a
 
     path = _new_file(out, run_file)
     before, file = read_folder(folder), read_toml(run_file)
-    with file.naming_lines():
+    with file.named():
         manifest = resumed_manifest(before, file.values, run_file.parent, time.time())
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
     write_manifest(path, signed, home, as_json, start=folder)
@@ -136,7 +136,7 @@ def import_model(
 
     path = _new_file(out, run_file)
     key, file = load_or_create_key(home / "key"), read_toml(run_file)
-    with file.naming_lines():
+    with file.named():
         written, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time())
     say_chosen(written, decode_body(signed.body), given_by(file.values))
     write_manifest(path, signed, home, as_json, start=to)

@@ -48,8 +48,8 @@ def show_config(settings: NodeSettings, config: Path, as_json: AsJson = False) -
     """Print every setting, and where its value comes from: a flag, the environment, `farandole limit`, the settings
     file or the default.
 
-    Add flags of `farandole join` to see their effect. Exit code 3 if the file is wrong: each fault is named with its
-    line. Whether its devices, paths and addresses exist, farandole doctor finds out.
+    Add flags of `farandole join` to see their effect. Exit code 3 if the file is wrong: each fault is named.
+    Whether its devices, paths and addresses exist, farandole doctor finds out.
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """

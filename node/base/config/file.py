@@ -46,7 +46,7 @@ def read_config(path: Path) -> dict[str, Any]:
             faults.append(f"{name} is no setting; {hint}")
         elif not known[name].is_valid(value):
             faults.append(f"{name}: expected {known[name].expected}, got {shown(value)}")
-    with file.naming_lines():
+    with file.named():
         if faults:
             raise ManifestError(*faults)
     return {name: _placed(value, known[name].kind, path.parent) for name, value in file.values.items()}

@@ -1,7 +1,7 @@
 """A TOML file of settings: read, and compared with the struct that describes it.
 
 msgspec decides what is valid, and names the first fault in its own words. `check` says it in words for people: the name
-of the setting, what was found, and what is expected. `TomlFile.naming_lines` adds the file and the line.
+of the setting, what was found, and what is expected. `TomlFile.named` adds the file.
 """
 
 from __future__ import annotations
@@ -34,12 +34,8 @@ _NOUNS: Final[Mapping[object, str]] = {
     str: "a text in quotes",
     Path: "a path in quotes",
 }
-_LINE: Final = re.compile(r"\(at line (\d+), column \d+\)$")
-_HEADER: Final = re.compile(r"\s*(\[\[?)\s*([\w.-]+)\s*\]")
-_KEY: Final = re.compile(r"\s*([\w.-]+)\s*=")
 # An error of msgspec: what is wrong, and the way to it.
 _TOLD: Final = re.compile(r"(.*?)(?: - at `\$([^`]*)`)?", re.DOTALL)
-_SETTING: Final = re.compile(r"[\w-]+(?:\.[\w-]+|\[\d+\])*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +43,15 @@ class TomlFile:
     """A file that has been read, and is valid TOML."""
 
     path: Path
-    text: str
     values: dict[str, Any]
 
     @contextmanager
-    def naming_lines(self) -> Iterator[None]:
-        """Add ``FILE:LINE:`` to each problem of a `ManifestError` of the block; each begins with its setting."""
+    def named(self) -> Iterator[None]:
+        """Add ``FILE:`` to each problem of a `ManifestError` of the block; each begins with its setting."""
         try:
             yield
         except ManifestError as error:
-            located = sorted((_line_of(problem, self.text), problem) for problem in map(str, error.args))
-            raise ManifestError("\n".join(_told(self.path, *each) for each in located)) from error
+            raise ManifestError("\n".join(_told(self.path, problem) for problem in map(str, error.args))) from error
 
 
 def read_toml(path: Path) -> TomlFile:
@@ -71,53 +65,24 @@ def read_toml(path: Path) -> TomlFile:
     except OSError as error:
         raise ManifestError(f"cannot read {path}: {error.strerror}") from error
     if len(raw) > MAX_FILE_BYTES:
-        raise ManifestError(_told(path, 0, f"more than {MAX_FILE_BYTES} bytes, too many for a file of settings"))
+        raise ManifestError(_told(path, f"more than {MAX_FILE_BYTES} bytes, too many for a file of settings"))
     try:
-        text = raw.decode("utf-8").replace("\r\n", "\n")
-        return TomlFile(path, text, tomllib.loads(text))
+        return TomlFile(path, tomllib.loads(raw.decode("utf-8").replace("\r\n", "\n")))
     except tomllib.TOMLDecodeError as error:
-        told = _LINE.search(str(error))
-        last = text.rstrip("\n").count("\n") + 1
         words = (
             f"this is not TOML: {error}. A text needs quotes, true and false are written small, a line has one setting"
         )
-        raise ManifestError(_told(path, int(told[1]) if told else last, words)) from error
+        raise ManifestError(_told(path, words)) from error
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ManifestError(_told(path, line, "this is not TOML: a character is not UTF-8")) from error
+        raise ManifestError(_told(path, f"this is not TOML: a character in line {line} is not UTF-8")) from error
     except RecursionError as error:
-        raise ManifestError(_told(path, 0, "this is not TOML: its values are nested too deeply")) from error
+        raise ManifestError(_told(path, "this is not TOML: its values are nested too deeply")) from error
 
 
-def _told(path: Path, line: int, text: str) -> str:
-    """Return a line about a file, which may be a stranger's; ``line`` is 0 for the file as a whole."""
-    return without_controls(f"{path}:{line}: {text}" if line else f"{path}: {text}")
-
-
-def _line_of(problem: str, text: str) -> int:
-    """Return the line of the setting that a problem begins with, or of its section; 0 if neither has one of its own.
-
-    Keys inside a value of several lines are not distinguished: the value's first line stands for them.
-    """
-    name = _SETTING.match(problem)
-    wanted = re.findall(r"[\w-]+", name[0]) if name else []
-    section: list[str] = []
-    num_items: dict[str, int] = {}
-    found, found_keys = 0, 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if header := _HEADER.match(line):
-            section = place = header[2].split(".")
-            if header[1] == "[[":
-                num_items[header[2]] = num_items.get(header[2], -1) + 1
-                section = place = [*section, str(num_items[header[2]])]
-        elif key := _KEY.match(line):
-            place = [*section, *key[1].split(".")]
-        else:
-            continue
-        num_keys = min(len(place), len(wanted))
-        if num_keys > found_keys and place[:num_keys] == wanted[:num_keys]:
-            found, found_keys = number, num_keys
-    return found
+def _told(path: Path, text: str) -> str:
+    """Return a line about a file, which may be a stranger's."""
+    return without_controls(f"{path}: {text}")
 
 
 def check(value: object, kind: Any, name: str = "", *, shortcuts: Mapping[str, Collection[str]] | None = None) -> None:

@@ -74,83 +74,80 @@ def fault(tmp_path: Path, text: str | bytes) -> str:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ManifestError) as caught:
         manifest_of_file(read_toml(path), now=0)
-    return str(caught.value).removeprefix(f"{path}:")
+    return str(caught.value).removeprefix(f"{path}: ")
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "begin"),
     [
-        ("[outer]\ngama = 0.7", "4: outer.gama is no setting; did you mean gamma?"),
-        ("[outer]\ncodec = 'int3'", "4: outer.codec: expected one of fp32, bf16, fp16, int8, int4, topk, got"),
-        ("[screening]\nradius = 0.5", "4: screening.radius: expected a finite number, 1 to 100"),
-        ("[inner]\nbatch_size = '16'", '4: inner.batch_size: expected a whole number, 1 to 65536, got "16"'),
-        ("[inner]\nbeta1 = 1.5", "4: inner.beta1: expected a finite number, at least 0 and less than 1, got 1.5"),
-        ("[rounds]\ninner_steps = 0\nround_seconds = 0", "4: rounds.inner_steps and rounds.round_seconds are both"),
-        ("[dta]\nsource = 'text'", "3: dta is no section; did you mean data?"),
-        ("[start]\nid = 'x'", "4: start.id: expected 64 hexadecimal digits, small letters, in quotes, got"),
-        ("slow = 2", "3: slow is no setting; the file may have name, "),
-        ("[rounds]\nouter.topk = 32", "4: rounds.outer is no section; [rounds] may have "),
-        ("admission = [\n  'x',\n  3,\n]", "3: admission[1]: expected a text in quotes"),
-        ("admission = 'opne'", "3: admission: expected one of open, invited or a list in brackets"),
-        ("outer = 'noloco'", "3: outer: expected a section, got"),
-        ("[inner]\ntotal_tokens = 1\ntotal_steps = 2", "4: inner.total_tokens and inner.total_steps say the same"),
-        ("[inner]\ntotal_tokens = 0", "4: inner.total_tokens is 0: a positive number"),
-        ("[inner]\ntotal_tokens = inf", "4: inner.total_tokens is Infinity"),
-        ("[inner]\nwarmup_tokens = true", "4: inner.warmup_tokens is true"),
-        ("[inner]\nbatch_size = 'x'\ntotal_tokens = 9", "4: inner.batch_size"),
+        ("[outer]\ngama = 0.7", "outer.gama is no setting; did you mean gamma?"),
+        ("[outer]\ncodec = 'int3'", "outer.codec: expected one of fp32, bf16, fp16, int8, int4, topk, got"),
+        ("[screening]\nradius = 0.5", "screening.radius: expected a finite number, 1 to 100"),
+        ("[inner]\nbatch_size = '16'", 'inner.batch_size: expected a whole number, 1 to 65536, got "16"'),
+        ("[inner]\nbeta1 = 1.5", "inner.beta1: expected a finite number, at least 0 and less than 1, got 1.5"),
+        ("[rounds]\ninner_steps = 0\nround_seconds = 0", "rounds.inner_steps and rounds.round_seconds are both"),
+        ("[dta]\nsource = 'text'", "dta is no section; did you mean data?"),
+        ("[start]\nid = 'x'", "start.id: expected 64 hexadecimal digits, small letters, in quotes, got"),
+        ("slow = 2", "slow is no setting; the file may have name, "),
+        ("[rounds]\nouter.topk = 32", "rounds.outer is no section; [rounds] may have "),
+        ("admission = [\n  'x',\n  3,\n]", "admission[1]: expected a text in quotes"),
+        ("admission = 'opne'", "admission: expected one of open, invited or a list in brackets"),
+        ("outer = 'noloco'", "outer: expected a section, got"),
+        ("[inner]\ntotal_tokens = 1\ntotal_steps = 2", "inner.total_tokens and inner.total_steps say the same"),
+        ("[inner]\ntotal_tokens = 0", "inner.total_tokens is 0: a positive number"),
+        ("[inner]\ntotal_tokens = inf", "inner.total_tokens is Infinity"),
+        ("[inner]\nwarmup_tokens = true", "inner.warmup_tokens is true"),
+        ("[inner]\nbatch_size = 'x'\ntotal_tokens = 9", "inner.batch_size"),
     ],
 )
-def test_a_fault_is_named_with_its_line_and_what_would_be_right(tmp_path: Path, text: str, line: str) -> None:
-    assert fault(tmp_path, f"name = 'a'\nmodel = 'tiny'\n{text}\n").startswith(line)
+def test_a_fault_is_named_with_what_would_be_right(tmp_path: Path, text: str, begin: str) -> None:
+    assert fault(tmp_path, f"name = 'a'\nmodel = 'tiny'\n{text}\n").startswith(begin)
 
 
 @pytest.mark.parametrize(
-    ("model", "line"),
+    ("model", "begin"),
     [
-        ("model = 'tinny'", "1: model: no preset is called 'tinny'; there are tiny, 0.5M, "),
-        ("model = 3", "1: model: expected a preset (tiny, 0.5M"),
-        ("modle = 'tiny'", "1: modle is no setting; did you mean model?"),
-        ("[model]\nprest = 'tiny'", "2: model.prest is no setting; did you mean preset?"),
-        ("[model]\nnum_stages = 4", '1: model: say which: preset = "3M", or its sizes'),
-        ("[model]\nown = 'a.b:c'\ncontext = 'x'", "3: model.context: expected a whole number, 8 to"),
-        ("[model]\nown = 'a.b:c'\nwidth = 'x'", "3: model.width: what a.b:c returns decides on it"),
-        ("model = 'tiny'\n[tokenizer]\nfile = 'no.json'", "3: tokenizer.file: cannot read"),
+        ("model = 'tinny'", "model: no preset is called 'tinny'; there are tiny, 0.5M, "),
+        ("model = 3", "model: expected a preset (tiny, 0.5M"),
+        ("modle = 'tiny'", "modle is no setting; did you mean model?"),
+        ("[model]\nprest = 'tiny'", "model.prest is no setting; did you mean preset?"),
+        ("[model]\nnum_stages = 4", 'model: say which: preset = "3M", or its sizes'),
+        ("[model]\nown = 'a.b:c'\ncontext = 'x'", "model.context: expected a whole number, 8 to"),
+        ("[model]\nown = 'a.b:c'\nwidth = 'x'", "model.width: what a.b:c returns decides on it"),
+        ("model = 'tiny'\n[tokenizer]\nfile = 'no.json'", "tokenizer.file: cannot read"),
         (
             "name = 'a'\n[model]\npreset = 'tiny'\nnum_stages = 2\n[rounds]\nround_seconds = 9\n[data]\n"
             "mask_documents = true",
-            "8: data.mask_documents and model.num_stages exclude each other",
+            "data.mask_documents and model.num_stages exclude each other",
         ),
     ],
 )
-def test_a_fault_of_the_model_is_too(tmp_path: Path, model: str, line: str) -> None:
-    assert fault(tmp_path, f"{model}\n").startswith(line)
+def test_a_fault_of_the_model_is_too(tmp_path: Path, model: str, begin: str) -> None:
+    assert fault(tmp_path, f"{model}\n").startswith(begin)
 
 
 def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
     text = "model = {preset = 'tiny', num_stages = 9}\n[outer]\ngamma = 1.9\n[inner]\nlearning_rate = inf"
     found = fault(tmp_path, f"name = 'a'\n{text}\n").splitlines()
-    begins = ["2: model.num_stages is 9", "4: outer.gamma is 1.9", "6: inner.learning_rate is inf"]
-    assert [begin for line, begin in zip(found, begins, strict=True) if begin not in line] == []
+    begins = ["inner.learning_rate is inf", "model.num_stages is 9", "outer.gamma is 1.9"]
+    assert [begin for line, begin in zip(sorted(found), begins, strict=True) if begin not in line] == []
 
 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"name = 'a'\nmodel = 3M\n", "2: this is not TOML: Expected newline"),
-        (b"name = 'a'\n[outer]\nname = 1\nname = 2\n", "4: this is not TOML"),
-        (b"name = 'a'\n\nmodel = [1,\n", "3: this is not TOML"),
-        (b"name = 'a'\nmodel = '\xff'\n", "2: this is not TOML: a character is not UTF-8"),
+        (b"name = 'a'\nmodel = 3M\n", "this is not TOML: Expected newline"),
+        (b"name = 'a'\n[outer]\nname = 1\nname = 2\n", "this is not TOML"),
+        (b"name = 'a'\n\nmodel = [1,\n", "this is not TOML"),
+        (b"name = 'a'\nmodel = '\xff'\n", "this is not TOML: a character in line 2 is not UTF-8"),
         (b"name = " + b"[" * 100_000, "nested too deeply"),
         (b"name = 'a'", "model is missing: expected a preset"),
     ],
 )
-def test_what_is_no_run_file_is_refused_with_its_line_if_it_is_not_toml(
-    tmp_path: Path, content: bytes, line: str
-) -> None:
+def test_what_is_no_run_file_is_refused(tmp_path: Path, content: bytes, line: str) -> None:
     found = fault(tmp_path, content)
     assert line in found
     if "TOML: " in line and "UTF" not in line:
-        assert found.startswith(line)
         assert "A text needs quotes" in found
 
 

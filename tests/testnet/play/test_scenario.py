@@ -103,23 +103,23 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "fault"),
     [
-        ("rouns = 9", "1: rouns is no setting; did you mean rounds?"),
-        ("slow = [\n  1.0,\n  0.5,\n]", "1: slow[1]: expected a finite number, 1 to 1000, got 0.5"),
-        ("[run]\nname = 'a'\nmodel = 'tny'", "3: run.model: no preset is called 'tny'"),
-        ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\nfragmets = 2", "5: run.outer.fragmets is no setting"),
-        ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\ngamma = 9", "5: run.outer.gamma is 9"),
-        ("[[fault]]\nkind = 'exploded'\nnodes = [1]\nat_round = 1", "2: fault[0].kind: expected one of kill, freeze"),
-        ("[[home]]\nkind = 'symetric'", "1: home[0]: no kind of home 'symetric'"),
+        ("rouns = 9", "rouns is no setting; did you mean rounds?"),
+        ("slow = [\n  1.0,\n  0.5,\n]", "slow[1]: expected a finite number, 1 to 1000, got 0.5"),
+        ("[run]\nname = 'a'\nmodel = 'tny'", "run.model: no preset is called 'tny'"),
+        ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\nfragmets = 2", "run.outer.fragmets is no setting"),
+        ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\ngamma = 9", "run.outer.gamma is 9"),
+        ("[[fault]]\nkind = 'exploded'\nnodes = [1]\nat_round = 1", "fault[0].kind: expected one of kill, freeze"),
+        ("[[home]]\nkind = 'symetric'", "home[0]: no kind of home 'symetric'"),
     ],
 )
-def test_a_fault_of_a_file_is_named_with_its_line(tmp_path: Path, text: str, line: str) -> None:
+def test_a_fault_of_a_file_is_named_with_the_file(tmp_path: Path, text: str, fault: str) -> None:
     path = tmp_path / "a.toml"
     path.write_text(text)
     with pytest.raises(ManifestError) as caught:
         load_scenario(str(path))
-    assert str(caught.value).startswith(f"{path}:{line}")
+    assert str(caught.value).startswith(f"{path}: {fault}")
 
 
 def test_a_misspelt_name_is_recognised() -> None:

@@ -51,11 +51,11 @@ def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
     with pytest.raises(ManifestError) as caught:
         read_config(path)
     assert str(caught.value).splitlines() == [
-        f"{path}:1: upload_mbits is no setting; did you mean upload_mbit?",
-        f'{path}:2: slow: expected a finite number, at least 1, got "fast"',
-        f"{path}:4: log-level is no setting; did you mean log_level?",
-        f"{path}:5: threads: expected a whole number of threads, at least 1, got true",
-        f"{path}:6: qwertz is no setting; `farandole config init` writes a file with all there are",
-        f'{path}:7: listen: expected a list in brackets, got "x"',
-        f"{path}:8: rounds is no setting; did you mean max_rounds?",
+        f"{path}: upload_mbits is no setting; did you mean upload_mbit?",
+        f'{path}: slow: expected a finite number, at least 1, got "fast"',
+        f"{path}: log-level is no setting; did you mean log_level?",
+        f"{path}: threads: expected a whole number of threads, at least 1, got true",
+        f"{path}: qwertz is no setting; `farandole config init` writes a file with all there are",
+        f'{path}: listen: expected a list in brackets, got "x"',
+        f"{path}: rounds is no setting; did you mean max_rounds?",
     ]

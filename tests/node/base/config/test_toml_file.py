@@ -4,43 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.base.config.toml_file import TomlFile, read_toml, shown
+from farandole.node.base.config.toml_file import read_toml, shown
 from farandole.protocol.wire.errors import ManifestError
-
-TEXT = """\
-top = 1 # [no.header]
-a.b.c = 3
-list = [ # [
-  1,
-]
-[section.deep]
-x = 1.5
-table = {y = 1}
-[[fault]]
-kind = "a"
-[[fault]]
-kind = "b"
-"""
-
-
-@pytest.mark.parametrize(
-    ("setting", "line"),
-    [
-        ("top", 1),
-        ("a.b.c", 2),
-        ("a.b", 2),
-        ("list[0]", 3),
-        ("section", 6),
-        ("section.deep.table.y", 8),
-        ("section.deep.missing", 6),
-        ("fault[1]", 11),
-        ("fault[1].kind", 12),
-    ],
-)
-def test_a_setting_is_named_with_its_line_or_that_of_its_section(setting: str, line: int) -> None:
-    with pytest.raises(ManifestError) as caught, TomlFile(Path("a.toml"), TEXT, {}).naming_lines():
-        raise ManifestError(f"{setting} is wrong")
-    assert str(caught.value) == f"a.toml:{line}: {setting} is wrong"
 
 
 def test_no_more_of_a_file_is_read_than_a_file_of_settings_may_have(tmp_path: Path) -> None:
@@ -55,7 +20,7 @@ def test_faults_of_a_strangers_file_do_not_control_the_terminal(tmp_path: Path) 
     path = tmp_path / "run.toml"
     path.write_text('a = "\x9b2J\u202e"')
     file = read_toml(path)
-    with pytest.raises(ManifestError) as caught, file.naming_lines():
+    with pytest.raises(ManifestError) as caught, file.named():
         raise ManifestError(f"a is wrong: {shown(file.values['a'])}")
     assert str(caught.value).isprintable()
     assert "2J" in str(caught.value)

@@ -37,7 +37,7 @@ def test_resume_writes_a_manifest_that_starts_from_it(folder: Path, tmp_path: Pa
     assert "there already" in cli(*resume, "-o", out)[2]
     run_file.write_text("model = '3M'")
     code, _, error = cli(*resume)
-    assert (code, "more.toml:1: model: the checkpoint's is another one" in error) == (Exit.BAD_INPUT, True)
+    assert (code, "more.toml: model: the checkpoint's is another one" in error) == (Exit.BAD_INPUT, True)
 
 
 def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, cli: Cli) -> None:
