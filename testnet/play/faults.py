@@ -50,7 +50,12 @@ async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
         for node in nodes:  # on a busy machine the first may be rounds ahead of the last's start
             await node.joined.wait()
     began_at = trio.current_time()
-    context.say(_in_words(fault, nodes))
+    details = {
+        "starve": f", to {1 / fault.factor:.0%} of a processor",
+        "set_clock": f" by {fault.offset:+g} s, {fault.drift:+.0%} fast",
+    }
+    lasts = f" for {fault.duration:g} s" if fault.duration is not None else ""
+    context.say(f"{fault.kind}{details.get(fault.kind, '')}{lasts}: {_names(nodes)}")
     standstill: dict[int, float | None] = {}
     is_over = trio.Event()
     healed_in = None
@@ -89,16 +94,6 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
         if record.is_finished or node.report.wedged or (is_over.is_set() and is_gone):
             standstill[node.report.index] = None
             return
-
-
-def _in_words(fault: Fault, nodes: Sequence[NodeProcess]) -> str:
-    """Return what befalls which nodes, for how long, and where they are."""
-    details = {
-        "starve": f", to {1 / fault.factor:.0%} of a processor",
-        "set_clock": f" by {fault.offset:+g} s, {fault.drift:+.0%} fast",
-    }
-    lasts = f" for {fault.duration:g} s" if fault.duration is not None else ""
-    return f"{fault.kind}{details.get(fault.kind, '')}{lasts}: {_names(nodes)}"
 
 
 def _names(nodes: Sequence[NodeProcess]) -> str:

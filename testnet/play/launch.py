@@ -261,7 +261,15 @@ class Testnet:
         """Train until every fault is over and every live node has done its rounds, or enough exchanges."""
 
         async def start(node: NodeProcess) -> None:
-            await life.start(node.run, self._source(node, signed))
+            if node.joined.is_set():
+                source = None  # it remembers the run
+            elif node is self._nodes[0]:
+                source = str(self.out / MANIFEST_NAME)
+            else:
+                live = [other.record.status for other in self._nodes if other.is_running]
+                addresses = [rank(status.addresses)[0] for status in live if status and status.addresses]
+                source = encode_invite(Invite(signed.run_id, tuple(rank(addresses)[:INVITE_ADDRESSES])))
+            await life.start(node.run, source)
 
         context = FaultContext(
             nodes=self._nodes,
@@ -364,16 +372,6 @@ class Testnet:
                     node.record.excuse(trio.current_time())
                     nursery.start_soon(node.have, "resume")
             self._say("all nodes are up, and begin to train")
-
-    def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
-        """Return what the node joins with: None if it was in the run before, since it remembers it."""
-        if node.joined.is_set():
-            return None
-        if node is self._nodes[0]:
-            return str(self.out / MANIFEST_NAME)
-        live = [other.record.status for other in self._nodes if other.is_running]
-        addresses = [rank(status.addresses)[0] for status in live if status and status.addresses]
-        return encode_invite(Invite(signed.run_id, tuple(rank(addresses)[:INVITE_ADDRESSES])))
 
     def _is_settled(self, since: float) -> bool:
         live = [node.record for node in self._nodes if node.is_running]
