@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 import trio
@@ -31,7 +32,7 @@ from farandole.protocol.wire.identity import peer_id_of, short_name
 from .base.bandwidth import Shaping
 from .base.causes import Finding, Level, lessen
 from .base.config.file import read_limits
-from .base.control import ControlError, Handler, serve_control
+from .base.control import ControlError, Handler, call, serve_control
 from .base.errors import PeerUnreachableError
 from .base.exits import Exit
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
@@ -350,9 +351,16 @@ def _owner_handlers(daemon: Daemon, rest_service: RestService) -> dict[str, Hand
         return await kept(daemon.settings, daemon.journal, words, {"quiet_hours": rest.quiet_hours})
 
     async def invitation(params: dict[str, Any]) -> object:
-        return await trio.to_thread.run_sync(own_invite, daemon.settings.home)
+        """Return an invite, and below it a line for each thing that may keep newcomers from using it."""
+        return await trio.to_thread.run_sync(_invite_and_warnings, daemon.settings.home)
 
     return {"invitation": invitation, "pause": pause, "resume": resume, "quiet": quiet}
+
+
+def _invite_and_warnings(home: Path) -> str:
+    text = own_invite(home)
+    doubted = call(home, "status", max_members=0)["doubted_addresses"]
+    return "\n".join([text, *warnings_about(decode_invite(text).addresses, doubted)])
 
 
 async def be_first_node(daemon: Daemon) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -340,6 +341,8 @@ class Mesh:
 
         Raises `MeshError` if no peer gives the file, and `OSError`.
         """
+        if not re.fullmatch("[0-9a-f]{64}", file_id):
+            raise MeshError(f"{file_id!r} is no file id: give the 64 hexadecimal digits that `share` has returned")
         path, seconds = Path(path), min(timeout, MAX_WAIT_SECONDS)
         node, found = self._ask(FindProviders(bytes.fromhex(file_id), seconds), timeout + LOCAL_SECONDS)
         node.close()

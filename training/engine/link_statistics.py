@@ -24,6 +24,7 @@ with them before the evidence is enough.
 
 **What an attacker can do.** It does not know the projections, which each node draws for itself. Outliers are not
 learned, and with three or more senders the expected direction is the median of theirs, so a minority does not move it.
+In the first rounds it may falsify whatever is no outlier by itself: up to 20 times the usual norm.
 A level within `SLACK` deviations of the usual (at least a factor of 1.5) gives no evidence. A sole sender may drift by
 this much every few microbatches, and turn slowly, as honest senders do in the first inner steps. A few falsified
 microbatches in ten are not detected if none is an outlier by itself. If two senders disagree from their first
@@ -83,6 +84,9 @@ MAX_DEVIATION: Final = 4.0
 # A usual cosine within half a deviation of zero gives no information on the direction, so no evidence is summed.
 LEAST_SIGNAL: Final = 0.5
 MAX_SUMS: Final = (32.0, 32.0, 16.0)
+# Outer steps of this node before which no evidence is summed: a pair of replicas has averaged by then, even if partners
+# were busy in a round or two.
+YOUNG_ROUNDS: Final = 3
 # After this number of consecutive outliers the statistics are reset: there is no other sender to compare with. A sender
 # that is avoided after three of them, for longer each time, has then been avoided for two and a half minutes.
 MAX_REFUSED: Final = 12
@@ -120,8 +124,11 @@ class UsualTraffic:
         self._num_refused = 0
         self._expected = np.zeros(0, np.float32)
 
-    def judge(self, peer: bytes, level: float, direction: Direction) -> str:
-        """Return why a microbatch is an outlier, or an empty string and learn it. ``direction`` has norm 1."""
+    def judge(self, peer: bytes, level: float, direction: Direction, *, is_young: bool = False) -> str:
+        """Return why a microbatch is an outlier, or an empty string and learn it. ``direction`` has norm 1.
+
+        ``is_young``: replicas may not have averaged yet.
+        """
         if not self._num_seen:
             self._levels.append(level)
             self._learn(self._sender(peer), direction)
@@ -132,14 +139,14 @@ class UsualTraffic:
         by_level, by_cosine = max(self._level_deviation, LEAST_LEVEL), max(self._cosine_deviation, LEAST_COSINE)
         deviations = (distance / by_level, -distance / by_level, (self._cosine - cosine) / by_cosine)
         is_outlier = not abs(distance) < OUTLIER_LEVEL
-        if is_warm:
+        if is_warm and not is_young:
             alternatives = (SMALL_LEVEL / by_level, SMALL_LEVEL / by_level, self._cosine / by_cosine)
             for fault, (deviation, alternative) in enumerate(zip(deviations, alternatives, strict=True)):
                 slack = min(max(alternative / 2, SLACK[0]), SLACK[1])
                 signal = deviation if alternative >= LEAST_SIGNAL else 0.0
                 excess = min(max(signal, -MAX_DEVIATION), MAX_DEVIATION) - slack
                 sender.sums[fault] = min(max(sender.sums[fault] + excess / MAX_SUMS[fault], 0.0), 1.0)
-            is_outlier |= cosine < 0.0 and deviations[2] > OUTLIER_COSINE
+        is_outlier |= is_warm and cosine < 0.0 and deviations[2] > OUTLIER_COSINE
         if max(sender.sums) >= 1.0 and self._is_common(sender):
             self._begin()
             return ""
@@ -211,20 +218,23 @@ class LinkStatistics:
         norms = _norms(tokens)
         return torch.cat((norms, linear(tokens, self._projections) / norms), 1)
 
-    def judge_activations(self, peer: bytes, activations: Tensor) -> str:
-        """Return why activations (B, T, C) are outliers; empty if they are not."""
+    def judge_activations(self, peer: bytes, activations: Tensor, num_rounds: int) -> str:
+        """Return why activations (B, T, C) are outliers; empty if they are not. ``num_rounds``: outer steps taken."""
         tokens = activations.detach().flatten(0, -2)
         norms = _norms(tokens)
         units = tokens / norms
-        return self._judge("activations", peer, norms.mean(), units.sum(0), linear(units, self._projections).T @ units)
+        correlation = linear(units, self._projections).T @ units
+        return self._judge("activations", peer, num_rounds, norms.mean(), units.sum(0), correlation)
 
-    def judge_gradient(self, peer: bytes, gradient: Tensor, mark: Tensor) -> str:
+    def judge_gradient(self, peer: bytes, gradient: Tensor, mark: Tensor, num_rounds: int) -> str:
         """Return why the gradient (B, T, C) of activations with this mark is an outlier; empty if it is not."""
         tokens = gradient.detach().flatten(0, -2)
         mean_norm = (mark[:, :1] * _norms(tokens)).mean()
-        return self._judge("gradients", peer, mean_norm, None, mark[:, 1:].T @ tokens.sign())
+        return self._judge("gradients", peer, num_rounds, mean_norm, None, mark[:, 1:].T @ tokens.sign())
 
-    def _judge(self, kind: Kind, peer: bytes, mean_norm: Tensor, mean: Tensor | None, correlation: Tensor) -> str:
+    def _judge(
+        self, kind: Kind, peer: bytes, num_rounds: int, mean_norm: Tensor, mean: Tensor | None, correlation: Tensor
+    ) -> str:
         """Judge by the mean (C,), if it has a direction, and the correlation (P, C) with projections."""
         parts = [mean_norm[None], correlation.flatten()] + ([] if mean is None else [mean])
         numbers = torch.cat(parts).float().cpu().numpy()
@@ -232,7 +242,8 @@ class LinkStatistics:
         if mean is not None:
             unit_mean = _unit(numbers[1 + correlation.numel() :])
             direction = _unit(np.concatenate((unit_mean * np.float32(MEAN_WEIGHT), direction)))
-        fault = self.usual[kind].judge(peer, math.log(max(float(numbers[0]), _TINY)), direction)
+        level, is_young = math.log(max(float(numbers[0]), _TINY)), num_rounds < YOUNG_ROUNDS
+        fault = self.usual[kind].judge(peer, level, direction, is_young=is_young)
         return f"{kind} {fault}" if fault else ""
 
 

@@ -391,6 +391,8 @@ async def test_a_file_is_fetched_and_resumed_and_a_liar_is_passed_over(tmp_path:
             await program(lambda: fetching.fetch(file_id, tmp_path / "again"))
         with pytest.raises(MeshError, match="no member that can be reached shares"):
             await program(lambda: fetching.fetch("00" * 32, tmp_path / "other"))
+        with pytest.raises(MeshError, match="'zz' is no file id"):
+            await program(lambda: fetching.fetch("zz", tmp_path / "other"))
         for mesh in (fetching, lying):
             await program(mesh.close)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.models import PRESETS, layers_of
-from farandole.training.engine.link_statistics import Direction, Kind, LinkStatistics, UsualTraffic
+from farandole.training.engine.link_statistics import YOUNG_ROUNDS, Direction, Kind, LinkStatistics, UsualTraffic
 from farandole.training.model.model import build_model, cross_entropy
 
 ANN, BOB, EVE = b"ann", b"bob", b"eve"
@@ -61,10 +61,17 @@ def statistics() -> LinkStatistics:
     return LinkStatistics(PRESETS["tiny"].width, torch.device("cpu"), torch.Generator().manual_seed(3))
 
 
-def judge(of: LinkStatistics, kind: Kind, peer: bytes, passing: Passing, change: Callable[[Tensor], Tensor]) -> str:
+def judge(
+    of: LinkStatistics,
+    kind: Kind,
+    peer: bytes,
+    passing: Passing,
+    change: Callable[[Tensor], Tensor],
+    num_rounds: int = YOUNG_ROUNDS,
+) -> str:
     if kind == "activations":
-        return of.judge_activations(peer, change(passing.activations))
-    return of.judge_gradient(peer, change(passing.gradient), of.mark(passing.activations))
+        return of.judge_activations(peer, change(passing.activations), num_rounds)
+    return of.judge_gradient(peer, change(passing.gradient), of.mark(passing.activations), num_rounds)
 
 
 def unchanged(values: Tensor) -> Tensor:
@@ -94,6 +101,16 @@ def test_what_is_honest_is_no_outlier_from_the_first_step_on(passings: list[Pass
         senders = (ANN, BOB) if number < NUM_HONEST else (ANN, BOB, EVE)
         faults.append(judge(stats, kind, senders[number % len(senders)], passing, unchanged))
     assert not any(faults)
+
+
+@pytest.mark.parametrize("kind", ["activations", "gradients"])
+def test_replicas_that_have_not_averaged_yet_do_not_suspect_each_other(passings: list[Passing], kind: Kind) -> None:
+    """One is at the seed's weights, in a run that just begins; the other trains."""
+    stats, first = statistics(), passings[:4]
+    for number, passing in enumerate(passings[:300]):
+        assert not judge(stats, kind, ANN, passing, unchanged, num_rounds=number // 100)
+        assert not judge(stats, kind, BOB, first[number % 4], unchanged, num_rounds=number // 100)
+    assert judge(stats, kind, EVE, passings[300], ATTACKS["a thousand times as large"], num_rounds=2)
 
 
 @pytest.mark.parametrize("kind", ["activations", "gradients"])

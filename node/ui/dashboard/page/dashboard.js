@@ -194,10 +194,12 @@ async function act(action) {
 async function invite() {
   const said = await ask("invitation");
   if (said === null) return;
+  const [text, ...warnings] = said.split("\n");
   byId("answer").textContent = "";
-  byId("invitation-text").value = `farandole join ${said}`;
-  byId("invitation-note").textContent = "Whoever has it can join the run: send it to people whom you want there.";
-  drawCode(byId("invitation-code"), said);
+  byId("invitation-text").value = `farandole join ${text}`;
+  byId("invitation-note").textContent =
+    ["Whoever has it can join the run: send it to people whom you want there.", ...warnings].join(" Warning: ");
+  drawCode(byId("invitation-code"), text);
   byId("invitation").showModal();
 }
 

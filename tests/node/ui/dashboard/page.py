@@ -53,7 +53,7 @@ async def open_page(clock: Callable[[], float] = lambda: NOW) -> AsyncIterator[S
         raise ControlError("not_now", "it is leaving already")
 
     async def invitation(params: dict[str, Any]) -> object:
-        return "farandole1" + "x" * 300
+        return "farandole1" + "x" * 300 + "\nno peer reaches this node"
 
     shaping = Shaping()
 

@@ -98,6 +98,7 @@ async def test_a_person_pauses_invites_and_sets_caps() -> None:
             expect(page.locator("#answer")).to_have_text("pausing")
             page.click("#invite")
             expect(page.locator("#invitation-text")).to_have_value("farandole join farandole1" + "x" * 300)
+            expect(page.locator("#invitation-note")).to_contain_text("Warning: no peer reaches this node")
             assert 0.3 < page.evaluate(SHARE_OF_BLACK) < 0.6
             page.keyboard.press("Escape")
             expect(page.locator("#invitation")).to_be_hidden()
