@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -396,11 +396,10 @@ class NodeSettings:
         from farandole.protocol.run.own_model import ADAPTERS  # imports msgspec, which ``--help`` does not need
 
         tokenizer = self.base / TOKENIZER_NAME
-        return replace(
-            self,
-            allow_model=[*self.allow_model, f"{ADAPTERS}={self.base.absolute()}"],
-            tokenizer=self.tokenizer or (tokenizer if tokenizer.exists() else None),
-        )
+        implied: dict[str, Any] = {"allow_model": [*self.allow_model, f"{ADAPTERS}={self.base.absolute()}"]}
+        if self.tokenizer is None and tokenizer.exists():
+            implied["tokenizer"] = tokenizer
+        return replace(self, sources={**self.sources, **dict.fromkeys(implied, "--base")}, **implied)
 
     @property
     def port_lease(self) -> int | None:

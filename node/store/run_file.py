@@ -20,7 +20,7 @@ from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_from_dict
 from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from_dict
 from farandole.protocol.run.models import PRESETS, preset
-from farandole.protocol.run.own_model import ADAPTERS, FunctionName, Settings
+from farandole.protocol.run.own_model import ADAPTERS, MAX_RANK, FunctionName, Settings
 from farandole.protocol.run.rules import with_known
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import DataError, TrainingError
@@ -321,7 +321,7 @@ class _Adapters(msgspec.Struct, frozen=True):
     """The model table of such a run file."""
 
     lora: str
-    rank: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)] = 16
     alpha: Annotated[float, msgspec.Meta(gt=0)] = 0.0
     """The factor of B A is alpha / rank; 0: twice the rank."""
     context: base.Context = 0

@@ -44,6 +44,8 @@ MAX_PARAMETERS = 2**41
 
 # The function that makes adapters of a base model, of which each member has a copy.
 ADAPTERS: Final = "farandole.training.model.adapters:adapted"
+# Larger than anybody trains.
+MAX_RANK: Final = 256
 
 
 class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from farandole.node.store.consolidated.hf_folder import byte_level_tokenizer
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.run.models import num_parameters
 from farandole.training.base.errors import TrainingError
+from farandole.training.model.adapters import adapted
 from farandole.training.model.base_folder import base_hash
 from farandole.training.model.stages import build_module
 
@@ -28,11 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of these pac
 TEXTS = {"alice": "def one(x):\n    return x + 1\n", "bob": "The quick brown fox jumps over the lazy dog. "}
 
 
-def a_base(folder: Path, seed: int = 0) -> Path:
+def a_base(folder: Path, seed: int = 0, *, is_tied: bool = False) -> Path:
     """Write a small Llama with bytes as tokens."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes)
+    config = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=64, tie_word_embeddings=is_tied, **sizes)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(byte_level_tokenizer()))
     return folder
@@ -103,9 +105,26 @@ def test_the_model_of_such_a_run_is_the_base_until_it_is_trained(cli: Cli, base:
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
     with pytest.raises(TrainingError, match=r"--base FOLDER"):
         build_module(manifest.model, manifest.seed)
+    # A stranger's manifest with a great rank and few parameters takes no memory for its adapters.
+    hostile = replace(manifest.model, own=replace(own, config={**own.config, "rank": 256}))
+    with pytest.raises(TrainingError, match="of rank 256 this base's have"):
+        build_module(hostile, manifest.seed, allowed_models=[f"{own.function}={base}"])
     os.truncate(base / "model.safetensors", 1_000)
     with pytest.raises(TrainingError, match="another base model than the run's"):
         build_module(manifest.model, manifest.seed, allowed_models=[f"{own.function}={base}"])
+
+
+def test_a_head_that_is_the_embedding_is_moved_once(tmp_path: Path) -> None:
+    folder = a_base(tmp_path, is_tied=True)
+    config = {"base": base_hash(folder), "rank": 1, "alpha": 2.0, "folder": str(folder)}
+    module = adapted(config).to(torch.float64)  # as to another device: each tensor is made again
+    names = [
+        name
+        for name, _ in module.named_buffers(remove_duplicate=False)
+        if name.endswith(("lm_head.weight", "embed_tokens.weight"))
+    ]
+    first, second = map(module.get_buffer, names)
+    assert first is second
 
 
 def test_what_is_wrong_with_a_base_is_said_before_a_run_is_made(cli: Cli, base: Path, tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ Members average A and B apart, and the mean of products is not the product of me
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Self
 
 from torch import Tensor, nn
 
+from farandole.protocol.run.own_model import MAX_RANK
+
 from ..base.errors import TrainingError, how_to_add
 from .base_folder import require_base
-
-# Larger than anybody trains. What a stranger's run may make of a base of 8 B parameters is 2.7 GB at most.
-MAX_RANK: Final = 256
 
 
 class Adapted(nn.Module):
@@ -34,15 +34,22 @@ class Adapted(nn.Module):
         logits: Tensor = self.adapted(input_ids=tokens, use_cache=False).logits
         return logits.float()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Do as `nn.Module._apply`, with each tensor once: a head that is the embedding too would be there twice."""
+        moved: Self = super()._apply(cache(fn), recurse)  # type: ignore[no-untyped-call]  # in torch it has no types
+        return moved
+
 
 def adapted(settings: dict[str, Any]) -> nn.Module:
     """Make the model of a run's ``config``: ``base`` (its hash), ``rank``, ``alpha``.
 
-    ``folder`` is this member's copy of the base. Raises `TrainingError` if it is another model, or lacks a package.
+    ``folder`` is this member's copy of the base, ``parameters`` the number that the run's adapters have. Raises
+    `TrainingError` if it is another model, or lacks a package.
     """
     try:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
+        from transformers.pytorch_utils import Conv1D
         from transformers.utils import logging
     except ImportError as error:
         raise TrainingError(f"this run trains adapters of a base model: {how_to_add('lora')}") from error
@@ -60,10 +67,19 @@ def adapted(settings: dict[str, Any]) -> nn.Module:
         base = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype="auto", attn_implementation="sdpa", use_safetensors=True
         )
+        head = base.get_output_embeddings()
+        linear = [part for part in base.modules() if isinstance(part, nn.Linear | Conv1D) and part is not head]
+        needed = settings["rank"] * sum(sum(part.weight.shape) for part in linear)
+        if needed > settings.get("parameters", needed):  # before they are made: the rank is a stranger's
+            raise TrainingError(
+                f"the run's adapters have {settings['parameters']} parameters, and of rank {settings['rank']} this "
+                f"base's have {needed}"
+            )
         model = get_peft_model(base, config)
+    buffers = {id(each): each.detach() for each in model.parameters() if not each.requires_grad}
     for module in model.modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             if not parameter.requires_grad:
                 delattr(module, name)
-                module.register_buffer(name, parameter.detach(), persistent=False)
+                module.register_buffer(name, buffers[id(parameter)], persistent=False)
     return Adapted(model)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.run.manifest import ModelConfig
-from farandole.protocol.run.own_model import ADAPTERS, OwnModel, expanded, packed
+from farandole.protocol.run.own_model import ADAPTERS, OwnModel, count, expanded, packed
 
 from ..base.errors import TrainingError
 from .model import StageModule
@@ -93,7 +93,8 @@ def build_own_model(
     own = model.own
     assert own is not None
     maker = load_function(own.function, own.package, allowed)
-    made = call(maker, own.config, model.context, model.vocabulary, seed)
+    config = {**own.config, "parameters": count(own.ends)} if own.function == ADAPTERS else own.config
+    made = call(maker, config, model.context, model.vocabulary, seed)
     if isinstance(made, nn.Module):
         _require_same(made, expanded(own.ends), own)
         return require_fit(made)

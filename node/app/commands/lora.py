@@ -24,7 +24,7 @@ lora_app = typer.Typer(
 @takes_settings("base", "data")
 def create_lora(
     settings: NodeSettings,
-    rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters, r.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters, r.")] = 16,
     as_json: AsJson = False,
 ) -> None:
     """Write a run file for adapters, lora.toml, and sign it, lora.manifest. Everybody brings text of their own.

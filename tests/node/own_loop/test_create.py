@@ -106,7 +106,7 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ManifestError, match="no invite"):
         farandole.NoLoCo(model, optimizer, long[1:])
     with pytest.raises(farandole.FarandoleError, match=r"a list is no torch\.optim\.Optimizer"):
-        farandole.NoLoCo(model, [optimizer], long)  # type: ignore[arg-type]
+        farandole.NoLoCo(model, [optimizer], long)  # type: ignore[arg-type]  # which is refused
     with pytest.raises(ValueError, match="tokens_per_byte"):
         farandole.NoLoCo(model, optimizer, "farandole1abc", tokens_per_byte=0)
     farandole.create_run(model, "farandole1abc")

@@ -18,6 +18,7 @@ from farandole.node.control_methods import change_quiet_hours, kept
 from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
+from farandole.protocol.run.own_model import ADAPTERS
 
 from ...conftest import Cli
 
@@ -86,6 +87,13 @@ def test_a_table_for_people(cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatc
     assert ["slow", "2.0", "file"] in lines
     assert ["threads", "2", "environment", "FARANDOLE_THREADS"] in lines
     assert ["relay", "true", "default"] in lines
+
+
+def test_what_a_base_implies_is_shown(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    settings = shown(cli, "--base", tmp_path)
+    assert settings["tokenizer"] == {"value": str(tmp_path / "tokenizer.json"), "source": "--base"}
+    assert settings["allow_model"] == {"value": [f"{ADAPTERS}={tmp_path}"], "source": "--base"}
 
 
 def test_a_file_is_made_checked_and_not_replaced_by_accident(cli: Cli, home: Path) -> None:
