@@ -365,7 +365,8 @@ def measure(
         torch.set_num_threads(1)
     else:
         torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
-    stack = Stack(method, comparison.sizes, comparison.inner(), trials, device)
+    modules = [build_model(comparison.sizes, trial.seed) for trial in trials]
+    stack = Stack(method, modules, comparison.inner(), trials, device)
 
     train(method, stack, trials, comparison.steps)
     losses, spreads = stack.losses(windows), stack.spreads()

@@ -27,7 +27,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-from farandole.protocol.run.manifest import InnerConfig, ModelConfig
+from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.run.rules import TOPK_BLOCK, Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import Layout, layout_of
@@ -40,7 +40,6 @@ from farandole.training.inner.optimizer import (
     orthogonalised,
     rms_factor,
 )
-from farandole.training.model.model import build_model
 from farandole.training.outer.codec import Form, form_of
 from farandole.training.outer.rule import Meeting, OwnVectors
 
@@ -60,21 +59,27 @@ class Stack:
     """
 
     def __init__(
-        self, method: Method, model: ModelConfig, inner: InnerConfig, trials: Sequence[Trial], device: torch.device
+        self,
+        method: Method,
+        modules: Sequence[nn.Module],
+        inner: InnerConfig,
+        trials: Sequence[Trial],
+        device: torch.device,
     ) -> None:
+        """``modules``: the model with each trial's initial weights."""
         outer, num_samplers = method.outer, len(trials[0].samplers)
         per_trial = 1 if method.is_synchronous else num_samplers
         inner = msgspec.structs.replace(inner, optimizer=method.optimizer, momentum=method.share)
         self.steps = 0
         self._num_trials = len(trials)
-        self._model = _Model(build_model(model, 0).to(device), outer.codec)
+        self._model = _Model(modules[0].to(device), outer.codec)
         self._num_elements = self._model.num_elements
         width = -(-self._num_elements // TOPK_BLOCK) * TOPK_BLOCK  # whole blocks, of every codec
         self.theta = torch.zeros(len(trials) * per_trial, width, device=device)
         """Fast weights, (N, W) fp32."""
-        for trial, rows in zip(trials, self.theta.split(per_trial), strict=True):
-            parameters = build_model(model, trial.seed).parameters()
-            rows[:, : self._num_elements] = torch.cat([each.detach().flatten() for each in parameters]).to(device)
+        for module, rows in zip(modules, self.theta.split(per_trial), strict=True):
+            flat = torch.cat([each.detach().flatten() for each in module.parameters()])
+            rows[:, : self._num_elements] = flat.to(device)
         self._gradients = _Gradients(self._model, self.theta, inner)
         factors = torch.tensor([[trial.rate] for trial in trials]).repeat_interleave(per_trial, 0).to(device)
         self._optimizer = _Optimizer(inner, self._model, self.theta, self._gradients, factors)
@@ -140,12 +145,18 @@ class Stack:
     def _losses(self, theta: Tensor, batches: Sequence[Tokens]) -> list[float]:
         if bool(self._gradients.have_failed):  # waits for the device
             raise TrainingError("a gradient was not finite: leave out the highest rate")
-        losses = [
-            vmap(self._model.loss, (0, None))(self._model.views(theta), torch.from_numpy(each).to(theta.device))
-            for each in batches
-        ]
-        by_trial: list[float] = torch.stack(losses).mean(0).view(self._num_trials, -1).mean(1).tolist()
+        by_trial: list[float] = self.losses_by_row(theta, batches).mean(0).view(self._num_trials, -1).mean(1).tolist()
         return by_trial
+
+    @torch.no_grad()
+    def losses_by_row(self, theta: Tensor, batches: Sequence[Tokens]) -> Tensor:
+        """Return the loss (K, N) of each row of ``theta`` (N, W) on each of K batches (B, T + 1)."""
+        loss, views = vmap(self._model.loss, (0, None)), self._model.views(theta)
+        return torch.stack([loss(views, torch.from_numpy(each).to(theta.device)) for each in batches])
+
+    def views(self) -> dict[str, Tensor]:
+        """Return all rows' parameters (N, ...) by name, as views."""
+        return self._model.views(self.theta)
 
     def _by_trial(self) -> Tensor:
         return self.theta.view(self._num_trials, -1, self.theta.size(1))

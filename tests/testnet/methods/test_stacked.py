@@ -9,6 +9,7 @@ from msgspec import structs
 
 from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, PlainConfig
+from farandole.testnet.methods.adapters import METHODS, MODEL, RANK, AdapterStack
 from farandole.testnet.methods.baselines import Group, Method, Trial, methods, rule_for
 from farandole.testnet.methods.diloco import DiLoCoConfig
 from farandole.testnet.methods.stacked import Stack, groups_of, train
@@ -34,7 +35,7 @@ def samplers(text: Text) -> list[Sampler]:
 
 
 def trained(method: Method, model: ModelConfig, trials: list[Trial], steps: int) -> Stack:
-    stack = Stack(method, model, INNER, trials, CPU)
+    stack = Stack(method, [build_model(model, trial.seed) for trial in trials], INNER, trials, CPU)
     train(method, stack, trials, steps)
     return stack
 
@@ -74,7 +75,7 @@ def test_a_stack_does_what_replicas_do(
     outer, inner = structs.replace(outer, fragments=fragments), structs.replace(INNER, optimizer=optimizer)
     replicas = [make_replica(bytes([n]) * 32, inner_settings=inner, rule=outer) for n in range(4)]
     method = Method("pairs", "pairs", outer=outer, optimizer=optimizer)
-    stack = Stack(method, model, INNER, [Trial(7, 1.0, samplers)], CPU)
+    stack = Stack(method, [build_model(model, 7)], INNER, [Trial(7, 1.0, samplers)], CPU)
     for round_number, pairs in enumerate(([(0, 1), (2, 3)], [(2, 0), (1, 3)])):
         for step in range(3 * round_number, 3 * round_number + 3):
             stack.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
@@ -123,7 +124,7 @@ def test_trials_in_one_stack_do_as_each_alone(model: ModelConfig, samplers: list
 
 def test_synchronous_training_is_one_model_on_all_batches(model: ModelConfig, samplers: list[Sampler]) -> None:
     together = trained(Method("together", "gradients"), model, [Trial(1, 1.0, samplers)], 5)
-    alone = Stack(Method("alone", "none"), model, INNER, [Trial(1, 1.0, samplers[:1])], CPU)
+    alone = Stack(Method("alone", "none"), [build_model(model, 1)], INNER, [Trial(1, 1.0, samplers[:1])], CPU)
     for step in range(5):
         alone.inner_step(np.concatenate([sampler.batch(step) for sampler in samplers])[None])
     assert torch.equal(together.theta, alone.theta)
@@ -136,7 +137,7 @@ def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
     trials = [Trial(1, 1.0, samplers)]
     apart = trained(Method("apart", "none"), model, trials, 3)
     diloco = trained(Method("DiLoCo", "all", 3, outer), model, trials, 3)
-    start = Stack(Method("alone", "none"), model, INNER, [Trial(1, 1.0, samplers[:1])], CPU).theta
+    start = Stack(Method("alone", "none"), [build_model(model, 1)], INNER, [Trial(1, 1.0, samplers[:1])], CPU).theta
     expected = OwnVectors(start.clone(), start, {"momentum": torch.zeros_like(start)})
     rule = rule_for(outer)
     contributions = [rule.contribution(replace(expected, fast=theta[None])) for theta in apart.theta]
@@ -208,7 +209,7 @@ def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, s
     """By hand: a contribution after the third step, its outer step after the fifth, and the last one at the end."""
     outer, trials = NoLoCoConfig(momentum="nesterov"), [Trial(1, 1.0, samplers)]
     late = trained(Method("late", "all", 3, outer, late=2), model, trials, 6)
-    by_hand = Stack(Method("by hand", "all", outer=outer), model, INNER, trials, CPU)
+    by_hand = Stack(Method("by hand", "all", outer=outer), [build_model(model, trials[0].seed)], INNER, trials, CPU)
     snapshot = torch.empty(0)
     for step in range(6):
         by_hand.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
@@ -272,3 +273,23 @@ def test_a_stack_is_freed_without_the_garbage_collector(model: ModelConfig, samp
         assert freed() is None
     finally:
         gc.enable()
+
+
+def test_adapters_split_from_a_mean_of_products_multiply_to_it(samplers: list[Sampler]) -> None:
+    """If the members' products have together no more than an adapter's rank."""
+    base = dict(build_model(MODEL, 0).named_parameters())
+    method = next(each for each in METHODS if each.name == "the product, split")
+    stack = AdapterStack(method, base, INNER, [Trial(0, 1.0, samplers[:2])])
+    generator = torch.Generator().manual_seed(0)
+    views = stack.views()
+    for name, view in views.items():  # (members, rows, columns)
+        view.normal_(generator=generator)
+        (view[:, RANK // 2 :] if name.endswith(".A") else view[:, :, RANK // 2 :]).zero_()
+    names = [name.removesuffix(".A") for name in views if name.endswith(".A")]
+    before = [(views[f"{name}.B"] @ views[f"{name}.A"]).mean(0) for name in names]
+    stack.outer_step([[0, 1]])
+    for name, mean in zip(names, before, strict=True):
+        for member in range(2):
+            torch.testing.assert_close(
+                views[f"{name}.B"][member] @ views[f"{name}.A"][member], mean, rtol=1e-3, atol=1e-4
+            )

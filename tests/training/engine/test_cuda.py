@@ -150,7 +150,7 @@ def test_a_stack_is_trained_by_a_graph_of_kernels(
     author = [Sampler(text, key=(RUN_ID, a), batch_size=2, context=model.context) for a in (ALICE, BOB)]
     method = Method("pairs", "pairs", 2, NoLoCoConfig(momentum="nesterov", codec="int8"), optimizer=optimizer)
     trials = [Trial(1, 1.0, author)]
-    gpu, cpu = (Stack(method, model, inner, trials, torch.device(name)) for name in ("cuda", "cpu"))
+    gpu, cpu = (Stack(method, [build_model(model, 1)], inner, trials, torch.device(name)) for name in ("cuda", "cpu"))
     for stack in (gpu, cpu):
         train(method, stack, trials, 8)
     batches = [author[0].held_out_batch(0)]
