@@ -13,11 +13,7 @@ import pytest
 
 from farandole.node.base.identity import IdentityError, IdentityInUseError, keep_private, load_or_create_key, locked
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.identity import (
-    peer_id_of,
-    public_bytes,
-    public_key_of,
-)
+from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 
 
 def test_a_key_is_made_once_and_kept(tmp_path: Path) -> None:

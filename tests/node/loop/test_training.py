@@ -32,12 +32,7 @@ from farandole.protocol.rounds.pairing_events import ExchangeEnded, StartExchang
 from farandole.protocol.rounds.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
 from farandole.protocol.rounds.trainer_rounds import NEWS_SECONDS, LoopConfig
 from farandole.protocol.rounds.training_events import Signal
-from farandole.protocol.rounds.training_loop import (
-    EXCHANGE_GRACE,
-    GIVE_UP_GRACE,
-    REST_TIMEOUT,
-    TrainingLoop,
-)
+from farandole.protocol.rounds.training_loop import EXCHANGE_GRACE, GIVE_UP_GRACE, REST_TIMEOUT, TrainingLoop
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.state.node_state import NodeState

@@ -23,14 +23,7 @@ from farandole.node.programs import service as service_module
 from farandole.node.programs.mesh import Mesh, MeshListener, index_of
 from farandole.node.programs.service import MAX_STREAMS_OF_PEER, ProgramService, open_programs
 from farandole.node.programs.stream import MeshError
-from farandole.protocol.programs import (
-    BLOCK_BYTES,
-    LENGTH,
-    MAX_MESSAGE_BYTES,
-    PROGRAMS_PROTOCOL,
-    Provide,
-    stream_name,
-)
+from farandole.protocol.programs import BLOCK_BYTES, LENGTH, MAX_MESSAGE_BYTES, PROGRAMS_PROTOCOL, Provide, stream_name
 from farandole.protocol.state.entries import Kind, Payload, ProgramNotes
 from farandole.protocol.wire.messagepack import encode
 

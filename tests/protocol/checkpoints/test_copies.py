@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import random
 
-from farandole.protocol.checkpoints.copies import (
-    MAX_ROUNDS_OLDER,
-    NUM_COPIERS,
-    Choice,
-    choose,
-    is_copier,
-    ranked,
-)
+from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, NUM_COPIERS, Choice, choose, is_copier, ranked
 from farandole.protocol.state.entries import CheckpointNotice
 
 RUN = b"r" * 32

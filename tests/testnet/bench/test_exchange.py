@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 
 from farandole.testnet.bench.exchange import OURS, claims_of, measure
-from farandole.testnet.bench.process import (
-    BenchError,
-    obtain_python,
-    open_worker,
-    worker_command,
-)
+from farandole.testnet.bench.process import BenchError, obtain_python, open_worker, worker_command
 from farandole.testnet.bench.report import open_bench
 
 
@@ -41,23 +36,6 @@ def test_each_part_is_measured_and_each_has_claims(tmp_path: Path, monkeypatch: 
     assert "least share of a raw socket's rate on the bulk channel, from 1 MB" in claims
     assert document["setting"]["repeats"] == 1
     assert {"command", "date", "cores", "Python", "torch"} <= document["setting"].keys()
-
-
-def test_how_others_do_stands_beside_ours() -> None:
-    averagings = {
-        f"{OURS}, fp32": {"exchange_s": 0.2, "total_s": 0.5, "most_error": 0.0, "most_mb": 1.0},
-        "hivemind, fp32": {"exchange_s": 0.9, "total_s": 1.2, "most_error": 0.7},
-    }
-    figures = {
-        "averagings": averagings,
-        "sizes": {256: {"of_raw": 0.8, "most_mb": 3.0, "p99": 0.5}},
-        "mesh": {OURS: {"call": 0.001, "push": 0.5, "fetch": 1.0}},
-    }
-    exchange, whole, share, late, memory, call, *_ = claims_of(figures, 100)
-    assert (exchange.ours, exchange.theirs) == ("0.200", "0.900")
-    assert exchange.claim.endswith("theirs: hivemind, fp32, which did not average")
-    assert (whole.ours, whole.theirs) == ("0.500", "1.200")
-    assert [claim.ours for claim in (share, late, memory, call)] == ["0.80", "0.50", "3", "1.00"]
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from farandole.training.base.device import Device
 from farandole.training.data.batches import Batch, Batches
 from farandole.training.data.tokenizer import ByteTokenizer
 from farandole.training.engine.learner import Learner
-from farandole.training.model.model import Transformer, language_loss
+from farandole.training.model.model import Transformer
 
 GPU: Final = torch.device("meta")
 HOST: Final = torch.device("cpu")
@@ -60,20 +60,6 @@ def module_of(manifest: Manifest) -> nn.Module:
     # The module has its device already, and on "meta" `Module.to` cannot exchange parameters.
     module.to = lambda *_, **__: module  # type: ignore[method-assign]
     return module
-
-
-def plain_round(manifest: Manifest) -> Callable[[], object]:
-    """Return the step of a plain training loop: `torch.optim.AdamW`, all gradients kept."""
-    module = module_of(manifest)
-    tokens = torch.zeros(1, manifest.model.context + 1, dtype=torch.long, device=GPU)
-    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-
-    def step() -> None:
-        language_loss(module, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    return step
 
 
 def member_round(
@@ -130,7 +116,7 @@ def test_a_gpu_holds_what_inner_steps_need_and_the_rest_where_it_is_asked_to(cod
     assert needs.all_on_gpu.device == pytest.approx(full[GPU].between + max(verdict, learning), rel=0.001)
 
 
-def test_muon_needs_less_and_a_loop_without_a_node_the_same() -> None:
+def test_muon_needs_less() -> None:
     model = msgspec.structs.replace(preset("10M"), num_layers=2, context=64)
     manifest = Manifest(name="a", model=model)
     num_parameters = needs_of(manifest).num_parameters
@@ -138,7 +124,6 @@ def test_muon_needs_less_and_a_loop_without_a_node_the_same() -> None:
     ends = parts_of(model).ends
     states_of_muon = 12 * (num_parameters - ends) + 16 * ends
     assert held_by(partial(member_round, with_muon))[GPU].between == pytest.approx(states_of_muon, rel=0.001)
-    assert held_by(partial(plain_round, manifest))[GPU].between == pytest.approx(16 * num_parameters, rel=0.001)
 
 
 def test_a_lean_trainer_takes_half_of_it_and_layers_computed_again_keep_their_inputs() -> None:

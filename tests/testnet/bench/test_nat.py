@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.nat import ALL_PAIRS, Pair, PairResult, measure_pair, parse_pair, publish, theory_of
+from farandole.testnet.bench.nat import ALL_PAIRS, Pair, PairResult, measure_pair, publish
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import open_bench
-from farandole.testnet.natlab.kinds import KindError
 
 # Both must send at once; only by relay; two NATs in a row, one that admits all; a home with hardly any way out.
 CHARACTERISTIC = (
@@ -19,19 +18,6 @@ CHARACTERISTIC = (
     ("carrier", "full-cone"),
     ("https-only", "firewall"),
 )
-
-
-def test_all_pairs_are_those_of_ten_kinds() -> None:
-    assert len(ALL_PAIRS) == 55
-    assert [theory_of(pair) for pair in CHARACTERISTIC] == ["punched", "relayed", "direct", "relayed"]
-
-
-def test_a_pair_is_two_kinds_of_homes() -> None:
-    assert parse_pair("carrier/full-cone") == ("carrier", "full-cone")
-    with pytest.raises(BenchError, match="'carrier' is no pair of homes"):
-        parse_pair("carrier")
-    with pytest.raises(KindError, match="no kind of home 'cone'"):
-        parse_pair("carrier/cone")
 
 
 def test_what_does_not_hold_is_said(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -195,17 +194,6 @@ def test_mixed_text_is_all_kinds_for_training_and_each_kind_for_measuring() -> N
     for name, text in texts.items():
         assert np.array_equal(text.training[:], whole)
         assert text.held_out is kinds[name].held_out
-
-
-@pytest.mark.usefixtures("little_text")
-def test_a_comparison_on_mixed_text_is_another_one(tmp_path: Path) -> None:
-    out = tmp_path / "compare.json"
-    settings = MethodComparison(nodes=2, steps=2, seeds=1, interval=2, words=("nobody averages",))
-    (apart,) = run_compare(settings, out)
-    with pytest.raises(DataError):
-        run_compare(replace(settings, is_mixed=True), out)
-    (together,) = run_compare(replace(settings, is_mixed=True))
-    assert together.loss != apart.loss
 
 
 def test_kinds_of_text_are_a_folders_subfolders(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from farandole.node.base.control import NoNodeError, call
 from farandole.protocol.run.invite import decode_invite
 from farandole.testnet.play import launch
 from farandole.testnet.play.launch import TestnetError, is_done, prepare_folder
-from farandole.testnet.play.process import NodeProcess
 from farandole.testnet.play.record import NodeRecord
 from farandole.testnet.play.report import NodeReport
 from farandole.testnet.play.scenario import Scenario, parse_scenario
@@ -58,24 +57,6 @@ async def test_a_scenario_without_faults_passes(tmp_path: Path, monkeypatch: pyt
     assert first == [str(tmp_path / "run.manifest")]
     assert decode_invite(second[0]).run_id.hex() == report.run_id
     assert decode_invite(second[0]).addresses[0].endswith(report.nodes[0].peer_id)
-
-
-async def test_so_many_nodes_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[NodeProcess] = []
-    starting: list[int] = []
-    run = NodeProcess.run
-
-    async def note(node: NodeProcess, source: str | None, **kwargs: Any) -> None:
-        starting.append(sum(other.is_starting for other in started))
-        started.append(node)
-        await run(node, source, **kwargs)
-
-    monkeypatch.setattr(NodeProcess, "run", note)
-    monkeypatch.setattr(launch, "MAX_STARTING", 2)
-    report = await testnet(scenario(nodes=5), tmp_path).play()
-    assert report.verdict == "pass"
-    assert len(starting) == 5
-    assert max(starting) == 1, "and the one that starts"
 
 
 async def test_a_node_that_dies_fails_the_scenario(tmp_path: Path) -> None:
@@ -169,14 +150,9 @@ async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
     ]
     report = await testnet(scenario(rounds=70, fault=faults), tmp_path).play()
     assert report.reasons == []
-    killed, frozen, starved = report.nodes
-    assert killed.condition_seconds["absent"] >= 1.0
-    assert killed.condition_seconds["returning"] > 0.0
-    assert frozen.condition_seconds["frozen"] >= 1.0
-    assert starved.condition_seconds["starved"] >= 1.0
-    for node in report.nodes:
-        alive = ("starting", "returning", "working", "starved")
-        assert node.given_seconds == pytest.approx(sum(node.condition_seconds.get(each, 0.0) for each in alive))
+    for node, condition in zip(report.nodes, ("absent", "frozen", "starved"), strict=True):
+        assert node.condition_seconds[condition] >= 1.0
+    assert report.nodes[0].condition_seconds["returning"] > 0.0
     assert report.tokens_per_given_second == pytest.approx(210_000 / sum(node.given_seconds for node in report.nodes))
     assert {fault.kind: fault.nodes for fault in report.faults} == {"restart": [0], "freeze": [1], "starve": [2]}
     for fault in report.faults:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from farandole.node.base.exits import Exit
 from farandole.testnet.play.launch import Testnet
 from farandole.testnet.play.scenario import load_scenario
+from farandole.training.base.errors import DataError
 
-from ...patience import PATIENCE
 from .playing import silent
 
 
@@ -24,14 +21,11 @@ from .playing import silent
 def test_text_that_is_missing_or_too_little_is_refused_before_a_node_starts(
     text: str | None, reason: str, tmp_path: Path
 ) -> None:
-    mine, out = tmp_path / "mine.txt", tmp_path / "out"
+    mine = tmp_path / "mine.txt"
     if text is not None:
         mine.write_text(text)
-    command = [sys.executable, "-m", "farandole.node", "testnet", "run", "demo", "--data", str(mine), "--out", str(out)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert refused.returncode == Exit.BAD_INPUT
-    assert reason in " ".join(refused.stderr.split())
-    assert not out.exists()
+    with pytest.raises(DataError, match=reason):
+        load_scenario("demo", data=[mine])
 
 
 async def test_all_nodes_train_on_the_text_that_is_named(tmp_path: Path) -> None:

@@ -59,15 +59,8 @@ def test_good_nodes_pass() -> None:
     assert report.loss_first == pytest.approx(13 / 3)
     assert (report.loss_start, report.loss_merged, report.spread) == (5.5, 2.1, 0.02)
     assert (report.bits_per_byte_start, report.bits_per_byte_merged) == (7.9, 3.0)
-    assert report.state_equal
-
-
-def test_the_verdict_shows_bits_per_byte_and_a_report_without_them_is_read() -> None:
-    report = judge([node(0), node(1), node(2)])
     assert any("held-out loss 5.500 -> 2.100 (3.000 bits per byte), mean" in line for line in course_lines(report))
-    older = {name: value for name, value in msgspec.to_builtins(report).items() if not name.startswith("bits_per_byte")}
-    read = msgspec.convert(older, PlayReport)
-    assert any("held-out loss 5.500 -> 2.100, mean" in line for line in course_lines(read))
+    assert report.state_equal
 
 
 @pytest.mark.parametrize(
@@ -122,11 +115,6 @@ def test_every_node_in_every_round_and_slow_ones_with_fewer_steps() -> None:
     assert judge([node(0), missing], **settings).reasons == ["node 1 took no part in rounds [2]"]
     [reason] = judge([node(0), node(1)], **settings).reasons
     assert reason == "one of the slowest nodes took 80 inner steps, and one of the fastest 80"
-
-
-def test_problems_outside_the_nodes_come_first() -> None:
-    report = make_report(scenario(), bytes(32), [GOOD], MERGED, seconds=1, events=["e"], problems=["interrupted"])
-    assert (report.verdict, report.reasons, report.events) == ("fail", ["interrupted"], ["e"])
 
 
 @pytest.mark.parametrize(

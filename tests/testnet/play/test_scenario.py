@@ -46,6 +46,7 @@ def test_so_few_nodes_and_rounds_are_not_asked_for_what_is_beyond_them(
     assert load_scenario("demo", **sizes, say=told.append).partners_required == min_partners
     assert said in "\n".join(told)
     assert bool(said) == bool(told)
+    assert parse_scenario({"run": RUN, "nodes": 9, "stages": 3}).partners_required == 2, "of its stage alone"
 
 
 def test_more_nodes_on_the_same_cores_have_more_time() -> None:
@@ -64,14 +65,6 @@ def test_fewer_rounds_need_not_learn_as_much() -> None:
     assert load_scenario("demo", rounds=13, say=told.append).max_loss_merged is None
     assert told == ["max_loss_merged does not count: it is meant for the scenario's 14 rounds"]
     assert load_scenario("demo", rounds=15).max_loss_merged is not None
-
-
-@pytest.mark.parametrize(
-    ("settings", "min_partners"),
-    [({}, 3), ({"nodes": 3}, 2), ({"nodes": 9, "stages": 3}, 2), ({"rounds": 3}, 1), ({"nodes": 1}, 0)],
-)
-def test_a_scenario_need_not_say_how_many_partners_there_are(settings: dict[str, Any], min_partners: int) -> None:
-    assert parse_scenario({"run": RUN, **settings}).partners_required == min_partners
 
 
 @pytest.mark.parametrize(
@@ -120,23 +113,6 @@ def test_a_fault_of_a_file_is_named_with_the_file(tmp_path: Path, text: str, fau
     with pytest.raises(ManifestError) as caught:
         load_scenario(str(path))
     assert str(caught.value).startswith(f"{path}: {fault}")
-
-
-def test_a_misspelt_name_is_recognised() -> None:
-    with pytest.raises(ManifestError, match=r"did you mean churn\?"):
-        load_scenario("chrun")
-
-
-def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
-    faults = [
-        {"kind": "join", "nodes": [3], "at_round": 1},
-        {"kind": "kill", "nodes": [1, 2], "at_round": 1},
-        {"kind": "leave", "nodes": [4], "after_start": 9},
-        {"kind": "restart", "nodes": [5], "after_start": 9, "duration": 1},
-    ]
-    scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
-    assert scenario.named_by("join") == {3}
-    assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
 
 
 def test_any_scenario_is_played_in_homes(tmp_path: Path) -> None:

@@ -2,18 +2,15 @@
 
 import gc
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from farandole.protocol.planning.needs import MESH_BYTES, TRAINER_BYTES, activation_bytes, needs_of
-from farandole.protocol.run.manifest import InnerConfig, InnerName, Manifest, ModelConfig
-from farandole.protocol.run.models import num_parameters, preset
+from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.rules import Codec, NoLoCoConfig
-from farandole.training.model.model import build_model, language_loss
 
-from ..conftest import MakeReplica, kept_bytes, manifest_of, sent
+from ..conftest import MakeReplica, manifest_of, sent
 
 
 def held_bytes() -> int:
@@ -56,13 +53,3 @@ def test_a_trainer_holds_the_vectors_that_are_counted(
     assert snapshot.num_bytes == pytest.approx(needs.checkpoint_bytes, rel=0.01 if optimizer == "muon" else 0)
     assert replica.round_end.contribution_bytes == needs.contribution_bytes
     assert held == pytest.approx(needs.on_cpu.host - beside, rel=0.05)  # and the rotary tables
-
-
-@pytest.mark.parametrize(("name", "context"), [("3M", 256), ("10M", 128), ("30M", 64)])
-def test_a_backward_pass_keeps_what_is_counted(name: str, context: int) -> None:
-    model = msgspec.structs.replace(preset(name), context=context)
-    module = build_model(model, seed=0)
-    kept = kept_bytes(lambda: language_loss(module, torch.zeros(1, context + 1, dtype=torch.long)), module)
-    counted = activation_bytes(Manifest(name="a", model=model), 0)
-    assert sum(kept) == pytest.approx(counted, rel=0.1)
-    assert num_parameters(model) == needs_of(Manifest(name="a", model=model)).num_parameters

@@ -11,7 +11,7 @@ from farandole.training.base.errors import CodecError
 from farandole.training.outer.codec import MIN_SCALE, TopK
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, exchange, sent, train
+from ..conftest import ALICE, BOB, MakeReplica, sent, train
 
 SETTINGS: dict[str, object] = {"codec": "topk", "topk": 40, "alpha": 0.0, "beta": 1.0, "gamma": 1.0}
 
@@ -135,18 +135,3 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
     errors = (told - meant).abs()
     assert float(errors.max()) <= float(meant.abs().max()) / 127
     assert torch.equal(told, alice.checkpoint.vectors()["sent"])
-
-
-def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> None:
-    settings = SETTINGS | {"fragments": 3}
-    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
-    alice.learn()
-    bob.learn()
-    part, before = alice.checkpoint.layout.fragment(1, 3), alice.checkpoint.vectors()["sent"].clone()
-
-    exchange(alice, bob, fragment=1)
-
-    after = alice.checkpoint.vectors()["sent"]
-    assert torch.equal(after[: part.start], before[: part.start])
-    assert torch.equal(after[part.stop :], before[part.stop :])
-    assert not torch.equal(after[part], before[part])

@@ -48,13 +48,7 @@ from farandole.node.status.journal import Journal
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.run.invite import Invite, encode_invite
-from farandole.protocol.run.manifest import (
-    DataConfig,
-    Manifest,
-    SignedManifest,
-    TokenizerConfig,
-    sign_manifest,
-)
+from farandole.protocol.run.manifest import DataConfig, Manifest, SignedManifest, TokenizerConfig, sign_manifest
 from farandole.protocol.run.models import preset
 from farandole.protocol.run.own_model import OwnModel
 from farandole.protocol.wire.identity import peer_id_of

@@ -10,11 +10,7 @@ from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.dialler import Reservation
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach import reachability as reachability_module
-from farandole.node.mesh.reach.connectivity import (
-    MAX_STRANGERS,
-    NUM_RELAYS,
-    RelayKeeper,
-)
+from farandole.node.mesh.reach.connectivity import MAX_STRANGERS, NUM_RELAYS, RelayKeeper
 from farandole.node.mesh.reach.reachability import Dialback, Examiner, Reachability, ask_time, tell_time
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import relay_key
