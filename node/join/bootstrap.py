@@ -246,12 +246,7 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
 
 async def find_members(host: Host, run_id: bytes, timeout: float = DHT_TIMEOUT) -> list[bytes]:
     """Dial the members that the DHT knows, and return the reached ones; ``timeout``: of the search."""
-    return await reachable_providers(host, run_key(run_id), timeout)
-
-
-async def reachable_providers(host: Host, key: bytes, timeout: float = DHT_TIMEOUT) -> list[bytes]:
-    """Return the providers of the key in the DHT that could be dialled, without this node itself."""
-    providers = dict(await host.dht.find_providers(key, timeout))
+    providers = dict(await host.dht.find_providers(run_key(run_id), timeout))
     providers.pop(host.author, None)
     failures = await dial(host, providers)
     return [peer for peer in providers if peer not in failures]

@@ -6,19 +6,17 @@ stage and restarts its trainer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import trio
 
-from farandole.protocol.mesh.kademlia import run_key, shard_key
 from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.stages.stage_choice import LEASE_SECONDS, StageChoice, View, first_stage
 from farandole.protocol.state.entries import Member
 
 from ..base.errors import JoinError
 from ..base.settings import NodeSettings
-from ..mesh.host import Host
 from ..state.membership import Membership
 from ..state.store import Store
 from ..status.journal import Journal
@@ -39,26 +37,24 @@ MAX_QUIET_SECONDS: Final = 20.0
 
 @dataclass(eq=False)
 class StageService:
-    """One node's stage of a model that is cut into several: held, stored for the node's next start, and announced.
+    """One node's stage of a model that is cut into several: held, and stored for the node's next start.
 
     ``settings.stage`` is the stage that the volunteer has fixed.
     """
 
     membership: Membership
     weights: Weights
-    host: Host
-    run_id: bytes
+    author: bytes
     store: Store
     journal: Journal
     settings: NodeSettings
     training: Training
-    _moved: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
         last, wanted = self.membership.num_stages - 1, self.settings.stage
         if wanted is not None and wanted > last:
             raise JoinError(f"--stage {wanted}: the run's model has {'no stage but 0' if not last else f'0 to {last}'}")
-        self._choice = StageChoice(self.host.author, PATIENT_BEATS * self.settings.heartbeat_seconds)
+        self._choice = StageChoice(self.author, PATIENT_BEATS * self.settings.heartbeat_seconds)
 
     async def begin(self) -> None:
         """Take the first stage: the volunteer's, or an earlier life's, or the one that the run needs most."""
@@ -66,16 +62,8 @@ class StageService:
         if stage is None and (stored := await self.store.get_fact(STAGE_FACT)) is not None:
             stage = int(stored)
         if stage is None or stage >= membership.num_stages:
-            stage = first_stage(self._view(), self.host.author)
+            stage = first_stage(self._view(), self.author)
         await self._hold(stage)
-
-    async def announce(self) -> None:
-        """Announce the run and this node's shard in the DHT, until cancelled; the host announces them again."""
-        await self.host.dht.provide(run_key(self.run_id))
-        while True:
-            self._moved = trio.Event()
-            await self.host.dht.provide(shard_key(self.run_id, self.membership.stage))
-            await self._moved.wait()
 
     async def run(self) -> None:
         """Decide on moves and carry them out, until cancelled."""
@@ -99,7 +87,7 @@ class StageService:
 
     def _view(self) -> View:
         membership = self.membership
-        own = {self.host.author: Member(membership.stage, speed=int(membership.speed))}
+        own = {self.author: Member(membership.stage, speed=int(membership.speed))}
         stages = range(membership.num_stages)
         return View(
             membership.providers() | own,
@@ -137,10 +125,6 @@ class StageService:
         self.journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
         loss = "after a restart this node may take another stage"
         await self.store.remember(STAGE_FACT, b"%d" % stage, self.journal, loss)
-        for other in range(membership.num_stages):
-            if other != stage:
-                self.host.dht.withdraw(shard_key(self.run_id, other))
-        self._moved.set()
 
 
 async def wait_quiet(membership: Membership, journal: Journal) -> None:

@@ -182,7 +182,7 @@ def make_member(
         start=start,
         supervisor=supervisor,
         training=training,
-        stages=StageService(membership, weights, host, run_id, daemon.store, journal, settings, training),
+        stages=StageService(membership, weights, host.author, daemon.store, journal, settings, training),
         notices=notices,
         releases=releases,
         credentials=credentials,

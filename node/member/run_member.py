@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 import trio
 
+from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.rounds.pairing_events import PeerLost, PeersChanged
 from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.run.manifest import Manifest
@@ -127,7 +128,7 @@ class RunMember:
             services = membership, membership.announcer, connections, reconnector, self.weights.provider, self.notices
             for service in services:
                 nursery.start_soon(service.run)
-            nursery.start_soon(self.stages.announce)
+            nursery.start_soon(host.dht.provide, run_key(self.run_id))
             nursery.start_soon(self._follow_members)
             if audits is not None:
                 nursery.start_soon(audits.run)

@@ -1,7 +1,7 @@
 """Weights for this node's trainer: whether it needs newer ones than it has, and which members give them.
 
 A newcomer takes a checkpoint that several members hold, from all of them at once. Else it takes one member's newest,
-who saves it again if it is old. If no member announces weights of a stage, the DHT may know a provider.
+who saves it again if it is old.
 
 Members' claims are tested here. Weights that are far from most other members'
 (`farandole.protocol.checkpoints.sketches`) are not given to the trainer. A member is not believed for a while
@@ -24,13 +24,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex
 from farandole.protocol.checkpoints.copies import MAX_ROUNDS_OLDER, Choice, choose
 from farandole.protocol.checkpoints.sketches import SketchVerdict
-from farandole.protocol.mesh.kademlia import shard_key
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.state.believing import MAX_LEAP
 from farandole.protocol.wire.identity import short_name
 
 from ..base.errors import JoinError, PeerUnreachableError
-from ..join.bootstrap import reachable_providers
 from ..status.journal import DISK
 from ..store.disk_space import SECTOR
 from .block_file import PARTIAL_SUFFIX, partial_path
@@ -164,7 +162,6 @@ class Weights:
         """Look for weights until some are here, or the search fails, or none are needed (then with a warning)."""
         journal = self._journal
         began_at = said_at = trio.current_time()
-        has_asked_dht = False
 
         def show(progress: FetchProgress) -> None:
             """Show a download's progress: always on the journal, now and then to the person at the terminal."""
@@ -177,13 +174,6 @@ class Weights:
         while trio.current_time() < began_at + WEIGHTS_TIMEOUT:  # no download is cut short: each has its own limits
             if await self._fetch(stage, own_round or 0, show):
                 return True
-            if self._is_unheard_of(stage) and not has_asked_dht:
-                has_asked_dht = True
-                providers = await reachable_providers(
-                    self._downloads.host, shard_key(self._downloads.conditions.run_id, stage)
-                )
-                if await self._fetch_newest(providers, stage, show):
-                    return True
             if own_round is None and self._is_unheard_of(stage) and trio.current_time() >= began_at + SEED_AFTER:
                 origin = "seed" if self.files.manifest.start is None else "starting checkpoint"
                 journal.warn(

@@ -173,11 +173,6 @@ def run_key(run_id: bytes) -> bytes:
     return hashlib.sha256(framed(b"farandole/run/1", run_id)).digest()
 
 
-def shard_key(run_id: bytes, stage: int) -> bytes:
-    """Return 32 bytes, provided by nodes that hold the parameters of this stage."""
-    return hashlib.sha256(framed(b"farandole/shard/1", run_id, stage.to_bytes(4, "big"))).digest()
-
-
 def relay_key(run_id: bytes) -> bytes:
     """Return 32 bytes, provided by publicly reachable nodes that relay for the run's nodes."""
     return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()

@@ -45,16 +45,11 @@ def quiet_journal() -> Journal:
 
 
 def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -> RunMember:
-    async def nobody(key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
-        await trio.lowlevel.checkpoint()
-        return []
-
     host: Any = SimpleNamespace(
         author=public_bytes(CREATOR),
         connected=frozenset(),
         addresses=[],
         set_handler=lambda *args: None,
-        dht=SimpleNamespace(find_providers=nobody),
         connections=SimpleNamespace(network_of=lambda peer: ""),
         gate=SimpleNamespace(roster=None),
     )

@@ -28,7 +28,6 @@ class World(Staged):
         super().__init__()
         self.gossip.publish = self.publish  # type: ignore[method-assign]  # to record it with the rest
         self.gossip.liveness.base_period = 3_600.0  # no heartbeat is missed
-        self.host.dht = SimpleNamespace(withdraw=lambda key: None)
         self.has_weights = has_weights
         self.done: list[object] = []
         self.trainer_stage: int | None = None
@@ -40,7 +39,7 @@ class World(Staged):
     def keeper(self, wanted: int | None = None) -> StageService:
         me: Any = self
         settings: Any = SimpleNamespace(stage=wanted, heartbeat_seconds=2.0)
-        return StageService(self.membership, me, me.host, bytes(32), me, self.journal, settings, me)
+        return StageService(self.membership, me, ME, me, self.journal, settings, me)
 
     async def run(self, seconds: float, wanted: int | None = None) -> None:
         with trio.move_on_after(seconds):

@@ -56,8 +56,6 @@ class World:
         self.silent: set[bytes] = set()
         """Members that do not answer."""
         self.busy: set[bytes] = set()
-        self.in_dht: dict[bytes, list[bytes]] = {}
-        """Key -> its providers."""
         self.weights_of: dict[bytes, bytes] = {}
         """Peer -> its file, for members that answer questions for sketches."""
         self.compared_with: list[bytes] = []
@@ -92,8 +90,7 @@ class World:
 
     def begin(self) -> Weights:
         """Begin a new life of the node."""
-        dht = SimpleNamespace(find_providers=self.find_providers)
-        host: Any = SimpleNamespace(author=ME, dht=dht)
+        host: Any = SimpleNamespace(author=ME)
         me: Any = self
         files = WeightFiles(self.settings, Manifest("cut", MODEL))
         return Weights(KEY, Downloads(host, Conditions(host, RUN), files, me, self.journal))
@@ -155,10 +152,6 @@ class World:
         self.told.append((index.stage, index.round, slot == COPY_SLOT))
 
     # The part of a network that weights use
-
-    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
-        await trio.lowlevel.checkpoint()
-        return [(peer, []) for peer in self.in_dht.get(key, [])]
 
     async def sketch(self, host: object, member: bytes, question: sketches.SketchQuestion) -> sketches.Sketch | None:
         """Return a member's answer, by `sketch_of`; None if it does not answer."""

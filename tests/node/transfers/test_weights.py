@@ -16,11 +16,10 @@ from farandole.node.transfers import receiver as downloads
 from farandole.node.transfers.block_file import partial_path
 from farandole.node.transfers.weights import MAX_ASKED, ROOM_INTERVAL, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.mesh.kademlia import shard_key
 from farandole.protocol.state.entries import CheckpointNotice
 
 from .donors import ANN, BOB, CYD, DAN, EVE, World
-from .files import KEY, RUN
+from .files import KEY
 
 
 async def test_a_full_disk_is_one_warning_before_any_peer_is_asked(world: World, clock: MockClock) -> None:
@@ -79,13 +78,6 @@ async def test_where_no_member_gives_weights_a_copy_does(world: World, clock: Mo
     await world.weights.obtain()
     assert world.asked == [(ANN, 1), (CYD, 1)]
     assert world.is_fetched(DAN, 1, 25)
-
-
-async def test_whom_the_run_state_does_not_know_the_dht_may(world: World, clock: MockClock) -> None:
-    world.in_dht = {shard_key(RUN, 1): [ANN]}
-    world.by_peer = {(ANN, 1): (ANN, 20)}
-    await world.weights.obtain()
-    assert world.is_fetched(ANN, 1, 20)
 
 
 async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(world: World, clock: MockClock) -> None:
