@@ -58,9 +58,8 @@ class Exit(enum.IntEnum):
     )
     VERDICT_FAILED = (
         8,
-        "The testnet ran, and its verdict is not a pass; or `run audit` found a round that is not as its author says.",
-        "For a testnet, see the reasons in report.json, and the nodes' logs next to it. For an audit, tell the run's "
-        "creator which author it names.",
+        "The testnet ran, and its verdict is not a pass.",
+        "See the reasons in report.json, and the nodes' logs next to it.",
     )
     INTERRUPTED = (
         130,
