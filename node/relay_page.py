@@ -29,7 +29,7 @@ from .inspect.peek import VISIT_SECONDS, Visit, open_visit
 from .loop.rest_service import notice_words, notices_of
 from .status.journal import Journal
 from .status.status import MemberStatus, RunStatus
-from .ui.dashboard.app import PAGE, page_file
+from .ui.dashboard.app import PAGE
 from .ui.dashboard.views import PublicView, RunHistory, public_view
 from .ui.reporting import members_of, run_status
 
@@ -58,11 +58,11 @@ class PublicPage:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._read()
-            for name, _ in PAGE.values():
-                data = page_file(name)
-                if name == "index.html":
+            for path in (each for each in PAGE.rglob("*") if each.is_file()):
+                data = path.read_bytes()
+                if path.name == "index.html":
                     data = data.replace(b"<body>", b'<body class="public">')
-                self._write(name, data)
+                self._write(str(path.relative_to(PAGE)), data)
         except OSError as error:
             raise FarandoleError(f"the page's folder cannot be used: {error}") from error
 

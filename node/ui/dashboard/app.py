@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -28,11 +28,13 @@ from hypercorn.config import Config, Sockets
 from hypercorn.trio.run import worker_serve
 from hypercorn.utils import wrap_app
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -57,17 +59,9 @@ _HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-PAGE: Final = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-    # Of other projects, with their licences: uPlot draws lines, qrcode-generator the invite's code.
-    "/vendor/uplot.js": ("vendor/uplot.js", "text/javascript; charset=utf-8"),
-    "/vendor/uplot.css": ("vendor/uplot.css", "text/css; charset=utf-8"),
-    "/vendor/qrcode.js": ("vendor/qrcode.js", "text/javascript; charset=utf-8"),
-}
+PAGE: Final = Path(__file__).parent / "page"
+"""The page's files. In ``vendor`` are other projects', with their licences: uPlot draws lines, qrcode-generator the
+invite's code."""
 
 Action = Callable[[dict[str, Any]], Awaitable[object]]
 
@@ -100,15 +94,15 @@ class Dashboard:
             return _json(members_view(status.members, self.history, status.remarks))
 
         async def show_metrics(request: Request) -> Response:
-            return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
+            return Response(metrics_text(self.status()), media_type=CONTENT_TYPE)
 
         return Starlette(
             routes=[
-                *(Route(path, _file(*served)) for path, served in PAGE.items()),
                 Route("/api/overview", self._with_token(show_overview)),
                 Route("/api/members", self._with_token(show_members)),
                 Route("/metrics", show_metrics),
                 Route("/api/{action}", self._with_token(self._do), methods=["POST"]),
+                Mount("/", StaticFiles(directory=PAGE, html=True)),
             ],
             middleware=[Middleware(_same_origin)],
         )
@@ -136,7 +130,7 @@ class Dashboard:
                     return _problem(413, "an action takes a few numbers")
         try:
             params = msgspec.json.decode(body or b"{}", type=dict[str, Any])
-            return JSONResponse({"ok": msgspec.to_builtins(await action(params))}, headers=_HEADERS)
+            return JSONResponse({"ok": msgspec.to_builtins(await action(params))})
         except msgspec.MsgspecError as error:
             return _problem(400, f"not the parameters of an action: {error}")
         except FarandoleError as error:
@@ -144,9 +138,14 @@ class Dashboard:
 
 
 def _same_origin(app: ASGIApp) -> ASGIApp:
-    """Refuse requests that do not come from this page, before any other processing."""
+    """Refuse requests that do not come from this page, before any other processing; add `_HEADERS` to each answer."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
         chosen: ASGIApp = app
         if scope["type"] == "http":
             request = Request(scope)
@@ -156,31 +155,17 @@ def _same_origin(app: ASGIApp) -> ASGIApp:
                 chosen = _problem(403, "this page is for the browser of the node's own machine")
             elif is_elsewhere or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
                 chosen = _problem(403, "requests of other pages are refused")
-        await chosen(scope, receive, send)
+        await chosen(scope, receive, send_guarded)
 
     return guard
 
 
-def page_file(name: str) -> bytes:
-    """Return a file of the page."""
-    return files(__package__).joinpath("page", name).read_bytes()
-
-
-def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    body = page_file(name)
-
-    async def serve(request: Request) -> Response:
-        return Response(body, media_type=media_type, headers=_HEADERS)
-
-    return serve
-
-
 def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json", headers=_HEADERS)
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def _problem(code: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status_code=code, headers=_HEADERS)
+    return JSONResponse({"error": text}, status_code=code)
 
 
 # The server: the control socket gives its address and token to the command line.
