@@ -49,13 +49,8 @@ _SKIPPED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "__pycach
 Kind = Literal["text", "jsonl", "parquet", "tokens"]
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", TOKENS_SUFFIX: "tokens"}
 _PACKED_SUFFIX: Final = ".gz"
-# What else people pack text with, and how it is unpacked.
-_OTHER_PACKERS: Final = {".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip", ".lz4": "unlz4"}
-# Kinds of files that cannot be read through gzip.
-_NEVER_PACKED: Final = {
-    "parquet": "compressed inside: unpack it (gunzip)",
-    "tokens": "mapped into memory: unpack it (gunzip)",
-}
+# What else people pack text with.
+_OTHER_PACKERS: Final = (".bz2", ".xz", ".zst", ".zip", ".lz4")
 # What Hugging Face `datasets` saves a data set in: it is not read, and must not be skipped silently.
 _SAVED_SUFFIX: Final = ".arrow"
 
@@ -136,14 +131,10 @@ def _file(path: Path, name: str) -> Iterator[TextSource]:
             "(Dataset.to_parquet), or leave it out"
         )
     unpacked = Path(path.stem).suffix.lower()
-    if suffix in _OTHER_PACKERS and unpacked in (".txt", ".json", *_KINDS):
-        raise DataError(
-            f"{path} is packed in a way that is not read here: unpack it ({_OTHER_PACKERS[suffix]}), pack it by gzip, "
-            "or leave it out"
-        )
     kind = _KINDS.get(unpacked if suffix == _PACKED_SUFFIX else suffix, "text")
-    if kind in _NEVER_PACKED and suffix == _PACKED_SUFFIX:
-        raise DataError(f"{path} is packed, but files of {kind} are {_NEVER_PACKED[kind]}, or leave it out")
+    is_strange = suffix in _OTHER_PACKERS and unpacked in (".txt", ".json", *_KINDS)
+    if is_strange or (suffix == _PACKED_SUFFIX and kind in ("parquet", "tokens")):
+        raise DataError(f"{path} is packed in a way that is not read here: unpack it, or leave it out")
     with contextlib.suppress(OSError):
         if path.is_file():
             about = path.stat()
