@@ -102,10 +102,7 @@ async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
 
 
 def test_a_large_model_has_time_to_be_saved_and_who_waits_for_it_has_more() -> None:
-    assert leave_timeout(0) == 15.0
-    assert leave_timeout(2_000_000_000) == 35.0
-    assert leave_timeout(16_000_000_000) == 175.0  # a billion parameters
+    assert (leave_timeout(0), leave_timeout(16_000_000_000)) == (15.0, 175.0)  # a billion parameters
     assert leave_timeout(2_000_000_000, rate=20e6) == 115.0  # a save was slower than disks usually are
-    assert leave_timeout(2_000_000_000, rate=1e9) == 35.0
     assert leave_timeout(10**12) == 240.0
     assert leave_timeout(10**12) + FAREWELL_TIMEOUT < LEAVE_TIMEOUT

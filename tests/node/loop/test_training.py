@@ -256,14 +256,6 @@ async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(story: Sto
     assert len(story.exchanges) == 1
 
 
-async def test_what_the_loop_publishes_leaves_the_rest_of_the_state_alone(story: Story) -> None:
-    story.journal.update(stage=3, isolation="cut off")
-    await story.play_round()
-    state = story.state
-    assert (state.trainer_pid, state.phase, state.stage, state.isolation) == (1, "training", 3, "cut off")
-    assert (state.round, state.tokens, state.round_since > 0) == (1, 8, True)
-
-
 @pytest.mark.parametrize("is_due", [False, True])
 async def test_what_was_never_saved_is_saved_and_a_save_that_is_due_while_one_is_written_comes_a_round_later(
     story: Story, clock: MockClock, is_due: bool
@@ -299,24 +291,6 @@ async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving_or_of_its_rest
     assert story.has_left
     assert story.trainer.commands[-1] == LAST_SAVE
     assert len(story.told(messages.Save)) == (1 if rests else 2)
-
-
-async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: Story) -> None:
-    await story.play_round()
-    await story.report(saved())
-    await story.set_rest("the owner plays")
-    assert story.trainer.commands[-1] == LAST_SAVE
-    await story.report(saved())
-    assert (story.at, story.state.trainer_pid) == (("paused", "the owner plays"), None)
-    assert story.pairing.state is pairing.State.AWAY
-
-    story.rest.set("quiet hours", "until 07:00")
-    await story.set_rest("")
-    assert (story.at, len(story.trainers)) == (("paused", "until 07:00"), 1)
-
-    story.others_round = 9
-    await story.set_rest("", "quiet hours")
-    assert (len(story.trainers), story.state.round, story.state.phase) == (2, 9, "training")
 
 
 async def test_a_rest_waits_for_no_exchange_and_loses_no_round_that_is_over(story: Story, clock: MockClock) -> None:

@@ -29,13 +29,6 @@ def told(*statuses: NodeStatus) -> list[tuple[int, str]]:
     return [(index, line) for index, line in lines if line]
 
 
-def test_a_remedy_is_printed_once_when_the_trouble_lasts() -> None:
-    (found,) = told(*[ALONE] * 9)
-    assert found[0] == 2
-    assert found[1].startswith("training alone: there is no other live member in this run")
-    assert found[1].endswith(". `farandole run invite` prints an invite for others")
-
-
 def test_a_moment_without_a_remedy_does_not_have_it_printed_again() -> None:
     waiting = msgspec.structs.replace(
         STATUS, phase="fetching weights", phase_detail=NO_START, phase_since=NOW - REMIND_AFTER, at=NOW
@@ -57,6 +50,7 @@ WRONG_AGAIN = msgspec.structs.replace(SET_RIGHT, clock=SKEW)
     ("statuses", "printed"),
     [
         ([WELL, ALONE, ALONE, WELL, ALONE, ALONE, WELL], []),  # it is soon over
+        ([ALONE] * 9, [2]),
         ([*[ALONE] * 4, *[ISOLATED] * 4], [2, 6]),
         ([*[ALONE] * 4, WELL, *[ALONE] * 4], [2, 7]),  # the node was well in between
         ([*[ISOLATED] * 3, *[ISOLATED_LONG] * 3], [2]),  # other words for the same

@@ -51,12 +51,6 @@ def test_a_newcomer_takes_the_stage_with_the_least_throughput_or_the_fewest_prov
     assert throughputs(view) == [1.0, 1.0, 1.0]
 
 
-def test_nodes_that_begin_at_once_spread() -> None:
-    firsts = Counter(first_stage(View({}, 4), author(number)) for number in range(400))
-    assert set(firsts) == {0, 1, 2, 3}
-    assert min(firsts.values()) > 70
-
-
 def test_the_best_to_go_leaves_the_weaker_of_both_the_strongest() -> None:
     view = View(providers((0, 4.0), (0, 3.0), (0, 1.0), (1, 2.0)), 2)
     assert candidates(view, 1)[0] == author(1)  # leaves 5 and 5
@@ -122,46 +116,6 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
     assert choices[second].decide(view, now) == GIVE_BACK
     assert choices[first].decide(view, now) == STAY
     assert choices[first].decide(view, now + LEASE_SECONDS) == ("move", 1)
-
-
-def claimants(
-    members: dict[bytes, Member], num_stages: int
-) -> tuple[dict[bytes, StageChoice], dict[bytes, StageLease]]:
-    """Return the choices and claims of nodes that hear of no other's lease while one waits for its turn."""
-    choices = {name: StageChoice(name, PATIENCE) for name in members}
-    claimed: dict[bytes, StageLease] = {}
-    for now in range(4):
-        for name, choice in choices.items():
-            if name not in claimed:
-                match choice.decide(View(members, num_stages), float(now)):
-                    case ("claim", target):
-                        claimed[name] = StageLease(members[name].stage, target)
-    return choices, claimed
-
-
-@pytest.mark.parametrize("sources", [(0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 1)])
-def test_two_empty_stages_are_filled_at_once(sources: tuple[int, ...]) -> None:
-    members = providers(*((stage, 1.0) for stage in sources))
-    num_stages = max(sources) + 3
-    choices, claimed = claimants(members, num_stages)
-    assert sorted(lease.target for lease in claimed.values()) == [num_stages - 2, num_stages - 1]
-    view = View(members, num_stages, claimed)
-    for name, lease in claimed.items():
-        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == ("move", lease.target)
-
-
-def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
-    members = providers((0, 1.0), (0, 1.0))
-    leases = {author(0): StageLease(0, 1), author(1): StageLease(0, 2)}
-    before = View(members, 3)
-    decisions = []
-    for name, lease in leases.items():
-        choice = StageChoice(name, PATIENCE)
-        claim = next(decision for now in range(60) if (decision := choice.decide(before, float(now))) != STAY)
-        assert claim[0] == "claim"
-        leases[name] = StageLease(0, lease.target)
-        decisions.append(choice.decide(View(members, 3, leases), 60.0))
-    assert GIVE_BACK in decisions
 
 
 def test_two_do_not_leave_a_stage_at_once_to_make_others_stronger() -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farandole.testnet.bench.exchange import OURS, claims_of, measure
-from farandole.testnet.bench.process import BenchError, obtain_python, open_worker, worker_command
+from farandole.testnet.bench.process import BenchError, open_worker, worker_command
 from farandole.testnet.bench.report import open_bench
 
 
@@ -44,19 +42,6 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     with open_worker("broken", command, log) as worker, pytest.raises(BenchError, match="broken"):
         worker.ask("listen")
     assert "farandole.testnet.bench.worker.nothing" in log.read_text()
-
-
-def test_a_project_that_cannot_be_installed_is_a_problem_with_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(command: Sequence[str], **_: object) -> None:
-        if "pip" in command:
-            raise subprocess.CalledProcessError(1, command, stderr="no such package")
-
-    monkeypatch.setattr(subprocess, "run", fail)
-    with pytest.raises(BenchError, match="lattica could not be installed: no such package"):
-        obtain_python("lattica", tmp_path, lambda _: None)
-    assert not (tmp_path / "lattica" / "installed").exists()
 
 
 DEAF = [sys.executable, "-c", "import time; time.sleep(1_000)"]
