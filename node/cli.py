@@ -25,8 +25,8 @@ from .app.commands.lora import lora_app
 from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
 from .app.commands.runs import run_app
-from .app.commands.sample import sample
 from .app.commands.status import dashboard, peers, status
+from .app.commands.talk import chat, sample, serve
 from .base.exits import Exit
 from .base.system.terminal import show_all_characters
 
@@ -48,8 +48,10 @@ app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(lora_app, name="lora")
 app.command("id")(show_id)
-for command in (join, start, relay, dial, status, dashboard, peers, sample, doctor, limit, pause, resume, leave):
-    app.command()(command)
+for shown in (join, start, relay, dial, status, dashboard, peers, sample, chat, serve, doctor):
+    app.command()(shown)
+for shown in (limit, pause, resume, leave):
+    app.command()(shown)
 
 
 def _print_version(is_asked_for: bool) -> None:

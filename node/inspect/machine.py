@@ -197,7 +197,7 @@ def check_torch_is_there() -> list[Finding]:
 
 async def check_torch(device: str) -> Finding:
     """Check PyTorch and the device in a process of its own, like the trainer's, so that this one needs no torch."""
-    command = [sys.executable, "-P", "-m", "farandole.node.inspect.torch_probe", device]
+    command = [sys.executable, "-P", "-m", "farandole.training.base.device", device]
     try:
         with trio.fail_after(TORCH_TIMEOUT):
             done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)

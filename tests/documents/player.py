@@ -7,7 +7,7 @@ player fills in:
 
 - an invite, wherever a command says ``farandole1...``: the last one that a command has printed;
 - an address, wherever a command says ``/ip4/...``: the last one that a relay has printed after `farandole dial`;
-- free ports for port 4001 and the dashboard's 8710 (two machines may be one computer);
+- free ports for 4001, the dashboard's 8710 and 8000 of `farandole serve` (two machines may be one computer);
 - nothing for `sudo` and the environment's folder, since tests run as root or not at all, and have an environment;
 - the package of examples/own_model, which a reader installs: it can be imported.
 
@@ -117,8 +117,8 @@ MakeMachine = Callable[[str, Path], Machine]
 
 def on_this_computer(name: str, folder: Path) -> Machine:
     """Return a machine whose node listens on the loopback interface."""
-    port, page = free_ports(2)
-    ports = {"tcp/4001": f"tcp/{port}", "port 4001": f"port {port}", "8710": str(page)}
+    port, page, serve = free_ports(3)
+    ports = {"tcp/4001": f"tcp/{port}", "port 4001": f"port {port}", "8710": str(page), "8000": str(serve)}
     return a_machine(folder / name, ports, FARANDOLE_LISTEN="/ip4/127.0.0.1/tcp/0", FARANDOLE_MDNS="false")
 
 

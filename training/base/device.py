@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import platform
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -124,3 +126,19 @@ def is_out_of_memory(error: BaseException) -> bool:
             return any(words in str(error) for words in _WORDS)
         case _:
             return False
+
+
+def print_report(name: str) -> None:
+    """Print PyTorch's ``version``, and ``device`` or ``error``, as JSON; a device that cannot compute is an error."""
+    report = {"version": str(torch.__version__)}
+    try:
+        device = choose_device(name)
+        torch.ones(8, device=device.torch_device).sum().item()
+        report["device"] = device.description
+    except (TrainingError, RuntimeError) as error:
+        report["error"] = str(error).splitlines()[0]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":  # `farandole doctor` needs no torch in its own process
+    print_report(sys.argv[1])

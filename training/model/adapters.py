@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from torch import Tensor, nn
 
@@ -21,13 +21,19 @@ from farandole.protocol.run.own_model import MAX_RANK
 from ..base.errors import TrainingError, how_to_add
 from .base_folder import require_base
 
+# Of a model whose settings name no limit.
+USUAL_CONTEXT: Final = 2_048
+
 
 class Adapted(nn.Module):
-    """A base model with adapters: logits (B, T, V) in fp32 of tokens (B, T)."""
+    """A model of transformers, with adapters or without: logits (B, T, V) in fp32 of tokens (B, T)."""
 
     def __init__(self, adapted: nn.Module) -> None:
         super().__init__()
         self.adapted = adapted
+        settings: Any = adapted.config
+        self.context = int(getattr(settings.get_text_config(), "max_position_embeddings", USUAL_CONTEXT))
+        """The most tokens that the model can see."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits."""
@@ -39,6 +45,12 @@ class Adapted(nn.Module):
         moved: Self = super()._apply(cache(fn), recurse)  # type: ignore[no-untyped-call]  # in torch it has no types
         return moved
 
+    def following(self, tokens: Tensor, kept: list[Any]) -> tuple[Tensor, list[Any]]:
+        """Return the last token's logits (B, 1, V), and what to give with the tokens that follow; at first nothing."""
+        past = kept[0] if kept else None
+        made = self.adapted(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+        return made.logits.float(), [made.past_key_values]
+
 
 def adapted(settings: dict[str, Any]) -> nn.Module:
     """Make the model of a run's ``config``: ``base`` (its hash), ``rank``, ``alpha``.
@@ -48,9 +60,7 @@ def adapted(settings: dict[str, Any]) -> nn.Module:
     """
     try:
         from peft import LoraConfig, get_peft_model
-        from transformers import AutoModelForCausalLM
         from transformers.pytorch_utils import Conv1D
-        from transformers.utils import logging
     except ImportError as error:
         raise TrainingError(f"this run trains adapters of a base model: {how_to_add('lora')}") from error
     if not (folder := settings.get("folder")):
@@ -58,15 +68,12 @@ def adapted(settings: dict[str, Any]) -> nn.Module:
     if settings["rank"] > MAX_RANK:  # before any memory is taken: the manifest is a stranger's
         raise TrainingError(f"the run's adapters have rank {settings['rank']}, and {MAX_RANK} is the most")
     require_base(Path(folder), settings["base"])
-    logging.disable_progress_bar()
     config = LoraConfig(
         r=settings["rank"], lora_alpha=settings["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of these packages about each other
-        base = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype="auto", attn_implementation="sdpa", use_safetensors=True
-        )
+        base = _pretrained(Path(folder))
         head = base.get_output_embeddings()
         linear = [part for part in base.modules() if isinstance(part, nn.Linear | Conv1D) and part is not head]
         needed = settings["rank"] * sum(sum(part.weight.shape) for part in linear)
@@ -83,3 +90,30 @@ def adapted(settings: dict[str, Any]) -> nn.Module:
                 delattr(module, name)
                 module.register_buffer(name, buffers[id(parameter)], persistent=False)
     return Adapted(model)
+
+
+def model_of(base: Path, adapters: Path | None) -> Adapted:
+    """Load a model of transformers, with the adapters of a peft folder or without. Raises `TrainingError`."""
+    try:
+        model = _pretrained(base)
+        if adapters is not None:
+            from peft import PeftModel
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model = PeftModel.from_pretrained(model, adapters)
+        return Adapted(model)
+    except ImportError as error:
+        raise TrainingError(f"{base} needs other packages: {how_to_add('lora' if adapters else 'hf')}") from error
+    except (OSError, ValueError, RuntimeError, LookupError) as error:  # of another size, or not whole
+        raise TrainingError(f"{adapters or base} does not load as a model: {error}") from error
+
+
+def _pretrained(folder: Path) -> Any:
+    """Load a whole model of transformers; no code but what is installed, and no pickle."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa", **safe)

@@ -8,6 +8,9 @@ from typing import Final
 GREEDY: Final = 0.0
 """The temperature at which the likeliest token is always taken."""
 
+USUAL_TEMPERATURE: Final = 0.8
+USUAL_TOP_K: Final = 50
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -18,3 +21,5 @@ class Sampling:
     top_k: int
     """Only this many of the likeliest tokens are drawn from; 0: all."""
     seed: int
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this chance are drawn from (arXiv 1904.09751); 1: all."""

@@ -17,7 +17,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -104,7 +103,7 @@ class Dashboard:
                 Route("/api/{action}", self._with_token(self._do), methods=["POST"]),
                 Mount("/", StaticFiles(directory=PAGE, html=True)),
             ],
-            middleware=[Middleware(_same_origin)],
+            middleware=[Middleware(same_origin, problem=_problem)],
         )
 
     def _with_token(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -122,12 +121,9 @@ class Dashboard:
         action = self.actions.get(request.path_params["action"])
         if action is None:
             return _problem(404, f"there are: {', '.join(sorted(self.actions))}")
-        body = b""
-        async with aclosing(request.stream()) as parts:
-            async for part in parts:
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    return _problem(413, "an action takes a few numbers")
+        body = await body_of(request, MAX_BODY_BYTES)
+        if body is None:
+            return _problem(413, "an action takes a few numbers")
         try:
             params = msgspec.json.decode(body or b"{}", type=dict[str, Any])
             return JSONResponse({"ok": msgspec.to_builtins(await action(params))})
@@ -137,8 +133,8 @@ class Dashboard:
             return _problem(409, str(error))
 
 
-def _same_origin(app: ASGIApp) -> ASGIApp:
-    """Refuse requests that do not come from this page, before any other processing; add `_HEADERS` to each answer."""
+def same_origin(app: ASGIApp, problem: Callable[[int, str], Response]) -> ASGIApp:
+    """Refuse requests of other servers' pages, and for other hosts' names, first of all; add `_HEADERS` to answers."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
@@ -152,12 +148,23 @@ def _same_origin(app: ASGIApp) -> ASGIApp:
             host, origin = request.headers.get("host", ""), request.headers.get("origin")
             is_elsewhere = origin is not None and urlsplit(origin).netloc != host
             if _PORT.sub("", host) not in LOOPBACK_NAMES:
-                chosen = _problem(403, "this page is for the browser of the node's own machine")
+                chosen = problem(403, "this is for programs of the node's own machine")
             elif is_elsewhere or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-                chosen = _problem(403, "requests of other pages are refused")
+                chosen = problem(403, "requests of other pages are refused")
         await chosen(scope, receive, send_guarded)
 
     return guard
+
+
+async def body_of(request: Request, max_bytes: int) -> bytes | None:
+    """Read a request's body; None if it has more bytes."""
+    body = bytearray()
+    async with aclosing(request.stream()) as parts:
+        async for part in parts:
+            body += part
+            if len(body) > max_bytes:
+                return None
+    return bytes(body)
 
 
 def _json(value: object) -> Response:
@@ -191,13 +198,6 @@ async def open_dashboard(
 ) -> AsyncIterator[PageAddress]:
     """Serve within the block; at another port if ``port`` is not free."""
     dashboard = Dashboard(status, actions, secrets.token_urlsafe(24), clock)
-    application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
-    config = Config()
-    config.errorlog = None
-    config.accesslog = None
-    config.keep_alive_timeout = KEEP_ALIVE_SECONDS
-    config.h11_max_incomplete_size = MAX_HEADER_BYTES
-    config.graceful_timeout = 0.0
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listen_alone(listener)
         try:
@@ -207,9 +207,21 @@ async def open_dashboard(
         listener.listen(MAX_BACKLOG)
         async with open_service_nursery() as nursery:
             nursery.start_soon(dashboard.run)
-            nursery.start_soon(
-                partial(worker_serve, sockets=Sockets([], [listener], []), shutdown_trigger=trio.sleep_forever),
-                wrap_app(application, _MAX_WSGI_BODY_BYTES, "asgi"),
-                config,
-            )
+            nursery.start_soon(serve_at, listener, dashboard.application())
             yield PageAddress(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", dashboard.token)
+
+
+async def serve_at(listener: socket.socket, application: Any) -> None:
+    """Serve an ASGI application, which is two things by Starlette's and Hypercorn's types, at a socket that listens."""
+    config = Config()
+    config.errorlog = None
+    config.accesslog = None
+    config.keep_alive_timeout = KEEP_ALIVE_SECONDS
+    config.h11_max_incomplete_size = MAX_HEADER_BYTES
+    config.graceful_timeout = 0.0
+    await worker_serve(
+        wrap_app(application, _MAX_WSGI_BODY_BYTES, "asgi"),
+        config,
+        sockets=Sockets([], [listener], []),
+        shutdown_trigger=trio.sleep_forever,
+    )

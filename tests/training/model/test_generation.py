@@ -53,6 +53,7 @@ def test_only_the_likeliest_are_drawn_and_as_often_as_they_are_likely() -> None:
     assert set(drawn) == {1, 2}
     assert drawn.count(1) / len(drawn) == pytest.approx(0.731, abs=0.05)  # 1 / (1 + 1/e)
     assert {draw(logits, Sampling(1.0, 0, 0), chance) for _ in range(2_000)} == {0, 1, 2, 4}
+    assert {draw(logits, Sampling(1.0, 0, 0, top_p=0.8), chance) for _ in range(2_000)} == {1, 2}
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-9, 1e300])

@@ -1,9 +1,9 @@
-"""``farandole sample`` as users type it: of a node's newest weights, of folders, and what it says if it cannot."""
+"""``farandole sample`` and ``chat`` as users type them: a node's newest weights, folders, and what cannot be done."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from farandole.node.base.exits import Exit
+from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import without_controls
-from farandole.node.inspect.sample import Sample
+from farandole.node.inspect.loaded_model import Generation, load_newest
 from farandole.node.state.store import MANIFEST_FACT, open_store
 from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.run.manifest import SignedManifest, sign_manifest
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.training.data.tokenizer import ByteTokenizer
 from farandole.training.engine.learner import Learner, build_learner
 
 from ...conftest import Cli
@@ -29,13 +31,13 @@ PROMPT = "def f(self, x):"  # 15 bytes, and the context is 16
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model"
 
 
-async def node_of(home: Path, signed: SignedManifest, rounds: int) -> Learner:
+async def node_of(home: Path, signed: SignedManifest, rounds: int, learner: Learner | None = None) -> Learner:
     """Make a node's data directory with the checkpoints of this many rounds; return what trained them."""
     folder = CheckpointFolder(home / "checkpoints", 0)
-    folder.path.mkdir(parents=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     async with open_store(home / "store.sqlite") as store:
         await store.put_fact(MANIFEST_FACT, signed.encode())
-    learner = learner_of(signed)
+    learner = learner or learner_of(signed)
     for round_index in range(1, rounds + 1):
         learner.learn()
         learner.round_end.apply(None)
@@ -49,12 +51,12 @@ def model(tmp_path: Path) -> Path:
     return pulled(signed, tmp_path / "model", trained(signed, b"a" * 32, steps=2, rounds=1)).path
 
 
-def argmax_text(learner: Learner, prompt: str, num_tokens: int) -> str:
+def argmax_text(learner: Learner, prompt: str, num_tokens: int, context: int = 16) -> str:
     tokens = list(prompt.encode())
     with torch.no_grad():
         for _ in range(num_tokens):
-            tokens.append(int(learner.replica.module(torch.tensor([tokens[-16:]]))[0, -1].argmax()))
-    return without_controls(bytes(tokens[len(prompt) :]).decode(errors="replace"))
+            tokens.append(int(learner.replica.module(torch.tensor([tokens[-context:]]))[0, -1].argmax()))
+    return bytes(tokens[len(prompt) :]).decode(errors="replace")
 
 
 def test_a_folder_of_pull_continues_the_prompt(cli: Cli, model: Path) -> None:
@@ -83,17 +85,17 @@ async def test_the_newest_weights_of_a_node_that_has_its_store_open(tmp_path: Pa
         said = await farandole(home, "sample", "--tokens", "1")
     assert 'this node\'s weights of run "a", round 2, 2 inner steps, from ' in said.err
     told = json.loads(ended.out)
-    assert told["text"] == argmax_text(learner, PROMPT, 20)
+    assert told["text"] == without_controls(argmax_text(learner, PROMPT, 20))
     assert (told["round"], told["inner_steps"]) == (2, 2)
     assert {path.name: path.stat().st_mtime_ns for path in (home / "checkpoints").iterdir()} == before
 
 
 def test_ctrl_c_ends_the_text(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pieces(text: Sample) -> Iterator[str]:
+    def pieces(text: Generation) -> Iterator[str]:
         yield "a token"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Sample, "pieces", pieces)
+    monkeypatch.setattr(Generation, "pieces", pieces)
     code, out, err = cli("sample", model)
     assert (code, out) == (Exit.INTERRUPTED, "a token\n")
     assert "Traceback" not in err
@@ -161,7 +163,7 @@ def test_an_own_model_is_made_only_if_it_is_allowed(cli: Cli, tmp_path: Path, mo
     arguments = ("--prompt", PROMPT, "--tokens", 20, "--temperature", 0, "--json")
     code, told, _ = cli("sample", folder, "--allow-model", function, *arguments)
     assert code == Exit.OK
-    assert json.loads(told)["text"] == argmax_text(learner, PROMPT, 20)
+    assert json.loads(told)["text"] == without_controls(argmax_text(learner, PROMPT, 20))
 
 
 def test_a_tokenizer_that_is_not_here_is_asked_for(cli: Cli, tmp_path: Path) -> None:
@@ -178,7 +180,78 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(cli: Cli, tmp_path: Path) -> 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farandole.node.inspect.sample.available_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("farandole.node.inspect.loaded_model.available_bytes", lambda: 100_000_000)
     code, _, says = cli("sample", model)
     assert code == Exit.BAD_INPUT
     assert "100 MB are free: stop other programs" in says
+
+
+def test_a_chat_goes_on_within_the_context(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that Ctrl-C has ended is a part of the chat; the beginning goes when all no longer fits."""
+    typed: Iterator[str | BaseException] = iter(
+        ["x" * 100, "Hello", KeyboardInterrupt(), "", "And now?", "Again", EOFError()]
+    )
+    seen: list[str] = []
+
+    def read(*_: object) -> str:
+        if isinstance(line := next(typed), BaseException):
+            raise line
+        return line
+
+    def generate(module: object, start: Sequence[int], **_: object) -> Iterator[int]:
+        seen.append(bytes(start).decode())
+        yield from b" Hi"
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        yield from b" there\x07\nUser: what the model makes up"
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("farandole.training.model.generation.generate", generate)
+    folder = pulled(manifest_for({**MODELS["own"], "context": 64}), tmp_path / "model").path
+    code, printed, says = cli("chat", folder, "--system", "S")
+    assert code == Exit.OK
+    assert seen == [
+        "S\nUser: Hello\nAssistant:",
+        "S\nUser: Hello\nAssistant: Hi\nUser: And now?\nAssistant:",
+        "S\nUser: Again\nAssistant:",
+    ]
+    assert printed == " Hi\n\n Hi there\ufffd\n\n Hi there\ufffd\n\n"
+    assert "error: too long: 119 tokens, and the model sees 64" in says
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of these packages about each other
+def test_folders_of_transformers_and_peft_are_models_too(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values are kept between tokens; the text is that of the whole window at each."""
+    from ...test_lora import a_base, peft, transformers  # skips where they are not installed
+
+    base, adapters, arguments = a_base(tmp_path / "base"), tmp_path / "adapters", ("-n", 90, "--prompt", PROMPT)
+    whole = cli("sample", base, *arguments)
+    assert whole[0] == Exit.OK, whole
+    with monkeypatch.context() as patch:
+        patch.setattr("farandole.training.model.generation.Adapted", type(None))
+        assert cli("sample", base, *arguments)[1] == whole[1]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(adapters)
+    code, told, says = cli("sample", adapters, "--base", base, *arguments)
+    assert (code, f"weights from {adapters}" in says) == (Exit.OK, True)
+    assert told != whole[1]
+    assert "name its folder with --base FOLDER" in cli("sample", adapters)[2]
+    (adapters / "adapter_model.safetensors").rename(adapters / "adapter_model.bin")
+    assert "has no adapter_model.safetensors" in cli("sample", adapters, "--base", base)[2]
+
+    template = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
+    (base / "chat_template.jinja").write_text(template)
+    loaded = load_newest(NodeSettings(), base, "cpu")
+    start, stops = loaded.tokens_of_chat([{"role": "user", "content": "Hi"}])
+    assert (bytes(start), stops) == (b"<user>Hi<assistant>", ())
+
+
+def test_a_stop_is_found_across_pieces() -> None:
+    """And what only begins like one is printed."""
+    text = Generation(ByteTokenizer(), [0], ("stop", "\nUser:"), frozenset({0}), iter(b"a st\nUs sto\nUser: b"))
+    pieces = ["a", " ", "", "", "st", "", "", "\nUs ", "", "", "", "sto", "", "", "", "", ""]
+    assert (list(text.pieces()), text.is_ended) == (pieces, True)
