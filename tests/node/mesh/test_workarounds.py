@@ -7,7 +7,6 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from importlib.metadata import version
 from typing import cast
 
 import pytest
@@ -17,18 +16,14 @@ from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.rsa import create_new_key_pair as create_new_rsa_key_pair
 from libp2p.crypto.secp256k1 import create_new_key_pair as create_new_secp256k1_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
-from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.peer.id import ID
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID
 from libp2p.security.noise.transport import Transport
-from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import yamux
 from farandole.node.mesh.connections import IDENTIFY_PROTOCOL, MAX_CONNECTIONS_PER_PEER
-from farandole.node.mesh.host import MAX_IDENTIFY_BYTES
-from farandole.node.mesh.libp2p_parts import receive_message
 from farandole.node.mesh.links import Negotiation, Socket
 from farandole.node.mesh.yamux import Libp2pStream
 from farandole.protocol.mesh.kademlia import KAD_PROTOCOL
@@ -234,16 +229,6 @@ async def test_a_peer_whose_key_is_not_ed25519_is_refused(
             while "has no Ed25519 key" not in caplog.text:
                 await trio.lowlevel.checkpoint()
             assert bob.connected == frozenset()
-
-
-async def test_identify_names_farandole_and_its_version() -> None:
-    async with connected_pair() as (alice, bob):
-        async with await alice.open_stream(bob.author, IDENTIFY_PROTOCOL) as stream:
-            message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
-        own_addresses = bob.addresses
-    assert message.agent_version == f"farandole/{version('farandole')}"
-    assert [f"{Multiaddr(address)}/p2p/{bob.peer_id}" for address in message.listen_addrs] == own_addresses
-    assert {ECHO, KAD_PROTOCOL} <= set(message.protocols)
 
 
 async def test_what_a_peer_says_of_its_addresses_is_remembered_after_connecting() -> None:

@@ -49,7 +49,6 @@ class GossipHost(MemoryHost):
         self.dialler = self
         self.receivers: dict[str, Callable[[bytes, bytes], None]] = {}
         self.on_failed: Callable[[bytes], None] | None = None
-        self.heard_of: dict[bytes, list[str]] = {}
         self.networks: dict[bytes, str] = {}
         self.at_fault: list[bytes] = []
         self.connected: frozenset[bytes] = frozenset()
@@ -61,7 +60,7 @@ class GossipHost(MemoryHost):
         pass
 
     def add_addresses(self, peer: bytes, addresses: Sequence[str], *, is_hearsay: bool) -> None:
-        self.heard_of[peer] = list(addresses)
+        pass
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         async def handle(stream: Stream) -> None:
@@ -153,11 +152,6 @@ class GossipNode:
                 await self.service.publish(Kind.BEAT, 0, Beat(0, 0, None, 0))
                 await trio.sleep(2.0)
 
-    def sees(self) -> set[bytes]:
-        """Return the live members, itself included."""
-        members = self.state.members()
-        return {peer for peer in self.service.liveness.live(trio.current_time()) if peer in members} | {self.author}
-
 
 @pytest.fixture
 async def wires(nursery: trio.Nursery) -> Wires:
@@ -168,18 +162,6 @@ async def running(wires: Wires, number: int, store: MemoryStore | None = None) -
     node = GossipNode(wires, number, store)
     await wires.nursery.start(node.service.run)
     return node
-
-
-async def test_eight_nodes_find_each_other_by_one(wires: Wires, clock: MockClock) -> None:
-    nodes = [GossipNode(wires, number) for number in range(1, 9)]
-    for node in nodes:
-        wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
-    await trio.sleep(12.0)
-    everybody = {node.author for node in nodes}
-    assert all(node.sees() == everybody for node in nodes)
-    assert len({node.state.root for node in nodes}) == 1
-    assert all(node.host.at_fault == [] for node in nodes)
-    assert list(nodes[7].host.heard_of[nodes[1].author]) == ["/ip4/10.0.0.1/tcp/4001"]
 
 
 async def test_a_newcomer_fetches_the_run_state_once_and_then_what_it_has_not(wires: Wires, clock: MockClock) -> None:

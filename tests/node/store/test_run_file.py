@@ -82,7 +82,6 @@ def fault(tmp_path: Path, text: str | bytes) -> str:
     [
         ("[outer]\ngama = 0.7", "outer.gama is no setting; did you mean gamma?"),
         ("[outer]\ncodec = 'int3'", "outer.codec: expected one of fp32, bf16, fp16, int8, int4, topk, got"),
-        ("[screening]\nradius = 0.5", "screening.radius: expected a finite number, 1 to 100"),
         ("[inner]\nbatch_size = '16'", 'inner.batch_size: expected a whole number, 1 to 65536, got "16"'),
         ("[inner]\nbeta1 = 1.5", "inner.beta1: expected a finite number, at least 0 and less than 1, got 1.5"),
         ("[rounds]\ninner_steps = 0\nround_seconds = 0", "rounds.inner_steps and rounds.round_seconds are both"),
@@ -95,7 +94,6 @@ def fault(tmp_path: Path, text: str | bytes) -> str:
         ("outer = 'noloco'", "outer: expected a section, got"),
         ("[inner]\ntotal_tokens = 1\ntotal_steps = 2", "inner.total_tokens and inner.total_steps say the same"),
         ("[inner]\ntotal_tokens = 0", "inner.total_tokens is 0: a positive number"),
-        ("[inner]\ntotal_tokens = inf", "inner.total_tokens is Infinity"),
         ("[inner]\nwarmup_tokens = true", "inner.warmup_tokens is true"),
         ("[inner]\nbatch_size = 'x'\ntotal_tokens = 9", "inner.batch_size"),
     ],
@@ -138,11 +136,8 @@ def test_all_relations_that_fail_are_named_at_once(tmp_path: Path) -> None:
     ("content", "line"),
     [
         (b"name = 'a'\nmodel = 3M\n", "this is not TOML: Expected newline"),
-        (b"name = 'a'\n[outer]\nname = 1\nname = 2\n", "this is not TOML"),
-        (b"name = 'a'\n\nmodel = [1,\n", "this is not TOML"),
         (b"name = 'a'\nmodel = '\xff'\n", "this is not TOML: a character in line 2 is not UTF-8"),
         (b"name = " + b"[" * 100_000, "nested too deeply"),
-        (b"name = 'a'", "model is missing: expected a preset"),
     ],
 )
 def test_what_is_no_run_file_is_refused(tmp_path: Path, content: bytes, line: str) -> None:

@@ -142,24 +142,6 @@ async def test_all_of_a_checkpoint_is_the_same_file_and_a_prefix_can_be_given(tm
         assert is_what_was_wanted(tmp_path / "ours")
 
 
-async def test_a_donor_that_dies_costs_no_block_that_it_gave(tmp_path: Path) -> None:
-    async with open_members(3) as (newcomer, first, second):
-        first.holding = hold(tmp_path / "theirs", CONTENT)
-        second.holding = first.holding
-        fetch_slowly(newcomer)
-        async with trio.open_nursery() as nursery:
-
-            def kill_at_half(progress: FetchProgress) -> None:
-                if progress.num_bytes > CONTENT_WANTED / 2 and first.holding is not None:
-                    first.holding = None
-                    nursery.start_soon(newcomer.host.connections.disconnect, first.host.author)
-
-            fetched = await fetch(newcomer, [first, second], tmp_path / "ours", on_progress=kill_at_half)
-        assert first.holding is None
-        assert is_what_was_wanted(tmp_path / "ours")
-        assert sum(fetched.num_by_donor.values()) <= NUM_WANTED + 2
-
-
 async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     async with open_members(2) as (newcomer, donor):
         donor.holding = hold(tmp_path / "theirs", CONTENT)

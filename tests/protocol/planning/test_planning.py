@@ -44,17 +44,6 @@ def test_every_preset_fits_a_home_line(model: str, gpu: int | None) -> None:
     assert busy >= 0.9
 
 
-def test_a_small_model_has_short_rounds() -> None:
-    planned = plan(manifest("3M"), HOME)
-
-    assert changes(manifest("3M"), planned.manifest) == {
-        "outer.codec": "int8",
-        "rounds.round_seconds": 10.0,
-        "rounds.exchange_seconds": 10.0,
-        "rounds.overlap": True,
-    }
-
-
 def test_a_model_that_does_not_fit_the_memory_is_cut_as_little_as_can_be() -> None:
     planned = plan(manifest("1B"), Machine(USUAL_RATE, USUAL_RATE, gpu=24 * GB))
     num_stages = planned.manifest.model.num_stages

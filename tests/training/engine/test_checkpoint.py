@@ -172,22 +172,6 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
         assert moved < rate_of(member)
 
 
-def test_a_failed_save_leaves_the_old_file(
-    make_replica: MakeReplica, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = saved.read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        run(make_replica(), 3).checkpoint.save(saved)
-
-    assert saved.read_bytes() == before
-    assert [file.name for file in saved.parent.iterdir()] == [saved.name]
-
-
 def put(name: str, value: float) -> Change:
     return lambda tensors, _: tensors[name].view(-1)[0].fill_(value)
 

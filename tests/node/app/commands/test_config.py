@@ -78,17 +78,6 @@ def test_another_file_may_be_named(cli: Cli, file: Path, tmp_path: Path, monkeyp
     assert cli("config", "show", "--config", tmp_path / "none.toml")[0] == Exit.BAD_INPUT
 
 
-def test_a_table_for_people(cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FARANDOLE_THREADS", "2")
-    file.write_text("slow = 2")
-    code, out, _ = cli("config", "show")
-    lines = [line.split() for line in out.splitlines()]
-    assert code == Exit.OK
-    assert ["slow", "2.0", "file"] in lines
-    assert ["threads", "2", "environment", "FARANDOLE_THREADS"] in lines
-    assert ["relay", "true", "default"] in lines
-
-
 def test_what_a_base_implies_is_shown(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     settings = shown(cli, "--base", tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import pytest
@@ -16,19 +15,6 @@ from farandole.protocol.wire.record_layer import RECORD_BYTES
 
 from ...parties import ALICE
 from .parties import Party, meet, move, two_parties
-
-SIZES = [1, 1_001, RECORD_BYTES, RECORD_BYTES + 1, 3_000_001]
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_both_ways_at_once_the_bytes_are_exact(alice: Party, bob: Party, size: int) -> None:
-    near, far = await meet(alice, bob)
-    first, second = random.Random(1).randbytes(size), random.Random(2).randbytes(size)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(move, near, far, first)
-        nursery.start_soon(move, far, near, second)
-    assert near.is_fit
-    assert far.is_fit
 
 
 @pytest.mark.parametrize("sends", [True, False])

@@ -3,12 +3,10 @@
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from trio_typing import TaskStatus
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.addresses import OwnAddresses
 from farandole.node.mesh.dialler import Reservation
-from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach import reachability as reachability_module
 from farandole.node.mesh.reach.connectivity import MAX_STRANGERS, NUM_RELAYS, RelayKeeper
 from farandole.node.mesh.reach.reachability import Dialback, Examiner, Reachability, ask_time, tell_time
@@ -25,17 +23,6 @@ RUN = bytes(32)
 HIDDEN = Verdict(ReachabilityKind.RELAY_ONLY)
 PUBLIC = Verdict(ReachabilityKind.PUBLIC)
 PAUSE = 0.2
-
-
-async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
-    async with open_node() as (alice, knows_alice), open_node() as (bob, knows_bob):
-        await alice.connect(bob.author, bob.addresses)
-        await until(lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {ReachabilityKind.PUBLIC})
-        ((ip, port),) = knows_alice.reachability.verdict.addresses
-        assert f"/ip4/{ip}/tcp/{port}" == alice.addresses[0].partition("/p2p/")[0]
-        async with open_home() as carol:
-            await carol.connect(alice.author, alice.addresses)
-            await carol.relays.reserve(alice.author)
 
 
 def test_who_can_be_dialled_over_ipv6_alone_has_relays_for_those_without_it() -> None:
@@ -114,29 +101,6 @@ async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch:
         monkeypatch.setattr(reachability_module, "DIAL_INTERVAL", 0.0)
         assert await examiner.examine()
         assert reachability.kind is ReachabilityKind.PUBLIC
-
-
-async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
-    async def live(task_status: TaskStatus[tuple[Host, trio.CancelScope]]) -> None:
-        with trio.CancelScope() as life:
-            async with open_node(verdict=PUBLIC) as (relay, _):
-                task_status.started((relay, life))
-                await trio.sleep_forever()
-
-    async with (
-        trio.open_nursery() as nursery,
-        open_node(verdict=PUBLIC) as (two, _),
-        open_node(verdict=PUBLIC) as (three, _),
-        open_node([], HIDDEN) as (home, _),
-    ):
-        doomed, life = await nursery.start(live)
-        for relay in (doomed, two):
-            await home.connect(relay.author, relay.addresses)
-        await until(lambda: len(home.addresses) == NUM_RELAYS)
-        await home.connect(three.author, three.addresses)
-        life.cancel()
-        await until(lambda: {held.relay for held in home.relays.reservations} == {two.author, three.author})
-        await until(lambda: not any(doomed.peer_id in address for address in home.addresses))
 
 
 async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> None:
