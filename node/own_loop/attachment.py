@@ -22,8 +22,9 @@ from farandole.protocol.run.own_model import recipe_hash
 from farandole.protocol.trainer.trainer_messages import Dismiss, Failed, Prepare
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import TrainingError, UnfitWeightsError
-from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns
+from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns, loaded_from
 from farandole.training.cluster.ranks import Order
+from farandole.training.model.base_folder import require_base
 
 from ..base.system.sockets import connect
 from ..trainer.channel import TrainerSocket
@@ -216,6 +217,8 @@ class Attachment:
                 raise TrainingError("this run was made without a recipe: leave out recipe=")
             if external is not None and loop.recipe and external.recipe != recipe_hash(loop.recipe):
                 raise TrainingError("the recipe differs from the one that the run was made with: ask its creator")
+            if external is not None and external.base:
+                require_base(loaded_from(loop.model), external.base)
             allowed_models = prepare.settings.allow_model
             self.engine = ExternalEngine(
                 loop, manifest, self.turns, run_id=prepare.run_id, allowed_models=allowed_models

@@ -21,6 +21,7 @@ from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import check_can_be_averaged
 from farandole.training.cluster.ranks import Follower, Order, open_ranks, parameters_of, whole_of
+from farandole.training.model.base_folder import base_hash
 from farandole.training.model.stages import build_module
 
 from ..base.identity import load_or_create_key
@@ -43,17 +44,19 @@ def create_run(
     name: str = "own-loop",
     recipe: str = "",
     with_frozen: bool = False,
+    base: str | Path | None = None,
     rounds: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Path:
     """Make a run that starts from this model's weights, in a new data directory; returns the directory.
 
     Members share the parameters that require a gradient, and with ``with_frozen`` the others too. ``recipe`` is what
-    members agree on in words (batch size, data, precision): its hash goes into the manifest. ``rounds`` and
-    ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``, ``outer={"codec": "bf16"}``,
-    ``admission="invited"``. What they leave open is chosen as ``run create`` chooses it, and logged. In several
-    processes of `torch.distributed` each of them calls it, and rank 0 writes. Raises `FarandoleError` if a setting is
-    wrong, or the directory cannot be written.
+    members agree on in words (batch size, data, precision): its hash goes into the manifest. ``base`` is the folder of
+    the model that the parameters adapt, as peft's do: a loop whose model was loaded from another one is refused.
+    ``rounds`` and ``sections`` are the sections of a run file: ``rounds={"round_seconds": 60}``,
+    ``outer={"codec": "bf16"}``, ``admission="invited"``. What they leave open is chosen as ``run create`` chooses it,
+    and logged. In several processes of `torch.distributed` each of them calls it, and rank 0 writes. Raises
+    `FarandoleError` if a setting is wrong, or the directory cannot be written.
     """
     home, ranks = NodeSettings(home=Path(folder)), open_ranks()
     if not ranks.is_leader:
@@ -67,6 +70,8 @@ def create_run(
         shapes = {each: tuple(parameter.shape) for each, parameter in parameters.items()}
         sizes = dict.fromkeys(("width", "num_heads", "hidden", "context", "vocabulary"), 0)
         external = {"parameters": packed(shapes), "recipe": recipe_hash(recipe) if recipe else ""}
+        if base is not None:
+            external["base"] = base_hash(Path(base))
         settings = {
             "name": name,
             "created_at": int(time.time()),

@@ -153,13 +153,15 @@ def _starting_with(start: str, left: Sequence[tuple[str, tuple[int, ...]]]) -> l
 # of the text, are a *recipe*, known by its hash.
 
 
-class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters that members share."""
+class ExternalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The parameters that members share. Releases that know no ``base`` read manifests without one."""
 
     parameters: Annotated[PackedParameters, msgspec.Meta(min_length=1)]
     """Shapes by name, in the order in which they are sent; those of equal layers once (`packed`)."""
     recipe: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     """SHA-256 of the text of the members' agreements; empty: there are no others."""
+    base: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    """Hash of the base model that these parameters adapt (`farandole.training.model.base_folder`); empty: of none."""
 
     @property
     def num_parameters(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from farandole.training.model.base_folder import base_hash
 from farandole.training.model.stages import build_module
 
 from .conftest import Cli
-from .daemons import farandole, joined
+from .daemons import Daemon, farandole, joined, loop, node_of_a_loop
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 peft = pytest.importorskip("peft", reason="the extra 'lora' is not installed")
@@ -89,6 +90,32 @@ async def test_friends_train_adapters_of_a_base_that_each_has(tmp_path: Path, ba
     before = [loss_of(model, text) for text in TEXTS.values()]
     adapted = peft.PeftModel.from_pretrained(model, "adapters")
     assert all(new < old for new, old in zip([loss_of(adapted, text) for text in TEXTS.values()], before, strict=True))
+
+
+async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names(tmp_path: Path, base: Path) -> None:
+    other, run = a_base(tmp_path / "other", seed=1), tmp_path / "run"
+
+    def member(name: str, folder: Path, where: str) -> AbstractAsyncContextManager[Daemon]:
+        program = (str(Path(__file__).with_name("peft_loop.py")),)
+        return loop(tmp_path / name, str(folder), where, TEXTS.get(name, "else"), name, program=program)
+
+    async with member("alice", base, "new") as alice:
+        await alice.says("round 0")
+        async with node_of_a_loop(run) as node:
+            invite = await node.own_invite()
+            external = decode_manifest((run / "start" / "manifest").read_bytes())[0].model.external
+            assert external is not None
+            assert external.base == base_hash(base)
+            assert all(".lora_" in name for name in external.parameters), "the frozen base does not travel"
+            async with member("carol", other, invite) as carol:
+                await carol.says("another base model", base_hash(other), base_hash(base))
+            async with member("bob", base, invite) as bob:
+                assert await bob.ends() == 0
+                assert await alice.ends() == 0
+    mine, yours = (torch.load(f"{name}.pt") for name in TEXTS)
+    for name, adapter in mine.items():
+        torch.testing.assert_close(adapter, yours[name])
+    assert all(adapter.any() for name, adapter in mine.items() if ".lora_B" in name), "they have trained"
 
 
 def test_the_model_of_such_a_run_is_the_base_until_it_is_trained(cli: Cli, base: Path) -> None:

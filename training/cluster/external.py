@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import ClassVar, Final
 
@@ -165,6 +166,20 @@ def matching_parameters(module: nn.Module, shapes: Mapping[str, Shape]) -> dict[
     shared = {name: every[name] for name in shapes}
     check_can_be_averaged(shared)
     return shared
+
+
+def loaded_from(module: nn.Module) -> Path:
+    """Return the folder that a model of transformers, in peft's or other wrappers, was loaded from.
+
+    Raises `TrainingError` if there is none, such as after a download by name.
+    """
+    names = (getattr(part, "name_or_path", "") for part in module.modules())
+    folder = Path(next(filter(None, names), ""))
+    if not folder.name or not folder.is_dir():
+        raise TrainingError(
+            "this run trains adapters of a base model: load yours by its folder, from_pretrained(FOLDER)"
+        )
+    return folder
 
 
 class UserParameters:
