@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from farandole.protocol.planning.adapters import BASES, Base
 from farandole.protocol.planning.planning import BY_TOKENS
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_from_dict
@@ -347,6 +348,16 @@ def lora_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "config": {**config, "alpha": table.alpha or 2.0 * table.rank},
     }
     return own_model(own, [f"{ADAPTERS}={place}"])
+
+
+def adapters_for(whole: Manifest, rank: int) -> tuple[Base, Manifest]:
+    """Return the model of this manifest as a base, and a run that trains adapters of it; raises `ManifestError`."""
+    if whole.model.hf is None:
+        raise ManifestError(f"the base of adapters is a Hugging Face model: hf:FOLDER, or one of {', '.join(BASES)}")
+    base = Base(msgspec.structs.replace(whole.model, context=min(whole.model.context, USUAL_CONTEXT)), rank)
+    model, text = msgspec.to_builtins(base.adapted), {"source": "text"}
+    run = {"name": whole.name, "model": model, "inner": dict(ADAPTERS_INNER), "data": text}
+    return base, manifest_of(run, Path(), whole.created_at)
 
 
 def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:

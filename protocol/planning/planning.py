@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -110,6 +110,12 @@ class Machine:
     def rate(self) -> float:
         """Return the bytes a second of an exchange, which goes both ways at once."""
         return min(self.upload, self.download)
+
+    def without(self, taken: int) -> Machine:
+        """Return the machine with ``taken`` bytes less of the memory in which it trains."""
+        if self.gpu is not None:
+            return replace(self, gpu=self.gpu - taken)
+        return self if self.memory is None else replace(self, memory=self.memory - taken)
 
     def memory_of(self, needs: Needs) -> Memory:
         """Return the memory that a run with these needs takes of this machine."""

@@ -16,24 +16,23 @@ import farandole.hf
 NUM_AFTER = 3
 
 
-class Still(TrainerCallback):
+class Still(TrainerCallback):  # type: ignore[misc]  # without its types it is Any
     """Sets the rate to 0 after an exchange, and ends the training after some more."""
 
     def __init__(self, ours: farandole.hf.Callback) -> None:
         self._ours = ours
-        self._round = -1
+        self._round, self._num_exchanges = -1, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         run = self._ours.noloco
         assert run is not None
-        if run.round == self._round:
-            return
-        self._round = run.round
-        num_exchanges = run.status()["exchanges_ok"]
-        print(f"round {run.round}: {num_exchanges} exchanges", flush=True)
-        if num_exchanges:
-            others["lr_scheduler"].base_lrs = [0.0 for _ in others["lr_scheduler"].base_lrs]
-        control.should_training_stop = num_exchanges > NUM_AFTER
+        if run.round != self._round:
+            self._round, self._num_exchanges = run.round, run.status()["exchanges_ok"]
+            print(f"round {run.round}: {self._num_exchanges} exchanges", flush=True)
+        if self._num_exchanges:
+            for group in others["optimizer"].param_groups:  # until the Trainer's scheduler sets it again
+                group["lr"] = 0.0
+        control.should_training_stop = self._num_exchanges > NUM_AFTER
 
 
 def main(base: str, run: str, text: str, out: str) -> None:

@@ -91,8 +91,8 @@ def copy_without(checkpoint: Path, vectors: str | tuple[str, ...], out: Path) ->
 
 
 def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> list[int]:
-    """Sizes of the memory that a forward pass keeps for the backward pass, without the module's parameters."""
-    own = {parameter.data_ptr() for parameter in module.parameters()}
+    """Sizes of the memory that a forward pass keeps for the backward pass, without the module's own tensors."""
+    own = {each.data_ptr() for each in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

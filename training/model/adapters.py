@@ -82,7 +82,11 @@ def adapted(settings: dict[str, Any]) -> nn.Module:
                 f"the run's adapters have {settings['parameters']} parameters, and of rank {settings['rank']} this "
                 f"base's have {needed}"
             )
-        model = get_peft_model(base, config)
+        return adapters_of(get_peft_model(base, config))
+
+
+def adapters_of(model: nn.Module) -> Adapted:
+    """Return a model of peft whose frozen parameters are buffers; tied ones stay one tensor."""
     buffers = {id(each): each.detach() for each in model.parameters() if not each.requires_grad}
     for module in model.modules():
         for name, parameter in [*module.named_parameters(recurse=False)]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,6 +18,7 @@ from .options import AsJson, reader_of, takes_settings
 from .output import print_json
 
 if TYPE_CHECKING:
+    from farandole.protocol.planning.adapters import Base
     from farandole.protocol.planning.planning import Machine, Plan
 
 _RATE: Final[dict[str, Any]] = {"parser": reader_of(parse_rate), "metavar": "RATE"}
@@ -30,6 +31,16 @@ def plan_run(
     model: Annotated[
         str, typer.Argument(metavar="MODEL|RUN.TOML", help="A preset such as 125M, hf:FOLDER, or a run file.")
     ],
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            "--lora",
+            min=1,
+            metavar="RANK",
+            show_default="the whole model",
+            help="Plan adapters of this rank, of a base: 7B, 8B, 13B, 70B or hf:FOLDER.",
+        ),
+    ] = None,
     upload: Annotated[float, typer.Option("--upload", help="The slowest member's upload rate.", **_RATE)] = "20Mbit",  # type: ignore[assignment]  # typer parses it
     download: Annotated[
         float | None,
@@ -59,14 +70,17 @@ def plan_run(
     Examples: [cyan]farandole run plan 125M --upload 20Mbit[/cyan];
     [cyan]farandole run plan 350M --gpu 24GB --members 8 > run.toml[/cyan];
     [cyan]farandole run plan 1B --gpu 16GB --lean[/cyan];
+    [cyan]farandole run plan 7B --lora 16 --gpu 12GB --upload 20Mbit[/cyan] (LoRA);
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
+    from farandole.protocol.planning.adapters import BASES
     from farandole.protocol.planning.planning import Machine, best_known, choices, given_by, plan
 
     from ...base.config.toml_file import read_toml
     from ...base.requirements import settings_with_reasons
-    from ...store.run_file import manifest_of, manifest_of_file
+    from ...store.run_file import adapters_for, manifest_of, manifest_of_file
 
+    base: Base | None = None
     table: dict[str, Any] = {}  # the section [model] of a new run file
     given: frozenset[str] = frozenset()
     if model.endswith(".toml"):
@@ -76,20 +90,36 @@ def plan_run(
         folder = model.removeprefix("hf:")
         table = {"preset": model} if folder == model else {"hf": str(Path(folder).absolute())}
         name = re.sub(r"[^\w .:+-]", "-", Path(folder).name or model)[:64]
+        if lora and model in BASES:
+            table = {"hf": BASES[model]}
         manifest = manifest_of({"name": name, "model": table}, Path(), time.time())
+    if lora:
+        if model.endswith(".toml"):
+            raise typer.BadParameter("it plans a run file as it is: name the base itself", param_hint="--lora")
+        base, manifest = adapters_for(manifest, lora)
+        table = {"lora": f"FOLDER-OF-{model}" if model in BASES else table["hf"], "rank": lora}
     machine = Machine(upload, download or upload, memory, gpu, is_lean=lean)
-    best = plan(best_known(manifest, given), machine, given, members)
+    for in_4_bits in (False, True):
+        taken = 0 if base is None else base.taken_bytes(on_gpu=gpu is not None, in_4_bits=in_4_bits)
+        best = plan(best_known(manifest, given), machine.without(taken), given, members)
+        if base is None or gpu is None or not best.lacks_memory:
+            break
     chosen = choices(manifest, best.manifest, given)
     if as_json:
         needs = {**asdict(best.needs), "rate": best.needs.rate, "least_rate": best.needs.least_rate}
         lacks = {"lacks_line": best.lacks_line, "lacks_memory": best.lacks_memory}
-        print_json({"fits": best.fits, "settings": chosen, "needs": needs, "exchange_seconds": best.seconds, **lacks})
+        of_base = {} if base is None else {"base_bytes": taken, "base_in_4_bits": in_4_bits}
+        found = {"fits": best.fits, "settings": chosen, "needs": needs, "exchange_seconds": best.seconds}
+        print_json({**found, **lacks, **of_base})
     else:
-        head = ["Made by `farandole run plan`. examples/run.toml explains all settings.", *_needs(best, machine)]
+        head = ["Made by `farandole run plan`. examples/run.toml explains all settings.", *_needs(best, machine, taken)]
+        if base is not None:
+            head.append(_of_base(base, has_gpu=gpu is not None, in_4_bits=in_4_bits))
         lines = [f"# {line}" for line in head]
         if table:  # whole, since `run create` chooses what a run file leaves open for another line
             outer = best.manifest.outer
             whole = {"outer.kind": outer.kind, "outer.codec": outer.codec, "outer.fragments": outer.fragments}
+            whole |= {} if base is None else {"data.source": "text"}
             lines.append(f"name = {json.dumps(manifest.name)}")
             chosen = {**{f"model.{key}": value for key, value in table.items()}, **chosen, **whole}
         typer.echo("\n".join([*lines, *settings_with_reasons(chosen)]))
@@ -97,8 +127,17 @@ def plan_run(
         raise typer.Exit(Exit.NOT_WELL)
 
 
-def _needs(best: Plan, machine: Machine) -> list[str]:
-    """Return in lines of text what a plan needs of a machine, and whether it has that."""
+def _of_base(base: Base, *, has_gpu: bool, in_4_bits: bool) -> str:
+    """Return what the base of adapters takes of that memory."""
+    form = f"{size(base.weight_bytes())} in bf16"
+    if in_4_bits:
+        form = f"{size(base.weight_bytes(in_4_bits=True))} in 4 bits, which members' own loops take ({form})"
+    kept = f"{size(base.kept_bytes(on_gpu=has_gpu))} for one sequence of {base.model.context} tokens"
+    return f"base      of that memory {form}, and {kept}"
+
+
+def _needs(best: Plan, machine: Machine, taken: int) -> list[str]:
+    """Return in lines of text what a plan needs of a machine, and whether it has that; ``taken``: by a base."""
     import msgspec
 
     from farandole.protocol.planning.needs import TRANSFER_SHARE, busy_share
@@ -107,6 +146,7 @@ def _needs(best: Plan, machine: Machine) -> list[str]:
 
     manifest, needs = best.manifest, best.needs
     memory, has_gpu = machine.memory_of(needs), machine.gpu is not None
+    memory = replace(memory, **({"device": memory.device + taken} if has_gpu else {"host": memory.host + taken}))
     rounds, stages = manifest.rounds, manifest.model.num_stages
     has = [f"{mbit(machine.upload)} up, {mbit(machine.download)} down"]
     has += [f"a GPU with {size(machine.gpu)}"] if machine.gpu is not None else []

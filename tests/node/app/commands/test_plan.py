@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from farandole.node.base.exits import Exit
+from farandole.node.base.figures import count
 from farandole.protocol.planning.needs import USUAL_RATE, needs_of
 from farandole.protocol.run.manifest import Manifest, decode_manifest
+from farandole.protocol.run.models import num_parameters
 
 from ...conftest import Cli
 
@@ -49,6 +51,35 @@ def test_a_model_is_planned_written_and_signed_as_it_was_planned(
     for name, value in plan["settings"].items():
         section, _, field = name.partition(".")
         assert getattr(getattr(signed, section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fits", "form"), [(24, True, "13.5 GB in bf16"), (12, True, "in 4 bits"), (6, False, "")]
+)
+def test_adapters_of_a_base_are_planned_by_its_size(cli: Cli, gpu: int, fits: bool, form: str) -> None:
+    options = ("7B", "--lora", "16", "--gpu", f"{gpu}GB", "--upload", "20Mbit")
+    code, out, _ = cli("run", "plan", *options)
+    assert code == (0 if fits else 1)
+    assert "40.0 M parameters" in out
+    assert form in out
+    assert ("(too little memory)" in out) != fits
+    plan: dict[str, Any] = json.loads(cli("run", "plan", *options, "--json")[1])
+    assert plan["needs"]["contribution_bytes"] == pytest.approx(41e6, rel=0.02)
+    assert plan["base_in_4_bits"] == (gpu < 24)
+    assert cli("run", "plan", "125M", "--lora", "16")[0] == Exit.BAD_INPUT
+
+
+def test_a_plan_of_adapters_becomes_a_run_file_of_them(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    from ...test_lora import a_base  # which needs transformers
+
+    base = a_base(tmp_path / "base")
+    code, out, _ = cli("run", "plan", f"hf:{base}", "--lora", "2", "--memory", "2GB")
+    assert code == 0
+    Path("run.toml").write_text(out)
+    assert cli("run", "create", "run.toml")[0] == 0
+    signed = manifest_in(tmp_path / "run.manifest")
+    assert f"# {count(num_parameters(signed.model))} parameters" in out
 
 
 def test_what_does_not_fit_is_an_exit_code(cli: Cli) -> None:
