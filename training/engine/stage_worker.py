@@ -332,7 +332,9 @@ class StageWorker(Engine):
         microbatch = self.microbatches[slot]
         y_gradient = self._decode(data)
         mark = microbatch.mark if sender else None
-        if mark is not None and (fault := self.statistics.judge_gradient(sender, y_gradient, mark, self.totals.round)):
+        if mark is not None and (
+            fault := self.statistics.judge_gradient(sender, y_gradient, mark, self.round_end.totals.round)
+        ):
             raise OutlierError(fault)
         x_gradient = self._add(microbatch, y_gradient)
         microbatch.y, microbatch.y_gradient = None, y_gradient
@@ -428,7 +430,7 @@ class StageWorker(Engine):
     def _decode_activations(self, data: Buffer, sender: bytes) -> Tensor:
         """Return activations (B, T, C) whose gradient is wanted; raises `ActivationError` if they are unfit."""
         activations = self._decode(data)
-        if sender and (fault := self.statistics.judge_activations(sender, activations, self.totals.round)):
+        if sender and (fault := self.statistics.judge_activations(sender, activations, self.round_end.totals.round)):
             raise OutlierError(fault)
         return activations.requires_grad_()
 
