@@ -90,6 +90,14 @@ def ask(port: int, body: bytes, path: str = "/v1/completions", **headers: str) -
         connection.close()
 
 
+async def post(port: int, body: bytes) -> trio.SocketStream:
+    """Return a connection on which an answer in a chat is asked for, and not read."""
+    stream = await trio.open_tcp_stream(LOOPBACK, port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    await stream.send_all(head.encode() + body)
+    return stream
+
+
 async def test_openais_client_gets_the_models_text_whole_and_in_pieces(tmp_path: Path) -> None:
     signed = manifest_for(MODEL)
     learner = await node_of(tmp_path / "home", signed, rounds=1)
@@ -178,10 +186,7 @@ async def test_who_hangs_up_ends_the_answer(model: LoadedModel, monkeypatch: pyt
         gate.begun.clear()
         gate.is_open.clear()
         async with served(model) as port:
-            body = b'{"messages": [{"role": "user", "content": "x"}], "stream": ' + stream + b"}"
-            hostile = await trio.open_tcp_stream(LOOPBACK, port)
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
-            await hostile.send_all(head.encode() + body)
+            hostile = await post(port, b'{"messages": [{"role": "user", "content": "x"}], "stream": ' + stream + b"}")
             await _in_thread(gate.begun.wait, PATIENCE)
             await hostile.aclose()
             gate.is_open.set()
@@ -189,20 +194,32 @@ async def test_who_hangs_up_ends_the_answer(model: LoadedModel, monkeypatch: pyt
             assert told[1]["choices"][0]["text"] == "aaa"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no connection ends by itself")
+async def test_who_reads_nothing_is_cut_off(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then others are answered, and the server ends."""
+    monkeypatch.setattr("farandole.node.ui.dashboard.app.STALL_MILLISECONDS", 100)
+    Gate(monkeypatch).is_open.set()
+    model.context, model.name = 300, "x" * 100_000  # which is in each piece: more than the system keeps
+    async with served(model) as port:
+        hostile = await post(port, b'{"messages": [{"role": "user", "content": "x"}], "stream": true}')
+        assert (await _in_thread(partial(ask, port, b'{"prompt": "", "max_tokens": 1}')))[0] == 200
+    await hostile.aclose()
+
+
 async def test_the_queue_is_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MAX_WAITING", 1)
     gate, answers = Gate(monkeypatch), list[tuple[int, dict[str, Any]]]()
     is_one_refused = trio.Event()
 
-    async def post(port: int) -> None:
+    async def ask_again(port: int) -> None:
         answers.append(await _in_thread(partial(ask, port, b'{"prompt": "", "max_tokens": 2}')))
         is_one_refused.set()
 
     async with served(model) as port, trio.open_nursery() as nursery:
-        nursery.start_soon(post, port)
+        nursery.start_soon(ask_again, port)
         await _in_thread(gate.begun.wait, PATIENCE)
         for _ in range(2):
-            nursery.start_soon(post, port)
+            nursery.start_soon(ask_again, port)
         await is_one_refused.wait()  # while one is answered, and another waits
         gate.is_open.set()
     assert [code for code, _ in answers] == [429, 200, 200]
