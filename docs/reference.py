@@ -58,6 +58,47 @@ The first line of `farandole status` shows the state of a running node; `farando
 the way to the run's members, and what they see of it. Exit codes and names of causes are stable: scripts may rely on
 them.
 """
+EXITS: Final = {
+    Exit.OK: ("Done; of `join` and `relay`: left cleanly.", ""),
+    Exit.NOT_WELL: (
+        "`farandole doctor` found a fault that keeps a node from working; or `run plan` found no settings that fit; or "
+        "a defect of farandole (a traceback).",
+        "Doctor: follow the remedy after each `->`. Plan: take a smaller model, or members with more memory or a "
+        "faster line. A traceback: report it.",
+    ),
+    Exit.USAGE: ("Wrong options or arguments.", "Run the command with `--help`."),
+    Exit.BAD_INPUT: (
+        "The command cannot work with what it was given or found: an invite, a manifest, a run file, a settings file "
+        "or a scenario that is not valid; a file that is there already; or no run, round or checkpoint yet.",
+        "The message says which, and what to do. For an invite, copy the whole line again.",
+    ),
+    Exit.NO_NODE: (
+        "No node runs with this data directory, or it does not answer.",
+        "Start it (`farandole join`), or name its data directory with `--home`. If it runs, see the end of its `log`.",
+    ),
+    Exit.CANNOT_JOIN: (
+        "The node could not join; the last lines say which step failed and what to do.",
+        "Run `farandole doctor INVITE` to find the reason. If the invite is old, any member can make a newer one.",
+    ),
+    Exit.HOME_IN_USE: (
+        "Another node runs with this data directory.",
+        "`farandole leave` ends it. To run both, give this one its own data directory with `--home`.",
+    ),
+    Exit.TRAINER_FAILED: (
+        "The trainer process cannot run here: device, memory, data.",
+        "The last lines give the reason. Often `--device cpu` or another `--data` helps.",
+    ),
+    Exit.VERDICT_FAILED: (
+        "The testnet ran, and its verdict is not a pass.",
+        "See the reasons in report.json, and the nodes' logs next to it.",
+    ),
+    Exit.INTERRUPTED: (
+        "Ctrl-C before the command had finished, a second request to leave while a node was leaving, or the answer to "
+        "a question was no.",
+        "Run the command again. A node loses only the training since its last checkpoint.",
+    ),
+}
+"""What each exit code means, and what to do about it."""
 _DOCTOR: Final = """\
 ## What the doctor finds
 
@@ -147,7 +188,7 @@ def _markdown(text: str) -> str:
 
 def catalogue() -> str:
     """Return the page about exit codes and what the doctor can find as Markdown."""
-    exits = ((str(code.value), code.name, code.meaning, code.remedy) for code in Exit)
+    exits = ((str(code.value), code.name, *EXITS[code]) for code in Exit)
     causes = (
         # Placeholders are set in italics.
         (f"`{name}`", level, *(_FIELD.sub(r"*\1*", text) for text in (found, remedy)))
