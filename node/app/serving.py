@@ -219,14 +219,12 @@ async def _explain(request: Request, error: Exception) -> JSONResponse:
 
 def application(model: LoadedModel) -> Starlette:
     """Return the ASGI application that answers with a model."""
-    about, turn = (
-        {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "farandole"},
-        trio.Lock(),
-    )
+    about = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "farandole"}
 
     async def models(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [about]})
 
+    turn = trio.Lock()
     return Starlette(
         routes=[
             Route("/v1/models", models),

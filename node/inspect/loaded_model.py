@@ -46,19 +46,12 @@ if TYPE_CHECKING:
 _PULL: Final = "farandole checkpoint pull --to model"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """The weights of a whole model of a run; `read` works while they are open."""
-
-    manifest: Manifest
-    read: Callable[[str], Floats]
-    """Returns a parameter by its name. Raises `ConsolidatedError`."""
-    facts: dict[str, Any]
-    """Where the weights are from and how far they are trained, for scripts."""
+Weights = tuple[Manifest, Callable[[str], Floats], dict[str, Any]]
+"""A run's manifest; what reads a parameter by its name while the file is open; where it is and how far, for scripts."""
 
 
 @contextlib.contextmanager
-def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelWeights]:
+def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[Weights]:
     """Open the newest weights of the node's data directory, or those of a folder, while the block runs.
 
     ``folder``: what `checkpoint pull` or `import` wrote. Raises `FarandoleError`, whose message says what to do.
@@ -72,7 +65,7 @@ def open_weights(settings: NodeSettings, folder: Path | None) -> Iterator[ModelW
             yield _weights(folder, pulled.manifest, file, (index.run_id, index.round, index.inner_steps))
 
 
-def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeights:
+def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> Weights:
     raw = read_fact(settings.store, MANIFEST_FACT)
     if raw is None:
         raise FarandoleError(
@@ -103,9 +96,9 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> ModelWeight
     )
 
 
-def _weights(path: Path, manifest: Manifest, file: TensorFile, reached: tuple[bytes, int, int]) -> ModelWeights:
+def _weights(path: Path, manifest: Manifest, file: TensorFile, reached: tuple[bytes, int, int]) -> Weights:
     of_run = {"run": manifest.name, "run_id": reached[0].hex(), "round": reached[1], "inner_steps": reached[2]}
-    return ModelWeights(manifest, lambda name: file.read(f"{SLOW}/{name}"), {"weights": str(path), **of_run})
+    return manifest, lambda name: file.read(f"{SLOW}/{name}"), {"weights": str(path), **of_run}
 
 
 @contextlib.contextmanager
@@ -183,11 +176,11 @@ class LoadedModel:
             return
         from farandole.training.model.generation import read_parameters_
 
-        with open_weights(self._of_node, None) as weights, _errors_for_people():
-            if weights.facts != self.facts:
+        with open_weights(self._of_node, None) as (_, read, facts), _errors_for_people():
+            if facts != self.facts:
                 self.facts = {}  # the old ones are no longer whole
-                read_parameters_(self._module, weights.read)
-                self.facts = weights.facts
+                read_parameters_(self._module, read)
+                self.facts = facts
 
     @property
     def origin(self) -> str:
@@ -235,9 +228,8 @@ def load_newest(settings: NodeSettings, folder: Path | None, device: str) -> Loa
     """
     if folder is not None and any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         return _of_transformers(settings, folder, device)
-    with open_weights(settings, folder) as weights, _errors_for_people():
-        manifest, allowed = weights.manifest, tuple(settings.allow_model)
-        model = manifest.model
+    with open_weights(settings, folder) as (manifest, read, facts), _errors_for_people():
+        model, allowed = manifest.model, tuple(settings.allow_model)
         if model.external is not None:
             raise FarandoleError(
                 "this run's members train in loops of their own, and only these know how the model computes. Its "
@@ -261,11 +253,11 @@ def load_newest(settings: NodeSettings, folder: Path | None, device: str) -> Loa
             torch.set_num_threads(1)
             lower_thread_priority(TRAINING_NICENESS)
         chosen = choose_device(device)
-        module = load_model(manifest, weights.read, chosen, allowed, tokenizer.separator)
+        module = load_model(manifest, read, chosen, allowed, tokenizer.separator)
         ends, template = _of_base(base)
         return LoadedModel(
             name=manifest.name,
-            facts=weights.facts,
+            facts=facts,
             tokenizer=tokenizer,
             context=module.context if isinstance(module, Adapted) else model.context,
             _module=module,

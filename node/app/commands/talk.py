@@ -144,9 +144,8 @@ def chat(
                     raise FarandoleError(f"too long: {len(chat[0])} tokens, and the model sees {model.context}")
                 del said[:2]
             limit = min(num_tokens, model.context - len(chat[0]))
-            for piece in model.generate(
-                chat[0], limit, Sampling(temperature, USUAL_TOP_K, len(said)), chat[1]
-            ).pieces():
+            text = model.generate(chat[0], limit, Sampling(temperature, USUAL_TOP_K, len(said)), chat[1])
+            for piece in text.pieces():
                 answer += piece
                 typer.echo(without_controls(piece), nl=False)
         except KeyboardInterrupt:
@@ -164,7 +163,7 @@ def serve(
     settings: NodeSettings,
     folder: ModelFolder = None,
     serves_at: Annotated[
-        int, typer.Option("--port", min=0, max=65_535, metavar="PORT", help="Port on 127.0.0.1; 0: a free one.")
+        int, typer.Option("--port", min=0, max=65_535, help="Port on 127.0.0.1; 0: a free one.")
     ] = 8000,
     computes_on: ComputesOn = "cpu",
 ) -> None:
