@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from farandole.protocol.planning.adapters import BASES, Base
+from farandole.protocol.planning.adapters import USUAL_CONTEXT, Base
 from farandole.protocol.planning.planning import BY_TOKENS
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.families import FAMILIES, HFConfig, base, hf_config_from_dict
@@ -314,15 +314,16 @@ ADAPTERS_INNER: Final[Mapping[str, object]] = {
     "total_steps": 5_000,
     "batch_size": 4,
 }
-# What a home GPU has memory for beside a base; a run file may say more.
-USUAL_CONTEXT: Final = 512
+
+
+USUAL_RANK: Final = 16
 
 
 class _Adapters(msgspec.Struct, frozen=True):
     """The model table of such a run file."""
 
     lora: str
-    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)] = 16
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)] = USUAL_RANK
     alpha: Annotated[float, msgspec.Meta(gt=0)] = 0.0
     """The factor of B A is alpha / rank; 0: twice the rank."""
     context: base.Context = 0
@@ -350,14 +351,19 @@ def lora_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return own_model(own, [f"{ADAPTERS}={place}"])
 
 
-def adapters_for(whole: Manifest, rank: int) -> tuple[Base, Manifest]:
-    """Return the model of this manifest as a base, and a run that trains adapters of it; raises `ManifestError`."""
-    if whole.model.hf is None:
-        raise ManifestError(f"the base of adapters is a Hugging Face model: hf:FOLDER, or one of {', '.join(BASES)}")
-    base = Base(msgspec.structs.replace(whole.model, context=min(whole.model.context, USUAL_CONTEXT)), rank)
-    model, text = msgspec.to_builtins(base.adapted), {"source": "text"}
-    run = {"name": whole.name, "model": model, "inner": dict(ADAPTERS_INNER), "data": text}
-    return base, manifest_of(run, Path(), whole.created_at)
+def base_in(folder: Path) -> Base:
+    """Return the base model in a Hugging Face folder by its sizes; raises `ManifestError`."""
+    try:
+        from farandole.training.model.base_folder import base_config, base_shapes
+
+        settings, shapes = base_config(folder), base_shapes(folder)
+        width = settings.get("hidden_size") or settings["n_embd"]
+        layers = settings.get("num_hidden_layers") or settings["n_layer"]
+        hidden, vocabulary = settings.get("intermediate_size", 4 * width), settings["vocab_size"]
+        context = min(USUAL_CONTEXT, settings.get("max_position_embeddings", USUAL_CONTEXT))
+        return Base(shapes, *(int(each) for each in (layers, width, hidden, vocabulary, context)))
+    except (TrainingError, KeyError, TypeError, ValueError) as error:
+        raise ManifestError(f"{folder} is no base model whose sizes can be read: {error}") from error
 
 
 def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 
 from ..base.errors import TrainingError
 
@@ -21,15 +24,32 @@ def base_hash(folder: Path) -> str:
     """
     settings = {name: value for name, value in base_config(folder).items() if name not in _OF_A_COPY}
     hashes = [blake3(json.dumps(settings, sort_keys=True).encode()).digest()]
+    with _files_of(folder) as paths:
+        hashes += [blake3(max_threads=blake3.AUTO).update_mmap(path).digest() for path in paths]
+    return blake3(b"".join(sorted(hashes))).hexdigest()
+
+
+def base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the folder's weights, by name; raises `TrainingError` as `base_hash` does."""
+    shapes = dict[str, tuple[int, ...]]()
+    with _files_of(folder) as paths:
+        for path in paths:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+    return shapes
+
+
+@contextmanager
+def _files_of(folder: Path) -> Iterator[set[Path]]:
+    """Yield the files of weights; raise `TrainingError` if there are none, or they cannot be read."""
     try:
         index = folder / "model.safetensors.index.json"
         parts = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
-        hashes += [blake3(max_threads=blake3.AUTO).update_mmap(folder / name).digest() for name in set(parts)]
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        yield {folder / name for name in parts}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError) as error:
         raise TrainingError(
             f"{folder} needs its weights as model.safetensors, or as several files with its index: {error}"
         ) from error
-    return blake3(b"".join(sorted(hashes))).hexdigest()
 
 
 def base_config(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from farandole.protocol.wire.errors import ManifestError
+
 from ...base.exits import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
 from ...base.settings import NodeSettings
@@ -73,34 +75,42 @@ def plan_run(
     [cyan]farandole run plan 7B --lora 16 --gpu 12GB --upload 20Mbit[/cyan] (LoRA);
     [cyan]farandole run plan run.toml --upload 10Mbit[/cyan] (what would that need?)
     """
+    from msgspec import to_builtins
+
     from farandole.protocol.planning.adapters import BASES
     from farandole.protocol.planning.planning import Machine, best_known, choices, given_by, plan
 
     from ...base.config.toml_file import read_toml
     from ...base.requirements import settings_with_reasons
-    from ...store.run_file import adapters_for, manifest_of, manifest_of_file
+    from ...store.run_file import ADAPTERS_INNER, USUAL_RANK, base_in, manifest_of, manifest_of_file
 
     base: Base | None = None
+    rank = 0
     table: dict[str, Any] = {}  # the section [model] of a new run file
     given: frozenset[str] = frozenset()
     if model.endswith(".toml"):
         file = read_toml(Path(model))
         manifest, given = manifest_of_file(file, time.time(), settings.allow_model), given_by(file.values)
+        if isinstance(section := file.values.get("model"), dict) and "lora" in section:
+            base, rank = base_in(Path(model).parent / section["lora"]), int(section.get("rank", USUAL_RANK))
+            base = replace(base, context=manifest.model.context)
     else:
         folder = model.removeprefix("hf:")
         table = {"preset": model} if folder == model else {"hf": str(Path(folder).absolute())}
         name = re.sub(r"[^\w .:+-]", "-", Path(folder).name or model)[:64]
-        if lora and model in BASES:
-            table = {"hf": BASES[model]}
-        manifest = manifest_of({"name": name, "model": table}, Path(), time.time())
-    if lora:
-        if model.endswith(".toml"):
-            raise typer.BadParameter("it plans a run file as it is: name the base itself", param_hint="--lora")
-        base, manifest = adapters_for(manifest, lora)
-        table = {"lora": f"FOLDER-OF-{model}" if model in BASES else table["hf"], "rank": lora}
+        values: dict[str, Any] = {"name": name, "model": table}
+        if lora is not None:
+            if model not in BASES and "hf" not in table:
+                raise ManifestError(f"the base of adapters is hf:FOLDER, or one of {', '.join(BASES)}; not {model}")
+            base, rank = BASES.get(model) or base_in(Path(folder)), lora
+            table = {"lora": table.get("hf", f"FOLDER-OF-{model}"), "rank": rank}
+            values |= {"model": to_builtins(base.adapted(rank)), "inner": dict(ADAPTERS_INNER)}
+        manifest = manifest_of(values, Path(), time.time())
     machine = Machine(upload, download or upload, memory, gpu, is_lean=lean)
     for in_4_bits in (False, True):
-        taken = 0 if base is None else base.taken_bytes(on_gpu=gpu is not None, in_4_bits=in_4_bits)
+        taken = 0
+        if base is not None:
+            taken = base.weight_bytes(in_4_bits=in_4_bits) + base.kept_bytes(rank, on_gpu=gpu is not None)
         best = plan(best_known(manifest, given), machine.without(taken), given, members)
         if base is None or gpu is None or not best.lacks_memory:
             break
@@ -114,26 +124,22 @@ def plan_run(
     else:
         head = ["Made by `farandole run plan`. examples/run.toml explains all settings.", *_needs(best, machine, taken)]
         if base is not None:
-            head.append(_of_base(base, has_gpu=gpu is not None, in_4_bits=in_4_bits))
+            form = f"{size(base.weight_bytes())} in bf16"
+            if in_4_bits:
+                packed = size(base.weight_bytes(in_4_bits=True))
+                form = f"{packed} in 4 bits, which members' own loops take ({form})"
+            kept = f"{size(base.kept_bytes(rank, on_gpu=gpu is not None))} for one sequence of {base.context} tokens"
+            head.append(f"base      of that memory {form}, and {kept}")
         lines = [f"# {line}" for line in head]
         if table:  # whole, since `run create` chooses what a run file leaves open for another line
             outer = best.manifest.outer
             whole = {"outer.kind": outer.kind, "outer.codec": outer.codec, "outer.fragments": outer.fragments}
-            whole |= {} if base is None else {"data.source": "text"}
+            whole |= {"data.source": "text"} if "lora" in table else {}
             lines.append(f"name = {json.dumps(manifest.name)}")
             chosen = {**{f"model.{key}": value for key, value in table.items()}, **chosen, **whole}
         typer.echo("\n".join([*lines, *settings_with_reasons(chosen)]))
     if not best.fits:
         raise typer.Exit(Exit.NOT_WELL)
-
-
-def _of_base(base: Base, *, has_gpu: bool, in_4_bits: bool) -> str:
-    """Return what the base of adapters takes of that memory."""
-    form = f"{size(base.weight_bytes())} in bf16"
-    if in_4_bits:
-        form = f"{size(base.weight_bytes(in_4_bits=True))} in 4 bits, which members' own loops take ({form})"
-    kept = f"{size(base.kept_bytes(on_gpu=has_gpu))} for one sequence of {base.model.context} tokens"
-    return f"base      of that memory {form}, and {kept}"
 
 
 def _needs(best: Plan, machine: Machine, taken: int) -> list[str]:

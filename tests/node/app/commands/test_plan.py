@@ -66,7 +66,8 @@ def test_adapters_of_a_base_are_planned_by_its_size(cli: Cli, gpu: int, fits: bo
     plan: dict[str, Any] = json.loads(cli("run", "plan", *options, "--json")[1])
     assert plan["needs"]["contribution_bytes"] == pytest.approx(41e6, rel=0.02)
     assert plan["base_in_4_bits"] == (gpu < 24)
-    assert cli("run", "plan", "125M", "--lora", "16")[0] == Exit.BAD_INPUT
+    for other in ("125M", "hf:nowhere"):
+        assert cli("run", "plan", other, "--lora", "16")[0] == Exit.BAD_INPUT
 
 
 def test_a_plan_of_adapters_becomes_a_run_file_of_them(cli: Cli, tmp_path: Path) -> None:
@@ -77,6 +78,10 @@ def test_a_plan_of_adapters_becomes_a_run_file_of_them(cli: Cli, tmp_path: Path)
     code, out, _ = cli("run", "plan", f"hf:{base}", "--lora", "2", "--memory", "2GB")
     assert code == 0
     Path("run.toml").write_text(out)
+    again = cli("run", "plan", "run.toml", "--memory", "2GB")[1]
+    assert [line for line in out.splitlines() if "base " in line] == [
+        line for line in again.splitlines() if "base " in line
+    ]
     assert cli("run", "create", "run.toml")[0] == 0
     signed = manifest_in(tmp_path / "run.manifest")
     assert f"# {count(num_parameters(signed.model))} parameters" in out
