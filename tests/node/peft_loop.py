@@ -1,6 +1,6 @@
 """A member that trains peft's adapters with transformers' Trainer: BASE RUN|new TEXT OUT.
 
-After its first exchange the learning rate is 0: exchanges then only bring the members together. OUT gets its adapters.
+OUT gets its adapters as they were after each outer step, until enough exchanges; it trains on without end.
 """
 
 import sys
@@ -13,26 +13,36 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 import farandole
 import farandole.hf
 
-NUM_AFTER = 3
+NUM_EXCHANGES = 3
 
 
-class Still(TrainerCallback):  # type: ignore[misc]  # without its types it is Any
-    """Sets the rate to 0 after an exchange, and ends the training after some more."""
+def adapters_in(model: Any) -> dict[str, torch.Tensor]:
+    """Return a copy of what is trained."""
+    return {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
 
-    def __init__(self, ours: farandole.hf.Callback) -> None:
+
+class Watch(TrainerCallback):  # type: ignore[misc]  # without its types it is Any
+    """Saves the adapters after each outer step, until there have been some exchanges."""
+
+    def __init__(self, ours: farandole.hf.Callback, out: str) -> None:
         self._ours = ours
-        self._round, self._num_exchanges = -1, 0
+        self._out = out
+        self._round: int | None = None
+        self._kept: list[dict[str, torch.Tensor]] = []
+        self._has_enough = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         run = self._ours.noloco
         assert run is not None
-        if run.round != self._round:
-            self._round, self._num_exchanges = run.round, run.status()["exchanges_ok"]
-            print(f"round {run.round}: {self._num_exchanges} exchanges", flush=True)
-        if self._num_exchanges:
-            for group in others["optimizer"].param_groups:  # until the Trainer's scheduler sets it again
-                group["lr"] = 0.0
-        control.should_training_stop = self._num_exchanges > NUM_AFTER
+        if self._round is None:
+            print(f"round {run.round}", flush=True)
+        elif run.round != self._round and not self._has_enough:
+            self._kept.append(adapters_in(others["model"]))
+            if run.status()["exchanges_ok"] >= NUM_EXCHANGES:
+                self._has_enough = True
+                torch.save(self._kept, self._out)
+                print("enough exchanges", flush=True)
+        self._round = run.round
 
 
 def main(base: str, run: str, text: str, out: str) -> None:
@@ -41,7 +51,9 @@ def main(base: str, run: str, text: str, out: str) -> None:
     model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     if run == "new":
         rounds = {"round_seconds": 1, "exchange_seconds": 30, "overlap": False}
-        run = str(farandole.create_run(model, "run", base=base, rounds=rounds, outer={"codec": "fp32"}))
+        loose = {"radius": 100, "first_radius": 100, "max_radius": 1000}  # nothing is clipped
+        settings: Any = {"rounds": rounds, "outer": {"codec": "fp32"}, "screening": loose}
+        run = str(farandole.create_run(model, "run", base=base, **settings))
     ours = farandole.hf.Callback(run)
     tokens = list(text.encode())[:32]
     arguments = TrainingArguments(
@@ -55,8 +67,7 @@ def main(base: str, run: str, text: str, out: str) -> None:
         disable_tqdm=True,
     )
     data: Any = [{"input_ids": tokens, "labels": tokens}] * 64
-    Trainer(model, arguments, train_dataset=data, callbacks=[ours, Still(ours)]).train()
-    torch.save({name: each for name, each in model.named_parameters() if each.requires_grad}, f"{out}.pt")
+    Trainer(model, arguments, train_dataset=data, callbacks=[ours, Watch(ours, f"{out}.pt")]).train()
 
 
 if __name__ == "__main__":

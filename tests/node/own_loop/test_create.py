@@ -53,6 +53,7 @@ def test_a_run_starts_from_the_models_weights(tmp_path: Path, with_frozen: bool)
     assert manifest.model.external.recipe == recipe_hash("batches of 8")
     names = ["0.weight", "0.bias", "1.weight", "1.bias"] + ["2.weight", "2.bias"] * with_frozen
     assert list(expanded(manifest.model.external.parameters)) == names
+    assert b"base" not in made.signed.body, "releases that know no base read a run without one"
 
     other = a_model()
     engine = ExternalEngine(Loop(other), manifest, Turns(), run_id=made.signed.run_id)
