@@ -88,7 +88,8 @@ MAX_SUMS: Final = (32.0, 32.0, 16.0)
 # were busy in a round or two.
 YOUNG_ROUNDS: Final = 3
 # After this number of consecutive outliers the statistics are reset: there is no other sender to compare with. A sender
-# that is avoided after three of them, for longer each time, has then been avoided for two and a half minutes.
+# that is avoided after three of them, for longer each time, has then been avoided for two and a half minutes. In the
+# first rounds, in which a node that hears nothing for some seconds finds levels 20 times as high, the second one does.
 MAX_REFUSED: Final = 12
 _TINY: Final = 1e-30
 
@@ -121,7 +122,7 @@ class UsualTraffic:
         self._num_seen = 0
         self._level_deviation = self._cosine_deviation = 0.3
         self._cosine = 0.0
-        self._num_refused = 0
+        self._refused: list[bytes] = []  # the senders of the latest microbatches, all of them outliers
         self._expected = np.zeros(0, np.float32)
 
     def judge(self, peer: bytes, level: float, direction: Direction, *, is_young: bool = False) -> str:
@@ -151,12 +152,14 @@ class UsualTraffic:
             self._begin()
             return ""
         if is_outlier or max(sender.sums) >= 1.0:
-            self._num_refused += 1
-            if self._num_refused < MAX_REFUSED:
+            self._refused.append(peer)
+            senders = set(self._refused)
+            are_most = 2 * len(senders) > len(self._senders) and len(self._refused) > 1
+            if not (are_most and (is_young or len(senders) > 1)) and len(self._refused) < MAX_REFUSED:
                 return _FAULTS[deviations.index(max(deviations)) if is_outlier else sender.sums.index(max(sender.sums))]
             self._begin()
             return ""
-        self._num_refused = 0
+        self._refused.clear()
         self._note(distance, cosine, by_level, by_cosine)
         if not is_warm or max(deviations[:2]) < USUAL:
             self._levels.append(level)

@@ -113,6 +113,25 @@ def test_replicas_that_have_not_averaged_yet_do_not_suspect_each_other(passings:
     assert judge(stats, kind, EVE, passings[300], ATTACKS["a thousand times as large"], num_rounds=2)
 
 
+@pytest.mark.parametrize("senders", [(ANN,), (ANN, BOB)])
+def test_a_node_that_heard_nothing_while_levels_rose_believes_all_who_tell_it(
+    passings: list[Passing], senders: tuple[bytes, ...]
+) -> None:
+    """Three outliers of a sender have it avoided. One of two senders is not believed alone."""
+    stats = statistics()
+    for number, passing in enumerate(passings[:40]):
+        judge(stats, "activations", senders[number % len(senders)], passing, unchanged, num_rounds=0)
+    alone = copy.deepcopy(stats)
+    faults = [
+        judge(stats, "activations", senders[number % len(senders)], passing, lambda x: 50.0 * x, num_rounds=1)
+        for number, passing in enumerate(passings[40:100])
+    ]
+    assert sum(map(bool, faults)) < 3
+    if len(senders) > 1:
+        larger = [judge(alone, "activations", BOB, each, lambda x: 50.0 * x, num_rounds=1) for each in passings[40:50]]
+        assert all(larger)
+
+
 @pytest.mark.parametrize("kind", ["activations", "gradients"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_is_falsified_is_an_outlier_within_50_microbatches(
