@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import Annotated, Any, Final
+from typing import Final
 
 import msgspec
-import typer
 
 from farandole.protocol.planning.planning import complete
 from farandole.protocol.run.manifest import InnerConfig, Manifest
@@ -32,6 +31,8 @@ from .report import OUT, Bench, Claim, Out, Write, open_bench
 # The first seed of the search, in which a policy is played twice.
 SEARCH_SEED: Final = 100
 SEARCH_PLAYS: Final = 2
+# Generations of the search, of eight policies each; rounds of 10 inner steps; seeds of the figures.
+GENERATIONS, ROUNDS, SEEDS = 4, 25, 3
 # The costliest attack of `bench members`.
 KNOWN: Final = "slow"
 COMPARED: Final = "AdamW, bf16, NoLoCo, without overlap"
@@ -68,20 +69,16 @@ def chosen_manifest(rounds: int, seed: int) -> Manifest:
 
 
 def run(
-    generations: Annotated[int, typer.Option(min=1, help="Of the search, of eight policies each.")] = 4,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds of 10 inner steps.")] = 25,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the figures.")] = 3,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
     """Search for what hostile members can cost a run at most, in simulation (an hour or two on two cores).
 
-    Examples: [cyan]farandole testnet bench attacker[/cyan];
-    [cyan]farandole testnet bench attacker --generations 2 --rounds 10[/cyan]
+    Example: [cyan]farandole testnet bench attacker[/cyan]
     """
-    choices: dict[str, Any] = {"generations": generations, "rounds": rounds, "seeds": seeds}
+    choices = {"generations": GENERATIONS, "rounds": ROUNDS, "seeds": SEEDS}
     with open_bench("attacker", out, write, title="Hostile members that search", **choices) as bench:
-        publish(bench, {case: measure(bench, case, generations, rounds, seeds) for case in CASES})
+        publish(bench, {case: measure(bench, case) for case in CASES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +95,14 @@ class Measured:
         return [one.loss / alone.loss - 1 for one, alone in zip(outcomes, self.alone, strict=True)]
 
 
-def measure(bench: Bench, case: Case, generations: int, rounds: int, seeds: int) -> Measured:
+def measure(bench: Bench, case: Case) -> Measured:
     """Search in a case, and play what was found."""
 
     def played(attacks: Sequence[str | Policy], on: Sequence[int]) -> list[list[HostileOutcome]]:
         runs = []
         for number, attack in enumerate(attacks):
             for seed in on:
-                alone = case.alone(rounds, seed)
+                alone = case.alone(ROUNDS, seed)
                 attacked = replace(alone, attack=attack, hostile=case.hostile) if attack else alone
                 runs.append((number, partial(play, attacked)))
         return list(play_all(lambda text: bench.say(f"{case.name}: {text}"), runs).values())
@@ -121,8 +118,8 @@ def measure(bench: Bench, case: Case, generations: int, rounds: int, seeds: int)
         bench.say(f"{case.name}: {max(found):+.1%} at most in this generation of the search")
         return found
 
-    policy, _ = search(costs, generations, random.Random(SEARCH_SEED))
-    return Measured(policy, *played(["", policy, KNOWN], range(seeds)))
+    policy, _ = search(costs, GENERATIONS, random.Random(SEARCH_SEED))
+    return Measured(policy, *played(["", policy, KNOWN], range(SEEDS)))
 
 
 def publish(bench: Bench, measured: dict[Case, Measured]) -> None:

@@ -41,7 +41,7 @@ from .process import (
     vectors,
     worker_command,
 )
-from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_bench
+from .report import CACHE, OUT, Bench, Claim, Out, Repeats, Write, open_bench
 
 OURS, LATTICA = "farandole", "Lattica"
 SIZES_MB: Final = (256, 1_024)
@@ -102,7 +102,6 @@ def run(
     ] = None,
     repeats: Repeats = 5,
     peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
-    cache: Cache = CACHE,
     write: Write = False,
 ) -> None:
     """Measure how fast contributions move between two processes, and how raw sockets, hivemind and Lattica do.
@@ -113,7 +112,7 @@ def run(
     others = {name: of[0].partition("==")[2] for name, of in REQUIREMENTS.items()} if peers else {}
     others |= {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
     with open_bench("exchange", out, write, title="Moving a contribution", **others, repeats=repeats) as bench:
-        figures = measure(bench, sizes or SIZES_MB, repeats, cache if peers else None)
+        figures = measure(bench, sizes or SIZES_MB, repeats, CACHE if peers else None)
         bench.publish([*claims_of(figures, VECTOR_MB)], figures)
 
 

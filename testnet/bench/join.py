@@ -44,7 +44,7 @@ from .process import (
     vectors,
     worker_command,
 )
-from .report import CACHE, OUT, Bench, Cache, Claim, Out, Repeats, Write, open_bench
+from .report import CACHE, OUT, Bench, Claim, Out, Repeats, Write, open_bench
 from .worker.join import RUN_ID
 
 SIZE_MB: Final = 100
@@ -124,7 +124,6 @@ def run(
     repeats: Repeats = 5,
     peers: Annotated[bool, typer.Option(help="Measure hivemind too, installing it once.")] = True,
     link: Annotated[bool, typer.Option(help="Measure on a shaped line too; needs Linux and root.")] = True,
-    cache: Cache = CACHE,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
@@ -134,7 +133,7 @@ def run(
     [cyan]farandole testnet bench join --size 20 --repeats 1 --no-peers --no-link[/cyan]
     """
     with open_bench("join", out, write, title="Joining a run", repeats=repeats) as bench:
-        figures = measure(bench, size, repeats, cache if peers else None, with_link=link)
+        figures = measure(bench, size, repeats, CACHE if peers else None, with_link=link)
         bench.publish(claims_of(figures), figures)
 
 

@@ -40,7 +40,7 @@ from ..play.report import PlayReport
 from ..play.scenario import Scenario, load_scenario
 from ..report.section import cell
 from .process import BenchError, BenchWorker, ask_all, obtain_python, open_worker, peer_command, worker_command
-from .report import CACHE, OUT, Bench, Cache, Claim, Out, Write, open_bench
+from .report import CACHE, OUT, Bench, Claim, Out, Write, open_bench
 
 SAMPLE_SECONDS: Final = 15.0
 # Inner steps between two averages of DiLoCo.
@@ -84,7 +84,6 @@ def run(
     hivemind_seconds: Annotated[
         float, typer.Option(min=1.0, help="Seconds' worth of all members' steps between hivemind's averages.")
     ] = 24.0,
-    cache: Cache = CACHE,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
@@ -99,7 +98,7 @@ def run(
     manifest = scenario.manifest(0.0)
     choices: dict[str, Any] = {"scenario": name, "rounds": scenario.rounds, "interval": INTERVAL, "rate": rate}
     with open_bench("race", out, write, title="Time to a loss in homes", **choices) as bench:
-        python = obtain_python("hivemind", cache, bench.say) if peers else None
+        python = obtain_python("hivemind", CACHE, bench.say) if peers else None
         folder = (out / "race").absolute()
         samples = folder.with_name("race-samples")
         samples.mkdir(parents=True, exist_ok=True)

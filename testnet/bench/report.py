@@ -30,7 +30,6 @@ RESULTS: Final = Path(__file__).resolve().with_name("results")
 PAGE: Final = RESULTS.parents[2] / "BENCHMARKS.md"
 Out = Annotated[Path, typer.Option(help="Folder for NAME.json and logs.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")]
-Cache = Annotated[Path, typer.Option(help="Folder in which other projects are installed.")]
 Write = Annotated[
     bool, typer.Option("--write", help="Keep the result in testnet/bench/results, and write BENCHMARKS.md.")
 ]

@@ -12,12 +12,9 @@ import itertools
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
-
-from farandole.node.store.run_file import manifest_of
 
 from .process import ANSWER_TIMEOUT, open_workers
 from .report import OUT, Claim, Out, Write, open_bench
@@ -78,24 +75,19 @@ def claims_of(rounds: Rounds) -> list[Claim]:
 def run(
     turns: Annotated[int, typer.Option(min=2, help="Rounds of each way to save; medians count.")] = 7,
     round_seconds: Annotated[float, typer.Option(min=0.001, help="Length of a round, about.")] = 20.0,
-    device: Annotated[str, typer.Option(help="As for farandole join.")] = "cpu",
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 4,
     out: Out = OUT,
     write: Write = False,
 ) -> None:
     """Measure what a checkpoint a round costs training, and what a blocking torch.save does.
 
-    Examples: [cyan]farandole testnet bench save[/cyan];
-    [cyan]farandole testnet bench save --device cuda --batch-size 64[/cyan]
+    Example: [cyan]farandole testnet bench save --turns 3[/cyan]
     """
-    choices: dict[str, Any] = {"turns": turns, "device": device}
-    manifest = {"name": "bench-save", "model": MODEL, "inner": {"batch_size": batch_size}}
-    manifest_of(manifest, Path(), 0.0)  # raises if values do not fit together
-    with open_bench("save", out, write, title="Saving", **choices) as bench:
+    manifest = {"name": "bench-save", "model": MODEL, "inner": {"batch_size": 4}}
+    with open_bench("save", out, write, title="Saving", turns=turns, device="cpu") as bench:
         folder = out / bench.name
         shutil.rmtree(folder, ignore_errors=True)
         bench.say(f"{turns} turns of {len(WAYS)} rounds of {round_seconds:g} s: {', '.join(WAYS.values())}")
-        request = {"manifest": manifest, "folder": str(folder), "device": device}
+        request = {"manifest": manifest, "folder": str(folder)}
         try:
             with open_workers("training", ["a trainer that saves"], bench.log) as (worker,):
                 worker.put("save_in_turns", turns=turns, seconds=round_seconds, **request)

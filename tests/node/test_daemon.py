@@ -10,11 +10,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-import trio
 
 from farandole.node.base.exits import Exit
-from farandole.node.base.settings import NodeSettings
-from farandole.node.daemon import be_node, run_daemon
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.invite import Invite, encode_invite
@@ -23,11 +20,9 @@ from farandole.protocol.run.models import num_parameters
 from farandole.protocol.run.rules import encoded_bytes
 from farandole.protocol.wire.identity import peer_id_of
 
-from ..patience import PATIENCE
 from .daemons import Daemon, farandole, joined, started, two_that_average
-from .hosts import LOOPBACK, host_at_loopback
+from .hosts import host_at_loopback
 from .small_runs import TINY, small_manifest, write_run
-from .statuses import ALICE
 
 
 async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
@@ -281,26 +276,3 @@ async def test_trainers_crash_and_hang_and_a_node_is_told_twice_to_leave(
             os.kill(trainer, 0)
         await alice.says(bob.name, "is gone")
         assert await alice.end(signal.SIGTERM) == Exit.OK
-
-
-async def test_a_node_without_a_bootstrap_peer_says_so(
-    tmp_path: Path,
-    run: SignedManifest,
-    nursery: trio.Nursery,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, seconds in (("USUAL_SECONDS", 1.0), ("REMIND_AFTER", 1.0), ("STATUS_INTERVAL", 0.1)):
-        monkeypatch.setattr(f"farandole.node.ui.headline.{name}", seconds)
-    nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
-    settings = NodeSettings(home=tmp_path / "bob", invite=nobody, listen=LOOPBACK, mdns=False, upnp=False)
-    nursery.start_soon(run_daemon, settings, be_node)
-    said = ""
-    with trio.fail_after(PATIENCE):
-        while "warning: not in the run yet" not in said:
-            await trio.sleep(0.05)
-            said += capsys.readouterr().out
-    nursery.cancel_scope.cancel()
-    _, _, told = said.partition("warning: not in the run yet")
-    assert ": no known address answers: 1 address of 1 peer" in told
-    assert "`farandole doctor INVITE` finds out why" in told

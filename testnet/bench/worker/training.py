@@ -144,7 +144,7 @@ def end_rounds(run: dict[str, object], device: str, path: str, turns: int) -> di
     return {"seconds": {part: median(each[1:]) for part, each in seconds.items()}}
 
 
-def save_in_turns(manifest: dict[str, Any], device: str, folder: str, turns: int, seconds: float) -> dict[str, Any]:
+def save_in_turns(manifest: dict[str, Any], folder: str, turns: int, seconds: float) -> dict[str, Any]:
     """Play rounds of about ``seconds``: a save, inner steps, an outer step; each way to save has its turn.
 
     The ways are none, behind, and torch, which is `torch.save` and fsync. Return the rounds of each: their duration,
@@ -153,7 +153,7 @@ def save_in_turns(manifest: dict[str, Any], device: str, folder: str, turns: int
     os.nice(TRAINING_NICENESS)  # as trainers are
     torch.set_num_threads(1)
     checked = manifest_from_dict(manifest)
-    learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device=device))
+    learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), settings=TrainerSettings(device="cpu"))
     kept = CheckpointFolder(Path(folder), 0)
     kept.path.mkdir(parents=True)
     reports: list[tuple[float, Saved]] = []
@@ -182,9 +182,7 @@ def save_in_turns(manifest: dict[str, Any], device: str, folder: str, turns: int
         held = time.monotonic() - began_at
         for _ in range(steps):
             learner.learn()
-            synchronize(learner.device)
         learner.round_end.apply(None)
-        synchronize(learner.device)
         figures = {"seconds": time.monotonic() - began_at, "held_seconds": held}
         saver.wait()
         for durable_at, saved in reports:

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE, TRAINING_NICENESS
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.trainer import trainer as trainer_module
-from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
+from farandole.node.trainer.trainer import TrainerError, open_trainer
 from farandole.protocol.checkpoints.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.run.manifest import Manifest, ModelConfig, StartConfig
 from farandole.protocol.trainer import trainer_messages as messages
@@ -53,11 +53,6 @@ async def refusal(command: messages.Prepare, words: str) -> TrainerError:
         async with open_trainer(command):
             pass
     return caught.value
-
-
-async def digest_of(trainer: Trainer) -> bytes:
-    """Return the digest of the contribution, once all of it is encoded."""
-    return (await report_of(trainer, messages.Encoded)).digest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's time in /proc")
@@ -232,7 +227,7 @@ async def test_deterministic_trainers_with_other_threads_and_another_environment
         async with open_trainer(prepare(run=run, device=device, threads=threads)) as trainer:
             await trainer.send(messages.Train(0, 3))
             await report_of(trainer, messages.Contributed)
-            return await digest_of(trainer)
+            return (await report_of(trainer, messages.Encoded)).digest
 
     monkeypatch.delenv("MKL_CBWR", raising=False)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

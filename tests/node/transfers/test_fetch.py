@@ -83,12 +83,6 @@ async def fetch(
     )
 
 
-def fetch_slowly(newcomer: Member) -> None:
-    """Have a newcomer fetch over streams, at a bounded rate, so that there is a middle."""
-    newcomer.conditions.shaping = Shaping.of_mbit(0, 100)
-    newcomer.conditions.channels = None
-
-
 def is_what_was_wanted(path: Path) -> bool:
     whole = load(CONTENT)
     return {name: tensor.tobytes() for name, tensor in load_file(path).items()} == {
@@ -151,7 +145,8 @@ async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> 
                 if progress.num_bytes > CONTENT_WANTED / 2:
                     life.cancel()
 
-            fetch_slowly(newcomer)
+            # Over streams, at a bounded rate, so that there is a middle.
+            newcomer.conditions.shaping, newcomer.conditions.channels = Shaping.of_mbit(0, 100), None
             await fetch(newcomer, [donor], tmp_path / "ours", on_progress=kill_at_half)
         assert life.cancelled_caught
         (partial,) = tmp_path.glob("ours.*")
