@@ -118,9 +118,9 @@ def chat(
 
     model = load_newest(settings, folder, computes_on)
     typer.echo(f"{model.origin}. Ctrl-C ends an answer, Ctrl-D the chat", err=True)
-    is_typed = sys.stdin.isatty()
-    if is_typed:
-        import readline  # noqa: F401 - `input` then has a history
+    if is_typed := sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # not each Python has it
+            import readline  # noqa: F401 - `input` then has a history
     first = [{"role": "system", "content": system}] if system else []
     said: list[dict[str, str]] = []
     while True:
