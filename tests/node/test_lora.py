@@ -110,9 +110,11 @@ async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names
             assert all(".lora_" in name for name in external.parameters), "the frozen base does not travel"
             async with member("carol", other, invite) as carol:
                 await carol.says("another base model", base_hash(other), base_hash(base))
+                assert await carol.ends() != 0
             async with member("bob", base, invite) as bob:
                 await bob.says("enough exchanges")
                 await alice.says("enough exchanges")
+                assert await bob.end(signal.SIGINT) != 0
     agreed = [
         mine
         for mine, yours in itertools.product(*(torch.load(f"{name}.pt") for name in TEXTS))
