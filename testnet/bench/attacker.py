@@ -90,9 +90,10 @@ class Measured:
     attacked: list[HostileOutcome]
     known: list[HostileOutcome]
 
-    def above(self, outcomes: Sequence[HostileOutcome]) -> list[float]:
-        """Return by how much the honest members' losses exceed those of the honest alone, as shares, by seed."""
-        return [one.loss / alone.loss - 1 for one, alone in zip(outcomes, self.alone, strict=True)]
+
+def above(outcomes: Sequence[HostileOutcome], quiet: Sequence[HostileOutcome]) -> list[float]:
+    """Return by how much the honest members' losses exceed those of the honest alone, as shares, by seed."""
+    return [one.loss / alone.loss - 1 for one, alone in zip(outcomes, quiet, strict=True)]
 
 
 def measure(bench: Bench, case: Case) -> Measured:
@@ -111,10 +112,7 @@ def measure(bench: Bench, case: Case) -> Measured:
     (quiet,) = played([""], searched)
 
     def costs(policies: Sequence[Policy]) -> list[float]:
-        found = [
-            fmean(one.loss / alone.loss - 1 for one, alone in zip(outcomes, quiet, strict=True))
-            for outcomes in played(policies, searched)
-        ]
+        found = [fmean(above(outcomes, quiet)) for outcomes in played(policies, searched)]
         bench.say(f"{case.name}: {max(found):+.1%} at most in this generation of the search")
         return found
 
@@ -128,7 +126,7 @@ def publish(bench: Bench, measured: dict[Case, Measured]) -> None:
     header += [f"`{KNOWN}`", "what it sends"]
     rows = []
     for case, found in measured.items():
-        above = found.above(found.attacked)
+        shares = above(found.attacked, found.alone)
         worst = max(max(one.losses) / alone.loss - 1 for one, alone in zip(found.attacked, found.alone, strict=True))
         met = sum(one.hostile_exchanges for one in found.attacked)
         less = sum(one.hostile_clipped + one.hostile_refused for one in found.attacked)
@@ -136,9 +134,9 @@ def publish(bench: Bench, measured: dict[Case, Measured]) -> None:
         touched = sum(one.honest_clipped + one.honest_refused for one in found.attacked)
         numbers = ", ".join(f"{name} {value:+.2f}" for name, value in msgspec.to_builtins(found.policy).items())
         full = [f"{1 - less / max(met, 1):.0%}", f"{1 - touched / max(honest, 1):.1%}"]
-        seeds = ", ".join(f"{each:+.1%}" for each in above)
-        known = f"{fmean(found.above(found.known)):+.1%}"
-        rows.append([case.name, f"{fmean(above):+.1%}", seeds, f"{worst:+.1%}", *full, known, numbers])
+        seeds = ", ".join(f"{each:+.1%}" for each in shares)
+        known = f"{fmean(above(found.known, found.alone)):+.1%}"
+        rows.append([case.name, f"{fmean(shares):+.1%}", seeds, f"{worst:+.1%}", *full, known, numbers])
     claims = [Claim(f"loss above the honest alone, {row[0]}; beside it {KNOWN}", row[1], row[6]) for row in rows]
     data = {case.name: msgspec.to_builtins(found) for case, found in measured.items()}
     bench.publish(claims, data, grids=[Grid(bench.title, header, rows)])

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from farandole.protocol.run.manifest import InnerConfig, Manifest
+from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, ScreeningRules
 
-from ..methods.compare import BATCH_SIZE, LEARNING_RATE, MODEL
+from ..methods.compare import MODEL, inner_of
 from ..report.section import Grid
 from ..simulate.plays import play_all
 from ..zoo.member_attacks import ATTACKS, check_attack
@@ -78,13 +78,7 @@ def run(
 
 def manifest_of(rounds: int, seed: int, screening: ScreeningRules) -> Manifest:
     """Return the manifest of the simulated run."""
-    inner = InnerConfig(
-        learning_rate=LEARNING_RATE,
-        warmup_steps=rounds * STEPS // 20,
-        total_steps=rounds * STEPS,
-        batch_size=BATCH_SIZE,
-    )
-    outer = NoLoCoConfig(codec="bf16")
+    inner, outer = inner_of(rounds * STEPS), NoLoCoConfig(codec="bf16")
     return Manifest("hostile members", MODEL, seed=seed, inner=inner, outer=outer, screening=screening)
 
 

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.rules import PlainConfig
 from farandole.training.data.batches import Batch
-from farandole.training.data.dataset import Sampler, Text
+from farandole.training.data.dataset import Text
 from farandole.training.model.model import Linear, build_model, fill_
 
 from ..report.section import Grid, setting
 from .baselines import Method, Trial
-from .compare import TUNING_SEED, interval_of, texts_by_kind, windows_held_out
+from .compare import TUNING_SEED, interval_of, texts_by_kind, trial_of, windows_held_out
 from .stacked import Stack, Tokens, train
 
 MEMBERS: Final = 4
@@ -44,11 +44,7 @@ BASE_RATE: Final = 6e-3
 RATES: Final = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 # Of each kind of held-out text.
 WINDOWS: Final = 128
-HEADER: Final = (
-    "method",
-    "rate",
-    *(cell for name in ("all text", "own text", "merged") for cell in (name, "difference")),
-)
+HEADER: Final = ("method", "rate", "all text", "difference", "own text", "difference", "merged", "difference")
 IN_TURNS, B_ALONE, SPLIT = "A and B in turns", "B alone", "the product, split"
 METHODS: Final = (
     *(Method(name, "pairs", 20, PlainConfig()) for name in ("A and B apart", IN_TURNS, B_ALONE, SPLIT)),
@@ -143,15 +139,9 @@ def lessons(steps: int) -> InnerConfig:
     return InnerConfig(learning_rate=1.0, warmup_steps=steps // 20, total_steps=steps, batch_size=BATCH_SIZE, clip=0.0)
 
 
-def trial(texts: Mapping[str, Text], seed: int, rate: float) -> Trial:
-    """Return a training on these texts, of which each is another member's."""
-    seeded = partial(Sampler, batch_size=BATCH_SIZE, context=MODEL.context)
-    return Trial(seed, rate, [seeded(texts[kind], key=(seed.to_bytes(32, "little"), kind.encode())) for kind in texts])
-
-
 def trained_base(texts: Mapping[str, Text], steps: int) -> dict[str, Tensor]:
     """Return the parameters of a model that one machine has trained on all of these texts."""
-    method, trials = Method("base", "gradients"), [trial(texts, 0, BASE_RATE)]
+    method, trials = Method("base", "gradients"), [trial_of(texts, 0, BASE_RATE, MODEL.context, BATCH_SIZE)]
     stack = Stack(method, [build_model(MODEL, 0)], lessons(steps), trials, torch.device("cpu"))
     train(method, stack, trials, steps)
     return {name: view[0] for name, view in stack.views().items()}
@@ -170,7 +160,7 @@ def main(out: Path, seeds: int = 5, steps: int = 300, base_steps: int = 1_500) -
     for method in METHODS:
 
         def train_all(tried: Sequence[tuple[int, float]], method: Method = method) -> AdapterStack:
-            trials = [trial(of_members, seed, rate) for seed, rate in tried]
+            trials = [trial_of(of_members, seed, rate, MODEL.context, BATCH_SIZE) for seed, rate in tried]
             stack = AdapterStack(method, base, lessons(steps), trials)
             train(method, stack, trials, steps)
             return stack

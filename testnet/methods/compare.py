@@ -30,7 +30,7 @@ from rich.console import Console
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.run.models import num_parameters, preset
-from farandole.training.base.device import Device, choose_device
+from farandole.training.base.device import choose_device
 from farandole.training.base.durable import replacing
 from farandole.training.base.errors import DataError
 from farandole.training.data.batches import Batch, Found, Tokens, cut_out, draw
@@ -109,65 +109,19 @@ def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
 
 @dataclass(frozen=True, slots=True)
 class MethodComparison:
-    """The settings of a comparison."""
+    """The settings of a comparison: the options of `farandole testnet compare`, whose help says what they are."""
 
     nodes: int = 8
     steps: int = 2_000
     seeds: int = 3
     interval: int = 10
     words: Sequence[str] = ()
-    """Words of the methods' names; empty: all methods."""
     rates: Sequence[float] = (1.0,)
-    """Factors of the learning rate. Of several, each method gets the one that is best for it with another seed."""
     baseline: str = "DiLoCo"
-    """The method that others are compared with, seed by seed, if it is among them."""
     model: str = ""
-    """A preset; empty: `MODEL`."""
     text: Path | None = None
-    """A folder with a subfolder for each kind of text; None: the standard library."""
     is_mixed: bool = False
-    """Whether each replica trains on the text of all kinds, instead of on one kind."""
     device: str = "cpu"
-    """``cpu``: each training is a process with one thread; else all seeds and rates of a method are trained at once."""
-
-    @property
-    def setting(self) -> dict[str, object]:
-        """Return the settings for a document."""
-        return {
-            "nodes": self.nodes,
-            "steps": self.steps,
-            "seeds": self.seeds,
-            "interval": self.interval,
-            "rates": ", ".join(f"{rate:g}" for rate in self.rates),
-            "parameters": num_parameters(self.sizes),
-            "device": self.chosen_device.description,
-        }
-
-    @property
-    def chosen_device(self) -> Device:
-        """Return the device; raises `TrainingError` if there is none of that name."""
-        return choose_device(self.device)
-
-    def inner(self) -> InnerConfig:
-        """Return the settings of the inner optimizer, which a method's and a rate change."""
-        return InnerConfig(
-            learning_rate=LEARNING_RATE,
-            warmup_steps=self.steps // 20,
-            total_steps=self.steps,
-            batch_size=BATCH_SIZE,
-        )
-
-    def samplers(self, texts: Mapping[str, Text], seed: int) -> list[Sampler]:
-        """Return the batches of each replica."""
-        return [
-            Sampler(
-                text,
-                key=(seed.to_bytes(32, "little"), name.encode()),
-                batch_size=BATCH_SIZE,
-                context=self.sizes.context,
-            )
-            for name, text in texts.items()
-        ]
 
     @property
     def share_of_matrices(self) -> float:
@@ -182,6 +136,19 @@ class MethodComparison:
     def sizes(self) -> ModelConfig:
         """Return the model, with sequences that are short enough for many replicas on a CPU."""
         return replace(preset(self.model), context=MODEL.context) if self.model else MODEL
+
+
+def inner_of(steps: int) -> InnerConfig:
+    """Return the settings of the inner optimizer, which a method's and a rate change."""
+    warmup = steps // 20
+    return InnerConfig(learning_rate=LEARNING_RATE, warmup_steps=warmup, total_steps=steps, batch_size=BATCH_SIZE)
+
+
+def trial_of(texts: Mapping[str, Text], seed: int, rate: float, context: int, batch_size: int = BATCH_SIZE) -> Trial:
+    """Return a training of replicas that have a text each."""
+    keys = [(seed.to_bytes(32, "little"), name.encode()) for name in texts]
+    by_key = zip(texts.values(), keys, strict=True)
+    return Trial(seed, rate, [Sampler(text, key=key, batch_size=batch_size, context=context) for text, key in by_key])
 
 
 def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[Result]:
@@ -201,7 +168,10 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     num_read = comparison.steps * BATCH_SIZE * comparison.sizes.context
     measured = {
         **setting(),
-        **comparison.setting,
+        **{name: getattr(comparison, name) for name in ("nodes", "steps", "seeds", "interval")},
+        "rates": ", ".join(f"{rate:g}" for rate in comparison.rates),
+        "parameters": num_parameters(comparison.sizes),
+        "device": choose_device(comparison.device).description,
         "kinds": [*(["mixed"] if comparison.is_mixed else []), *texts],
         "times that text is read": [round(num_read / len(text.training), 2) for text in texts.values()],
     }
@@ -218,7 +188,7 @@ def run_compare(comparison: MethodComparison, out: Path | None = None) -> list[R
     def play(plays: Iterable[tuple[Method, int]]) -> list[Result]:
         asked = {(method.name, seed, method.rate): (method, seed) for method, seed in plays}
         missing = {key: each for key, each in asked.items() if key not in results}
-        if comparison.chosen_device.torch_device.type == "cpu":
+        if choose_device(comparison.device).torch_device.type == "cpu":
             play_all(
                 say,
                 [(key, partial(measure, comparison, [each], texts, windows)) for key, each in missing.items()],
@@ -357,8 +327,8 @@ def measure(
 
     All are evaluated on ``windows`` (B, T + 1) of each kind. On a CPU it takes one thread.
     """
-    device = comparison.chosen_device.torch_device
-    trials = [Trial(seed, method.rate, comparison.samplers(texts, seed)) for method, seed in plays]
+    device = choose_device(comparison.device).torch_device
+    trials = [trial_of(texts, seed, method.rate, comparison.sizes.context) for method, seed in plays]
     method = plays[0][0]
     started = time.perf_counter()
     if device.type == "cpu":
@@ -366,12 +336,12 @@ def measure(
     else:
         torch.set_float32_matmul_precision("high")  # TF32, which is more exact than the bf16 of a node on a GPU
     modules = [build_model(comparison.sizes, trial.seed) for trial in trials]
-    stack = Stack(method, modules, comparison.inner(), trials, device)
+    stack = Stack(method, modules, inner_of(comparison.steps), trials, device)
 
     train(method, stack, trials, comparison.steps)
     losses, spreads = stack.losses(windows), stack.spreads()
     seconds = (time.perf_counter() - started) / len(trials)
-    merged_losses = stack.merged_losses(windows)
+    merged_losses = stack.losses(windows, merged=True)
     return [
         Result(method.name, trial.seed, trial.rate, loss, merged_loss, spread, seconds)
         for trial, loss, merged_loss, spread in zip(trials, losses, merged_losses, spreads, strict=True)

@@ -130,19 +130,14 @@ class Stack:
         by_size = ([list(group) for group in groups if len(group) == size] for size in sizes)
         return [torch.tensor(of_size, device=self.theta.device) for of_size in by_size]
 
-    def losses(self, batches: Sequence[Tokens]) -> list[float]:
+    @torch.no_grad()
+    def losses(self, batches: Sequence[Tokens], merged: bool = False) -> list[float]:
         """Return each trial's loss, the mean over its replicas and the batches, each (B, T + 1).
 
-        Raises `TrainingError` if a gradient was not finite: a replica would skip such a step, a stack cannot.
+        ``merged``: the loss of the mean of its replicas' weights. Raises `TrainingError` if a gradient was not finite:
+        a replica would skip such a step, a stack cannot.
         """
-        return self._losses(self.theta, batches)
-
-    def merged_losses(self, batches: Sequence[Tokens]) -> list[float]:
-        """Return each trial's loss of the mean of its replicas' weights, otherwise as `losses`."""
-        return self._losses(self._by_trial().mean(1), batches)
-
-    @torch.no_grad()
-    def _losses(self, theta: Tensor, batches: Sequence[Tokens]) -> list[float]:
+        theta = self._by_trial().mean(1) if merged else self.theta
         if bool(self._gradients.have_failed):  # waits for the device
             raise TrainingError("a gradient was not finite: leave out the highest rate")
         by_trial: list[float] = self.losses_by_row(theta, batches).mean(0).view(self._num_trials, -1).mean(1).tolist()

@@ -242,7 +242,7 @@ def test_a_merged_loss_is_that_of_the_mean(
     flat = replica.round_end.weights.flat
     flat.copy_(stack.theta.mean(0)[: len(flat)])
     alone = float(language_loss(replica.replica.module, torch.from_numpy(batch)).detach())
-    assert stack.merged_losses([batch]) == [pytest.approx(alone)]
+    assert stack.losses([batch], merged=True) == [pytest.approx(alone)]
     assert stack.losses([batch]) != [pytest.approx(alone)]
 
 
