@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -144,10 +145,10 @@ def measure(
 
     Raises `BenchError`, and `NamespaceError` if there can be no line here.
     """
-    source, log, say = bench.out / "join.safetensors", bench.log, bench.say
+    log, say = bench.log, bench.say
     figures: dict[str, Any] = {"size_mb": size_mb}
-
-    try:
+    with TemporaryDirectory(dir=bench.out) as place:
+        source = Path(place, "join.safetensors")
         make_checkpoint(source, size_mb)
         with contextlib.ExitStack() as stack:
             fetch, _, _ = stack.enter_context(open_nodes(source, log, [Location()] * 3))
@@ -169,9 +170,6 @@ def measure(
                     home.set_rate(UP_MBIT, DOWN_MBIT)
                     home.set_delay(DELAY_MS)
                 figures |= measure_line(source, size_mb, log, [home.host for home in homes])
-    finally:
-        for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
-            leftover.unlink(missing_ok=True)
     return figures
 
 

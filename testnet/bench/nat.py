@@ -153,9 +153,8 @@ def measure_pair(pair: Pair, folder: Path) -> PairResult:
         if began_at is not None and near.is_running and near.record.status is not None:
             row.observe(near.record.status, far.report.peer_id, seconds - began_at)
 
-    # The losses are not needed here.
-    unmeasured = Merged(0.0, 0.0, 0.0)
-    testnet = Testnet(scenario_of(pair), folder, lambda _: None, measure=lambda *_: unmeasured, watch=watch)
+    # No loss is needed here.
+    testnet = Testnet(scenario_of(pair), folder, lambda _: None, measure=lambda *_: Merged(0.0, 0.0, 0.0), watch=watch)
     row.failure = "; ".join(play_and_report(testnet).reasons)
     return row
 

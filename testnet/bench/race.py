@@ -249,7 +249,6 @@ def play_hivemind(
     settings = {
         "folders": [os.path.abspath(each) for each in sys.path],
         "manifest": msgspec.to_builtins(manifest),
-        "codec": "8-bit",
         "target": round(interval * speed * manifest.inner.batch_size),
     }
     steps_of = dict.fromkeys(range(scenario.nodes), 0)

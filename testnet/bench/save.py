@@ -9,9 +9,9 @@ measure.
 from __future__ import annotations
 
 import itertools
-import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Annotated, Final
 
 import typer
@@ -84,14 +84,10 @@ def run(
     """
     manifest = {"name": "bench-save", "model": MODEL, "inner": {"batch_size": 4}}
     with open_bench("save", out, write, title="Saving", turns=turns, device="cpu") as bench:
-        folder = out / bench.name
-        shutil.rmtree(folder, ignore_errors=True)
         bench.say(f"{turns} turns of {len(WAYS)} rounds of {round_seconds:g} s: {', '.join(WAYS.values())}")
-        request = {"manifest": manifest, "folder": str(folder)}
-        try:
-            with open_workers("training", ["a trainer that saves"], bench.log) as (worker,):
-                worker.put("save_in_turns", turns=turns, seconds=round_seconds, **request)
-                rounds: Rounds = worker.get(SLOWEST * (ANSWER_TIMEOUT + turns * len(WAYS) * round_seconds))["rounds"]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        opened = open_workers("training", ["a trainer that saves"], bench.log)
+        with TemporaryDirectory(dir=out) as place, opened as (worker,):
+            folder = f"{place}/checkpoints"
+            worker.put("save_in_turns", manifest=manifest, folder=folder, turns=turns, seconds=round_seconds)
+            rounds: Rounds = worker.get(SLOWEST * (ANSWER_TIMEOUT + turns * len(WAYS) * round_seconds))["rounds"]
         bench.publish(claims_of(rounds), {"rounds": rounds})

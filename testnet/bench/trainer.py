@@ -8,6 +8,7 @@ includes everything that keeps its trainer from inner steps, such as pauses and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -69,14 +70,12 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
         worker.put("compare", run=run, device=device, turns=ENGINE_TURNS, seconds=ENGINE_SECONDS)
         engine = float(worker.get(ANSWER_TIMEOUT + 4 * ENGINE_TURNS * ENGINE_SECONDS)["ratio"])
     bench.say("the end of a round")
-    checkpoint = bench.out / f"{bench.name}.checkpoint"
-    try:
-        with open_workers("training", ["a round's end"], bench.log) as (worker,):
-            worker.put("end_rounds", run=run, device=device, path=str(checkpoint), turns=END_TURNS)
-            round_end = worker.get(END_TIMEOUT)["seconds"]
-    finally:
-        for leftover in bench.out.glob(f"{checkpoint.name}*"):
-            leftover.unlink()
+    with (
+        TemporaryDirectory(dir=bench.out) as place,
+        open_workers("training", ["a round's end"], bench.log) as (worker,),
+    ):
+        worker.put("end_rounds", run=run, device=device, path=f"{place}/checkpoint", turns=END_TURNS)
+        round_end = worker.get(END_TIMEOUT)["seconds"]
     bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
     request = {"run": run, "device": device, "warmup_seconds": round_seconds, "seconds": 2 * round_seconds}
     with open_workers("training", [f"plain loop {author}" for author in range(NUM_NODES)], bench.log) as workers:

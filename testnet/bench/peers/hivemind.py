@@ -28,7 +28,6 @@ class Peer:
         self._vector = vector
         self._averagers: dict[str, Any] = {}
         self._step: Any = None
-        self._index = 0
 
     def open(self, index: int, num_elements: int, peers: list[str]) -> dict[str, Any]:
         """Join the other peer, if there is one yet."""

@@ -20,10 +20,9 @@ from typing import Any, Final
 
 import hivemind
 import torch
-from hivemind.compression import NoCompression, Uniform8BitQuantization
+from hivemind.compression import Uniform8BitQuantization
 
 RUN_ID: Final = bytes(32)
-COMPRESSIONS: Final = {"fp32": NoCompression, "8-bit": Uniform8BitQuantization}
 # hivemind's own default is 15 s, longer than the averages are apart here; its examples for few peers take 3 s.
 MATCHMAKING_SECONDS: Final = 3.0
 AVERAGING_TIMEOUT: Final = 60.0
@@ -46,7 +45,6 @@ class Peer:
         step_seconds: float,
         ip: str,
         peers: list[str],
-        codec: str,
         target: int,
         steps: int,
     ) -> dict[str, Any]:
@@ -83,7 +81,7 @@ class Peer:
             delay_state_averaging=True,
             matchmaking_time=MATCHMAKING_SECONDS,
             averaging_timeout=AVERAGING_TIMEOUT,
-            state_averaging_compression=COMPRESSIONS[codec](),
+            state_averaging_compression=Uniform8BitQuantization(),
         )
         os.nice(TRAINING_NICENESS)  # as trainers are
         threading.Thread(target=self._learn, daemon=True).start()

@@ -134,7 +134,6 @@ class StageNode:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
-        self._authors: list[bytes] = []
 
     async def listen(self, manifest: dict[str, Any], stage: int) -> dict[str, Any]:
         """Start to listen, and return the node's addresses."""
