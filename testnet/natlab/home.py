@@ -86,14 +86,11 @@ class Home:
     def set_loss(self, loss: float) -> None:
         """Lose each packet with this probability, in and out."""
         self.loss = loss
-        self._lose(loss)
+        self.cut(undo=True)
 
     def cut(self, *, undo: bool = False) -> None:
         """Drop all packets between the home and the internet, without any notice to either side."""
-        self._lose(self.loss if undo else 1.0)
-
-    def _lose(self, share: float) -> None:
-        self.routers[0].namespace.run("nft -f -", line_rules(share))
+        self.routers[0].namespace.run("nft -f -", line_rules(self.loss if undo else 1.0))
 
     # Hosts and routers
 

@@ -131,8 +131,6 @@ FACTORS: Final = (2.0, 5.0, 20.0)
 MAX_DRAWN: Final = 500
 _ATTEMPTS: Final = 200
 
-_Kinds = Annotated[tuple[FaultKind, ...], msgspec.Meta(min_length=1)]
-
 
 class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A scenario's settings of its random faults."""
@@ -140,7 +138,7 @@ class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     """Approximate seconds of the training: there is no fault near their end."""
     faults: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAWN)]
-    kinds: _Kinds = tuple(DURATIONS)
+    kinds: Annotated[tuple[FaultKind, ...], msgspec.Meta(min_length=1)] = tuple(DURATIONS)
     """Used in turn, so that each has its share."""
     nodes: Annotated[tuple[NodeIndex, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """Nodes that may have faults; none: all nodes. At most half of these have one at a time."""

@@ -100,7 +100,6 @@ class StageReport(msgspec.Struct, frozen=True):
 
     stage: int
     providers: int
-    """Number of live providers."""
     inner_steps: int
     """Mean of the live providers."""
     kept: int
@@ -159,26 +158,22 @@ class PlayReport(msgspec.Struct, frozen=True):
     events: list[str]
     """Faults, and other events of the nodes."""
     stages: list[StageReport] = []
-    """Reports of the stages, where the model is cut into several."""
     faults: list[FaultReport] = []
     tokens_per_given_second: float | None = None
     """Tokens per second of all nodes while they are alive; see `NodeReport.given_seconds`."""
     beside: Beside | None = None
-    """Comparison with the clean run."""
     bits_per_byte_start: float | None = None
-    """`loss_start` in bits per byte."""
     bits_per_byte_merged: float | None = None
-    """`loss_merged` in bits per byte."""
 
 
 class Merged(msgspec.Struct, frozen=True):
-    """The losses and spread of the mean of all replicas; see `farandole.testnet.play.merge`."""
+    """The fields of these names of a `PlayReport`; see `farandole.testnet.play.merge`."""
 
     loss_start: float
-    loss: float
+    loss_merged: float
     spread: float
     bits_per_byte_start: float | None = None
-    bits_per_byte: float | None = None
+    bits_per_byte_merged: float | None = None
 
 
 # The result of a play, in words.

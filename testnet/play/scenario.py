@@ -96,7 +96,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: tuple[str, ...] = ()
     """Files and folders of text that every node trains on, as ``--data`` of ``join``; none: what ``run`` says."""
     device: str = "cpu"
-    """Device of the trainers."""
     checkpoint_seconds: _Positive = 5.0
     timeout: _Positive = 280.0
     """Seconds from the first launch to the end of training."""

@@ -21,7 +21,7 @@ def silent(text: str) -> None:
 
 
 def measure(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], data: Sequence[str]) -> Merged:
-    return Merged(loss_start=5.5, loss=2.5, spread=0.01)
+    return Merged(loss_start=5.5, loss_merged=2.5, spread=0.01)
 
 
 def testnet(scenario: Scenario, out: Path, *faults: str) -> Testnet:

@@ -58,9 +58,9 @@ def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner]) -> 
 def test_the_mean_is_better_than_the_start(replicas: dict[Path, Learner]) -> None:
     merged = measure_merged(MANIFEST, RUN_ID, list(replicas))
     assert 5.0 < merged.loss_start < 6.5
-    assert merged.loss < merged.loss_start - 0.3
-    assert (merged.bits_per_byte_start, merged.bits_per_byte) == pytest.approx(
-        (merged.loss_start / math.log(2), merged.loss / math.log(2))
+    assert merged.loss_merged < merged.loss_start - 0.3
+    assert (merged.bits_per_byte_start, merged.bits_per_byte_merged) == pytest.approx(
+        (merged.loss_start / math.log(2), merged.loss_merged / math.log(2))
     ), "a token is a byte"
 
 

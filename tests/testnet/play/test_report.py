@@ -33,7 +33,7 @@ GOOD = NodeReport(
     is_alive=True,
     state_root="root",
 )
-MERGED = Merged(loss_start=5.5, loss=2.1, spread=0.02, bits_per_byte_start=7.9, bits_per_byte=3.0)
+MERGED = Merged(5.5, 2.1, 0.02, bits_per_byte_start=7.9, bits_per_byte_merged=3.0)
 
 
 def scenario(**settings: Any) -> Scenario:
