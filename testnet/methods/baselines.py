@@ -15,6 +15,7 @@ from farandole.training.data.dataset import Sampler
 from farandole.training.outer.rule import OuterRule, rule_of
 
 from .diloco import TWO_BITS_BYTES, DiLoCo, DiLoCoConfig
+from .sparseloco import SparseLoCo, SparseLoCoConfig
 
 _NOLOCO = NoLoCoConfig()
 _PLAIN: Final = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
@@ -131,6 +132,8 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, _PLAIN),
         Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, _PLAIN, exchanges=2),
         *(method for share in MUON_SHARES for method in _muon_methods(share, interval)),
+        Method("SparseLoCo, 8 of 256", "all", interval, SparseLoCoConfig()),
+        Method("SparseLoCo, pairs, 8 of 256", "pairs", interval, SparseLoCoConfig()),
         Method("nobody averages", "none"),
     )
 
@@ -175,5 +178,10 @@ def _with_momentum(name: str, interval: int, fragments: int = 8) -> Method:
 
 
 def rule_for(settings: OuterConfig) -> OuterRule:
-    """Return the outer rule of these settings, of a run's or DiLoCo's."""
-    return DiLoCo(settings) if isinstance(settings, DiLoCoConfig) else rule_of(settings)
+    """Return the outer rule of these settings, of a run's or of a method's own."""
+    match settings:
+        case DiLoCoConfig():
+            return DiLoCo(settings)
+        case SparseLoCoConfig():
+            return SparseLoCo(settings)
+    return rule_of(settings)

@@ -45,6 +45,7 @@ from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Group, Method, Trial, rule_for
 from .diloco import DiLoCoConfig, in_two_bits
+from .sparseloco import SparseLoCo
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
 _WARMUP_STEPS: Final = 3
@@ -305,6 +306,7 @@ class _Outer:
         self._settings = settings
         self._layout = layout
         self._rule = rule_for(settings)
+        self._is_sparse = isinstance(self._rule, SparseLoCo)
         self._form = form_of(settings.codec, settings.topk)
         self._theta = theta
         self.slow = theta.clone()
@@ -317,8 +319,9 @@ class _Outer:
         self._fast = self._exact = self._sent = theta
         self._last = self._is_sent = torch.empty(0)
         if settings.remembers_sent:
-            # What was last sent of each element.
-            self._last = self._rule.contribution(OwnVectors(theta, self.slow, self._vectors)).clone()
+            # What was last sent of each element. Of SparseLoCo's, the slow weights are what the others have.
+            own = OwnVectors(theta, self.slow, self._vectors)
+            self._last = self.slow if self._is_sparse else self._rule.contribution(own).clone()
 
     def _piece(self, flat: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return a copy (N, P) of the fragment in the rows of ``flat`` (N, W), by default in all."""
@@ -356,17 +359,17 @@ class _Outer:
         contributions = [self._exact[rows]]
         if size > 1:
             order = torch.arange(size, device=groups.device).repeat(size, 1)  # (R, R): all in one order
-            if size == 2 or self._rule.keeps_own_exact:  # each row's own one first
+            if size == 2 or self._rule.keeps_own_exact or self._is_sparse:  # each row's own one first
                 order = (order + order.T) % size
             senders = groups[:, order].flatten(0, 1).unbind(1)  # R times (G R): the rows that each row hears
             contributions = [self._sent[each] for each in senders]
             if self._settings.remembers_sent:  # a row takes its own for what topk has left out
-                sent, own_sent = self._is_sent, self._sent[rows]
+                sent, own_sent = self._is_sent, own.slow if self._is_sparse else self._sent[rows]
                 contributions = [torch.where(sent[each], self._sent[each], own_sent) for each in senders]
             if self._settings.is_lossy and self._rule.keeps_own_exact:
                 contributions = [self._exact[rows] + (each - self._sent[rows]) for each in contributions]
         self._rule.step(own, Meeting(contributions, [1 / size] * size, 0, is_late))
-        if size > 1 and self._settings.remembers_sent:
+        if size > 1 and self._settings.remembers_sent and not self._is_sparse:
             sent, last = self._sent[rows], self._piece(self._last, rows)
             self._last[rows, part] = torch.where(self._is_sent[rows], sent, last)[:, :length]
         for flat, piece in (
