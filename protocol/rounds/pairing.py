@@ -1,17 +1,15 @@
 """Pairing: nodes agree on the partner for the end of a round while its inner steps still run.
 
-NoLoCo (arXiv 2506.10911) averages with one random partner. It leaves open how N nodes without a clock, a coordinator or
-equal speeds form pairs. Here each node proposes to a uniformly random live peer, well before it is ready:
+NoLoCo (arXiv 2506.10911) leaves open how nodes without a clock, a coordinator or equal speeds form pairs. Here each
+node proposes to a uniformly random live peer, well before it is ready:
 
 - *No livelock.* A node with an outstanding proposal accepts another's, and withdraws its own, only if the other comes
-  first by a coin that the node tosses for each peer and each proposal of its own. So every second proposal succeeds,
-  whatever its sender puts into it and however often it asks. (If the least session came first, as in Luby's maximal
-  matchings of 1986, a peer that names its sessions 0, 1, 2, ... would be every node's partner.) Of two proposals that
-  cross between the same two nodes the smaller session holds; both nodes know both sessions.
+  first by a coin that the node tosses for each peer and each proposal of its own: so every second one succeeds. (If the
+  least session came first, as in Luby's matchings of 1986, a peer that names its sessions 0, 1, 2, ... would be every
+  node's partner.) Of two proposals that cross between the same two nodes the smaller session holds.
 - *Uniform partners.* Partners end an exchange together, so if every node proposed at the start of its round, the same
   pairs would meet for ever. Each node waits for a random share of its round before it proposes (`PROPOSE_FROM`,
-  `PROPOSE_UNTIL`), and accepts proposals while it waits: by then all nodes are back from their exchanges. The window
-  also lets groups meet that are out of phase with each other and would otherwise never mix.
+  `PROPOSE_UNTIL`), and accepts proposals while it waits. So groups that are out of phase with each other meet too.
 - *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. This is
   gossip averaging of the phases: the network synchronises without a clock. A partner that is let go takes its word with
   it, so peers that never come do not pull the phases apart. Without boxes, nodes whose ends lie too far
@@ -22,23 +20,21 @@ equal speeds form pairs. Here each node proposes to a uniformly random live peer
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``, or of two
   rounds if these are shorter; an odd node out, or one for which no peer is free, goes on at once. In rounds with boxes
   a partner that never exchanged with this node is left for another after `MEETING_SHARE`.
-- *Meetings are remembered.* A peer whose exchange failed is asked last, and answered last, for longer each time; a peer
-  that is met more often than by chance waits for its turn (`farandole.protocol.rounds.pairing_order`).
+- *Meetings are remembered.* A peer whose exchange failed is asked once no other is left, for longer each time, and
+  given up for any better one; a peer that is met more often than by chance waits for its turn (`.pairing_order`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
-  node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, at
-  most `MAX_GIVEN_UP` times a round and while neither is ready; that partner most often finds another peer in turn.
-- *Last resorts.* A peer that is put off is asked once no other is left, and given up for any better one.
+  node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, once
+  a round and while neither is ready; that partner most often finds another peer in turn.
 - *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), the node seeks another
   partner, once a round: half of ``exchange_seconds`` is always left for that transfer. A node that refused, or was
   refused, does not try again. Where rounds overlap there is no second try: the next exchange is near.
-- *Wariness.* While peers that never exchanged fail, the proven ones come first, and a node proposes early: before
-  members that take every chance have them all. A peer that never exchanged then gets time that leaves a second try.
+- *Doubts.* While peers break agreements, those that kept one come first, before members that take every chance have
+  them all; and one that never exchanged gets time that leaves a second try.
 - *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
   node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
 
-Rejected: leaving any late partner for another before the wait is over (where rounds are short or machines unequal, most
-are honest, each then leaves a third one late, and five times as many rounds are taken alone); and what
-docs/decisions.md lists ("Finding a partner").
+Rejected: leaving any late partner for another before the wait is over (where rounds are short most are honest, and
+five times as many rounds are taken alone); and what docs/decisions.md lists ("Finding a partner").
 """
 
 from __future__ import annotations
@@ -76,21 +72,16 @@ from .pairing_events import (
 from .pairing_order import PeerOrder
 from .pairing_waits import MIN_ANSWER, MIN_RETRY, WAIT_SHARE, Bond, PairingRound, Waits
 
-# A replica that is more rounds than this behind the others takes a peer's weights: its own would pull its partners
-# back. A newcomer gets weights that are at most this old.
+# A replica further behind takes a peer's weights: its own would pull partners back. A newcomer's are at most this old.
 MAX_ROUNDS_BEHIND = 10
-# A node first proposes at a random time between these shares of its round. From a quarter on, nodes that ended the last
-# round late are back; the last quarter is for nodes whose first proposals are refused.
+# From a quarter on, nodes that ended the last round late are back; the last is for those whose proposals are refused.
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
-# Share of the time to an exchange's deadline in which the partner's offer must come, where a round waits for it.
+# Share of the time to an exchange's deadline in which the partner's offer must come.
 OFFER_SHARE = 0.25
-# A box moves by at most this share of its length in either direction, so that no partner can stretch a round endlessly.
+# A box moves by at most this share of its length, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
-# Proposals of one node in one round: among 1,000 nodes the last free ones rarely find each other, and each proposal may
-# cost a dial. After this many the node only accepts.
+# Among 1,000 nodes the last free ones rarely find each other, and each proposal may cost a dial: then it only accepts.
 MAX_PROPOSALS = 64
-# Partners that a node gives up in a round for peers that find no other; a higher limit leaves over no fewer nodes.
-MAX_GIVEN_UP = 1
 # In this last share of a round no partner is given up: it would not find another before the round ends.
 SWAP_SHARE = 0.25
 NOT_READY = "the partner was not ready in time"
@@ -108,11 +99,10 @@ class _Timer(enum.Enum):
 
 
 class Pairing:
-    """One node's pairing, round after round.
+    """One node's pairing; ``own`` is the node's public key, ``rng`` draws delays, partners and sessions.
 
-    ``own`` is the node's public key, ``rng`` draws delays, partners and sessions. `handle` takes monotonic times in
-    seconds, never decreasing, and returns outputs to carry out in order. It raises `RemoteProtocolError` only for
-    `MessageReceived`, and is then unchanged.
+    `handle` takes monotonic times in seconds, never decreasing, and returns outputs to carry out in order. It raises
+    `RemoteProtocolError` only for `MessageReceived`, and is then unchanged.
     """
 
     def __init__(self, own: bytes, config: RoundConfig, rng: random.Random, num_fragments: int = 1) -> None:
@@ -121,7 +111,7 @@ class Pairing:
         self._config = config
         self._rng = rng
         self._meters = PeerMeters(messages.MAX_MESSAGES, messages.MAX_MESSAGES)
-        self._order = PeerOrder(own, may_be_wary=not 0 < config.round_seconds < config.exchange_seconds)
+        self._order = PeerOrder(own, may_doubt=not 0 < config.round_seconds < config.exchange_seconds)
         self._bond: Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
@@ -241,7 +231,7 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self.current.ready_at + self._config.exchange_seconds
-        if self._order.is_wary and not self._order.is_proven(bond.peer) and not self._config.overlap:
+        if self._order.has_doubts and not self._order.is_proven(bond.peer) and not self._config.overlap:
             deadline = min(deadline, now + (1 - WAIT_SHARE) * self._config.exchange_seconds)
         offer_by = now + max(OFFER_SHARE * min(deadline - now, self._waits.longest_exchange), MIN_ANSWER)
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
@@ -457,7 +447,7 @@ class Pairing:
         if isinstance(answer, messages.Agree) and not is_of_ours:
             self._withdraw()
             if self.state is State.MATCHED:
-                self.current.num_given_up += 1
+                self.current.has_given_up = True
                 self._part(math.inf)
         self._send(peer, answer)
         if isinstance(answer, messages.Agree):
@@ -506,7 +496,7 @@ class Pairing:
         if self._bond.peer in self._order.put_off:
             return peer in self._order.peers and self._order.tier(peer) < self._order.tier(self._bond.peer)
         may_swap = self._is_early(now) and not self._bond.is_partner_ready
-        return may_swap and self.current.num_given_up < MAX_GIVEN_UP and peer in self.current.declined
+        return may_swap and not self.current.has_given_up and peer in self.current.declined
 
     def _is_early(self, now: float) -> bool:
         """Return whether a partner that is given up now has time to find another."""

@@ -12,20 +12,18 @@ from dataclasses import dataclass
 
 from ..wire.latest import Latest
 
-# Peers with failed exchanges are asked last, and so are peers met more often than by chance.
-#
 # A refused contribution, a partner that was not ready in time, withdrew late or proposed again instead, a broken
 # exchange: each costs a round, and none proves malice. It puts a peer off for some rounds, twice as many after each
-# failure; a committed exchange ends that and forgives half of the failures. Among peers that are put off, those with
-# fewer failures come first: else a peer that never comes is soon as good as honest ones whose exchanges it has upset.
-# For the same reason a peer that never exchanged is put off for longer. Strangers, which came after this node and never
-# exchanged with it, are put off together, so fresh keys buy nothing; where many founders fail, the unproven ones too.
+# failure, more if it never exchanged; a committed exchange ends that and forgives half of the failures. Among peers
+# that are put off, those with fewer failures come first: else a peer that never comes is soon as good as honest ones.
+# Strangers came after this node and never exchanged with it: one that fails puts all off, so fresh keys buy nothing.
+# Where many founders fail, the untried ones are put off, for the same loss would come from each that never comes.
 #
 # A peer that proposes early to all at once would be everyone's partner in each round. So each node counts: a peer may
 # have `FAIR_SHARE` of the meetings that chance would give it, at most `FAIR_BURST` at once. No proofs are needed.
 #
-# - *Turns.* A peer's turn comes once in about as many rounds as there are peers. A hash of both keys decides the round
-#   of the first turn: else many greedy members of a large run could take all of a node's first rounds.
+# - *Turns.* A peer's turn comes once in about as many rounds as there are peers (a leaky bucket). A hash of both keys
+#   sets the first: else many greedy members of a large run could take all of a node's first rounds.
 # - *Tiers.* Where all peers in turn are taken, the node asks those whose turn comes next, and looks twice as far ahead
 #   each time. (If it then met any peer, six greedy members in 66 had 1.9 times their share of the first 28 rounds.)
 #
@@ -35,28 +33,22 @@ from ..wire.latest import Latest
 FIRST_ROUNDS, MAX_FAILURES = 2, 8
 # A failure counts for as many if no exchange with the peer was committed yet: 32 rounds, then 256.
 FAILURES_OF_UNPROVEN = 5
-# Failures of all strangers together: who changes its key after each failure is met in one round of 65.
-MAX_FAILURES_OF_STRANGERS = 6
-# Before each peer had a turn, the broken agreements that make a node wary, for each peer that kept one. It then meets
-# those that never exchanged last, once it has so many others, or half of all: more cost more, fewer mix slowly.
-BROKEN_SHARE, ENOUGH_PROVEN = 0.25, 4
-# A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
-# ones differ by chance, so a second meeting soon after the first is nothing unusual.
+ROUNDS_OF_STRANGERS = 64  # after a stranger's failure; each stranger that exchanges halves what is left
+# The broken agreements that make a node wary, for each peer that kept one. It then meets untried founders last, once it
+# has so many others, or half of all: with 4 one in ten finds no partner among them, more come later.
+BROKEN_SHARE, ENOUGH_PROVEN = 0.25, 6
+# How often a peer may be met, as a share of chance (once in as many rounds as there are peers), and how often at once.
 FAIR_SHARE, FAIR_BURST = 1.05, 2
-# Rounds whose turns have come before a node's first round. With fewer, greedy members get less of the first rounds, and
-# more honest nodes find no partner: with 4, twice as many.
+# Rounds of turns before a node's first. With 4, greedy members get less, and twice as many honest ones find no partner.
 FIRST_ROUNDS_AHEAD = 7
-# The first tier behind the peers in turn reaches this many rounds ahead.
-TIER_ROUNDS = 4
-# Number of peers that are remembered, the latest to be met or to fail: as many as a node meets in days.
-MAX_PEERS = 4_096
-# Added to the number of failures of peers that are put off: above every other tier.
-PUT_OFF = 128
+# Rounds that the first tier reaches ahead; and peers that are remembered: as many as a node meets in days.
+TIER_ROUNDS, MAX_PEERS = 4, 4_096
+PUT_OFF = 128  # added to the number of failures of peers that are put off: above every other tier
 
 
 @dataclass(slots=True)
 class _Record:
-    """A node's memory of one peer, or of the failures of all strangers."""
+    """A node's memory of one peer."""
 
     failures: int = 0
     """Failures that are not forgiven."""
@@ -67,21 +59,17 @@ class _Record:
     empty_at: float | None = None
     """The round in which its bucket of meetings is empty; None: there was no meeting."""
 
-    def fail(self, round_: int, number: int, most: int) -> None:
-        self.failures = min(self.failures + number, most)
+    def fail(self, round_: int) -> None:
+        self.failures = min(self.failures + (1 if self.is_proven else FAILURES_OF_UNPROVEN), MAX_FAILURES)
         self.until = round_ + 1 + (FIRST_ROUNDS << (self.failures - 1))
 
 
 class PeerOrder:
-    """The live peers of a node, in the order in which they are asked in this round.
+    """The live peers of a node, in the order in which they are asked in this round."""
 
-    Meetings with each peer are counted in a leaky bucket. A hash of both keys sets its initial level, so two nodes
-    agree on when they may first meet.
-    """
-
-    def __init__(self, own: bytes, *, may_be_wary: bool = True) -> None:
-        """``own``: the node's public key. ``may_be_wary``: see `is_wary`; not where honest peers often come late."""
-        self._may_be_wary = may_be_wary
+    def __init__(self, own: bytes, *, may_doubt: bool = True) -> None:
+        """``own``: the node's public key. ``may_doubt``: see `has_doubts`; not where honest peers often come late."""
+        self._may_doubt = may_doubt
         self.peers: frozenset[bytes] = frozenset()
         """The live peers, without this node."""
         self._own = own
@@ -89,7 +77,8 @@ class PeerOrder:
         self._first_round: int | None = None
         self._founders: frozenset[bytes] = frozenset()  # here when this node came; others are strangers until proven
         self._records = Latest[bytes, _Record](MAX_PEERS)
-        self._strangers = _Record()
+        self._strangers_until = 0  # the round from which strangers are as good as any other
+        self._untried: Set[bytes] = frozenset()  # live founders that neither exchanged nor failed
         self._num_proven = self._num_broken = 0  # live peers that exchanged, and live founders that only failed
         self.phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
         """Share of a peer's period that passes before its first turn: from 0 to 1, the same for both."""
@@ -105,15 +94,12 @@ class PeerOrder:
     def set_peers(self, peers: frozenset[bytes]) -> None:
         """Replace the live peers."""
         self.peers, self._turns = peers - {self._own}, None
+        is_first = self._first_round in (None, self._round)
+        self._founders = self._founders | self.peers if is_first else self._founders & self.peers
         self._count()
-        if self._first_round in (None, self._round):
-            self._founders |= self.peers
 
     def tier(self, peer: bytes) -> int:
-        """Return a peer's tier: 0 if it is its turn, and each further one reaches twice as far ahead.
-
-        Lower tiers are met first, and peers with failed exchanges last.
-        """
+        """Return a peer's tier: 0 if it is its turn, each further one reaches twice as far ahead; the lowest is met."""
         if level := self._level(peer):
             return PUT_OFF + level
         ahead = self._emptied_at(peer) - (FAIR_BURST - 1) * self._period - self._round
@@ -123,8 +109,10 @@ class PeerOrder:
     def put_off(self) -> Set[bytes]:
         """Return the peers before which all others come."""
         found = {peer for peer, record in self._records.items() if self._round < record.until}
-        if self.is_wary or (self._strangers.failures and self._round < self._strangers.until):
-            found |= {peer for peer in self.peers if self._level(peer)}
+        if self._round < self._strangers_until:
+            found |= {peer for peer in self.peers if self._is_stranger(peer)}
+        if self.is_wary:
+            found |= self._untried
         return found
 
     def nearest(self, peers: Set[bytes]) -> tuple[float, Iterable[bytes]]:
@@ -152,15 +140,15 @@ class PeerOrder:
 
     def note_failure(self, peer: bytes) -> None:
         """Put a peer off because it did not keep its word, or the exchange with it failed."""
-        self._record(peer).fail(self._round, 1 if self.is_proven(peer) else FAILURES_OF_UNPROVEN, MAX_FAILURES)
+        self._record(peer).fail(self._round)
         if self._is_stranger(peer):
-            self._strangers.fail(self._round, FAILURES_OF_UNPROVEN, MAX_FAILURES_OF_STRANGERS)
+            self._strangers_until = self._round + 1 + ROUNDS_OF_STRANGERS
         self._count()
 
     def note_success(self, peer: bytes) -> None:
         """Forgive a peer half of its failures: an exchange with it was committed."""
         if self._is_stranger(peer):
-            self._strangers.failures //= 2
+            self._strangers_until -= max(self._strangers_until - self._round, 0) // 2
         record = self._record(peer)
         record.failures, record.until, record.is_proven = record.failures // 2, 0, True
         self._count()
@@ -175,23 +163,29 @@ class PeerOrder:
         return peer not in self._founders and not self.is_proven(peer)
 
     def _count(self) -> None:
-        self._num_proven = sum(map(self.is_proven, self.peers))
-        unproven = (peer for peer in self.peers & self._founders if not self.is_proven(peer))
-        self._num_broken = sum(peer in self._records and self._records[peer].failures > 0 for peer in unproven)
+        proven = {peer for peer in self.peers if self.is_proven(peer)}
+        unproven = (self.peers & self._founders) - proven
+        self._untried = {peer for peer in unproven if peer not in self._records or not self._records[peer].failures}
+        self._num_proven, self._num_broken = len(proven), len(unproven) - len(self._untried)
+
+    @property
+    def has_doubts(self) -> bool:
+        """Return whether founders break agreements more often than by chance, or a stranger did."""
+        is_shown = self._num_broken >= max(BROKEN_SHARE * self._num_proven, 2 - self._num_proven, 1)
+        return self._may_doubt and (is_shown or self._round < self._strangers_until)
 
     @property
     def is_wary(self) -> bool:
-        """Return whether founders break agreements more than by chance, and some had no turn yet."""
-        is_early = self._may_be_wary and self._round - (self._first_round or 0) < len(self.peers)
-        return is_early and self._num_broken >= 2 and self._num_broken >= BROKEN_SHARE * self._num_proven
+        """Return whether founders that are untried are put off."""
+        has_enough = self._num_proven >= min(ENOUGH_PROVEN, (len(self.peers) + 1) // 2)
+        return has_enough and bool(self._untried) and self.has_doubts
 
     def _level(self, peer: bytes) -> int:
-        """Return 0, or how many failures of a peer count now, those of all strangers included if it is one."""
-        own, strangers = self._records.get(peer), self._strangers
-        level = own.failures if own is not None and self._round < own.until else 0
-        if self.is_wary and self._num_proven >= min(ENOUGH_PROVEN, (len(self.peers) + 1) // 2):
-            level += 0 if self.is_proven(peer) else FAILURES_OF_UNPROVEN
-        return level + (strangers.failures if self._round < strangers.until and self._is_stranger(peer) else 0)
+        """Return 0, or how many failures of a peer count now; one more if strangers or the untried are put off."""
+        record, is_stranger = self._records.get(peer), self._is_stranger(peer)
+        failures = record.failures if record is not None and self._round < record.until else 0
+        is_doubted = (is_stranger and self._round < self._strangers_until) or (peer in self._untried and self.is_wary)
+        return failures + is_doubted
 
     @property
     def _period(self) -> float:

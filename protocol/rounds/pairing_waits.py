@@ -123,8 +123,8 @@ class PairingRound:
     """Peer in turn that declined a proposal because it has a partner -> whether it may be asked once more."""
     declined: set[bytes] = field(default_factory=set)
     """Peers in turn whose proposal this node declined because it has a partner."""
-    num_given_up: int = 0
-    """Partners given up for peers that asked a second time."""
+    has_given_up: bool = False
+    """Whether a partner was given up for a peer that asked a second time; a higher limit leaves over no fewer."""
 
     @property
     def is_ready(self) -> bool:

@@ -28,6 +28,7 @@ from farandole.protocol.rounds.pairing_order import (
     MAX_FAILURES,
     MAX_PEERS,
     PUT_OFF,
+    ROUNDS_OF_STRANGERS,
     PeerOrder,
 )
 from farandole.protocol.wire.timers import TimerFired
@@ -35,6 +36,7 @@ from farandole.protocol.wire.timers import TimerFired
 from .nodes import ALICE, BOB, BOXED, CAROL, MALLORY, MIDDLE, Node, matched, started
 
 MAX_ROUNDS = FIRST_ROUNDS << (MAX_FAILURES - 1)
+ROUNDS_OF_UNPROVEN = FIRST_ROUNDS << (FAILURES_OF_UNPROVEN - 1)
 
 
 def refused_by_bob(*peers: bytes) -> Node:
@@ -122,9 +124,6 @@ def test_each_failure_puts_off_for_twice_as_long_and_a_success_forgives_half_of_
     assert BOB not in order.put_off
 
 
-ROUNDS_OF_UNPROVEN = FIRST_ROUNDS << (FAILURES_OF_UNPROVEN - 1)
-
-
 def beside_strangers() -> PeerOrder:
     """Return the order of a node that came with Bob, and before all others."""
     order = PeerOrder(ALICE)
@@ -143,47 +142,56 @@ def test_strangers_that_fail_are_put_off_together_until_one_has_exchanged() -> N
     assert CAROL in order.put_off
     assert order.tier(CAROL) < order.tier(MALLORY)
     assert BOB not in order.put_off, "it was here before"
-    order.begin(1 + ROUNDS_OF_UNPROVEN + 1)
+    order.begin(1 + ROUNDS_OF_STRANGERS)
+    assert CAROL in order.put_off
+    order.begin(1 + ROUNDS_OF_STRANGERS + 1)
     assert CAROL not in order.put_off
     order.note_success(CAROL)
     order.note_failure(MALLORY)
     assert CAROL not in order.put_off, "no stranger any more"
 
 
-def test_while_founders_break_agreements_those_that_kept_one_come_first() -> None:
-    """Two of seven agree and never come: what the others have not shown yet counts, until each had a turn."""
-    order = order_of(8)
-    *founders, liar, other = sorted(order.peers - {CAROL})
-    for peer in founders[:ENOUGH_PROVEN]:
+def after_broken_agreements(num_proven: int) -> tuple[PeerOrder, list[bytes], list[bytes]]:
+    """Return the order of a node that met so many of 18 peers, and two that never came; those two lists of peers."""
+    order = order_of(20)
+    *honest, liar, other = sorted(order.peers - {CAROL})
+    for peer in honest[:num_proven]:
         order.note_success(peer)
-    order.note_failure(liar)
-    assert not order.is_wary, "as by chance"
-    order.note_failure(other)
+    for peer in (liar, other):
+        order.note_failure(peer)
+    return order, honest[:num_proven], [liar, other]
+
+
+def test_while_founders_break_agreements_those_that_kept_one_come_first() -> None:
+    """However long ago the run began: whoever never comes may wait for that."""
+    order, kept, liars = after_broken_agreements(ENOUGH_PROVEN)
+    for round_ in (0, 30):
+        order.begin(round_)
+        assert order.is_wary
+        assert CAROL in order.put_off
+        assert order.tier(kept[0]) < order.tier(CAROL) < order.tier(liars[0])
+        assert set(order.nearest(order.peers)[1]) <= set(kept)
+
+
+def test_doubts_about_founders_put_off_no_newcomer_and_nobody_that_comes_back() -> None:
+    order, *_ = after_broken_agreements(ENOUGH_PROVEN)
+    order.begin(1)
+    order.set_peers(order.peers - {CAROL})
+    order.set_peers(order.peers | {CAROL, MALLORY})
     assert order.is_wary
-    assert CAROL in order.put_off
-    assert order.tier(founders[0]) < order.tier(CAROL) < order.tier(liar)
-    assert set(order.nearest(order.peers)[1]) <= set(founders)
-    order.begin(len(order.peers))
-    assert CAROL not in order.put_off, "each had a turn"
+    assert not order.put_off & {CAROL, MALLORY}
 
 
 def test_a_node_that_has_met_few_puts_off_only_those_that_failed() -> None:
-    order = order_of(8)
-    liar, other, *_ = sorted(order.peers - {CAROL})
-    for peer in (liar, other):
-        order.note_failure(peer)
-    assert order.is_wary
-    assert order.put_off == {liar, other}
+    order, _, liars = after_broken_agreements(ENOUGH_PROVEN - 1)
+    assert order.has_doubts
+    assert order.put_off == set(liars)
 
 
 def test_failures_by_chance_among_many_good_exchanges_make_nobody_wary() -> None:
-    order = order_of(20)
-    liar, other, *rest = sorted(order.peers)
-    for peer in rest:
-        order.note_success(peer)
-    for peer in (liar, other):
-        order.note_failure(peer)
-    assert not order.is_wary
+    order, *_ = after_broken_agreements(15)
+    assert not order.has_doubts
+    assert CAROL not in order.put_off
 
 
 def test_a_stranger_that_is_gone_before_its_failure_shows_speaks_against_strangers() -> None:
