@@ -10,17 +10,25 @@ from pathlib import Path
 from typing import Final
 
 from farandole.node.base.figures import size
+from farandole.node.store.run_file import adapters_for, manifest_of
+from farandole.protocol.planning.adapters import BASES
 from farandole.protocol.planning.needs import needs_of
-from farandole.protocol.planning.planning import complete
+from farandole.protocol.planning.planning import Machine, Plan, best_known, complete, plan
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.models import PRESETS, num_parameters, preset
 from farandole.protocol.run.rules import encoded_bytes
 
 CODECS: Final = ("fp32", "int8", "int4")
+# Of the cards: bytes of memory, the members' line in bytes a second, adapters of rank 16.
+CARDS: Final = [8 * 10**9, 12 * 10**9, 16 * 10**9, 24 * 10**9]
+LINE: Final = 20e6 / 8
+ADAPTED: Final = [
+    adapters_for(manifest_of({"name": base, "model": {"hf": BASES[base]}}, Path(), 0.0), 16) for base in BASES
+]
 
 
-# What ``run create`` makes of each preset if a run file says nothing else.
-RUNS: Final = [complete(Manifest(model, preset(model)), ()) for model in PRESETS]
+# What ``run create`` makes of each preset that is not for tests alone, if a run file says nothing else.
+RUNS: Final = [complete(Manifest(model, preset(model)), ()) for model in [*PRESETS][3:]]
 
 
 def traffic_table() -> str:
@@ -53,9 +61,29 @@ def needs_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def cards_table() -> str:
+    """Return a row for each size of a GPU's memory: the largest that `farandole run plan` says it can train."""
+    lines = ["| GPU | whole | with `--lean` | adapters, base in bf16 | in 4 bits | `1B` |", "|---" * 6 + "|"]
+    for gpu in CARDS:
+
+        def planned(manifest: Manifest, taken: int = 0, *, is_lean: bool = False, gpu: int = gpu) -> Plan:
+            return plan(best_known(manifest, ()), Machine(LINE, LINE, gpu=gpu - taken, is_lean=is_lean))
+
+        cells = []
+        for is_lean in (False, True):
+            plans = [planned(Manifest(name, preset(name)), is_lean=is_lean) for name in PRESETS]
+            cells += [best.manifest.name for best in plans if best.fits and best.manifest.model.num_stages == 1][-1:]
+        for in_4_bits in (False, True):
+            sizes = [(run, base.taken_bytes(on_gpu=True, in_4_bits=in_4_bits)) for base, run in ADAPTED]
+            cells += ["none", *(run.name for run, taken in sizes if planned(run, taken).fits)][-1:]
+        stages = planned(Manifest("", preset("1B"))).manifest.model.num_stages
+        lines.append(f"| {size(gpu)} | {' | '.join(cells)} | {'whole' if stages == 1 else f'in {stages} stages'} |")
+    return "\n".join(lines) + "\n"
+
+
 def updated(page: str) -> str:
     """Return a page with the present tables between its comments ``begin`` and ``end`` of their names."""
-    for name, table in (("traffic", traffic_table()), ("needs", needs_table())):
+    for name, table in (("traffic", traffic_table()), ("needs", needs_table()), ("cards", cards_table())):
         begin, end = (f"<!-- {edge} {name} -->" for edge in ("begin", "end"))
         head, rest = page.split(begin)
         _, tail = rest.split(end)
