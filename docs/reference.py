@@ -89,8 +89,9 @@ EXITS: Final = {
         "The last lines give the reason. Often `--device cpu` or another `--data` helps.",
     ),
     Exit.VERDICT_FAILED: (
-        "The testnet ran, and its verdict is not a pass.",
-        "See the reasons in report.json, and the nodes' logs next to it.",
+        "The testnet ran, and its verdict is not a pass; or `run audit` found a round that is not as its author says.",
+        "For a testnet, see the reasons in report.json, and the nodes' logs next to it. For an audit, tell the run's "
+        "creator which author it names.",
     ),
     Exit.INTERRUPTED: (
         "Ctrl-C before the command had finished, a second request to leave while a node was leaving, or the answer to "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from .daemons import Daemon, joined, other_source
+from farandole.node.base.exits import Exit
+
+from .daemons import Daemon, farandole, joined, other_source
 from .small_runs import small_manifest, write_run
 
 MANIFEST = small_manifest(
@@ -18,6 +21,12 @@ async def met_again(daemon: Daemon, peer: str) -> None:
     """Wait until two more exchanges with a peer are committed."""
     met = (await daemon.status()).partners.get(peer, 0)
     await daemon.until(lambda status: status.partners.get(peer, 0) > met + 1)
+
+
+async def audit(invite: str, folder: Path, texts: Path) -> tuple[int, dict[str, str]]:
+    """Audit as an outsider; return the exit code, and the verdict on each member."""
+    answer = await farandole(folder / "outsider", "run", "audit", invite, "--data", str(texts), "--json")
+    return answer.code, {row["peer_id"]: row["verdict"] for row in json.loads(answer.out)}
 
 
 async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, texts: Path) -> None:
@@ -43,3 +52,8 @@ async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, 
                 status = await honest.status()
                 assert status.audits is not None
                 assert set(status.audits.avoided) == {peer}, "the cheat accuses honest members, in vain"
+            code, verdicts = await audit(invite, tmp_path, texts)
+            assert code == Exit.VERDICT_FAILED
+            assert verdicts.pop(peer) == "wrong"
+            assert set(verdicts) == {(await honest.status()).peer_id for honest in (alice, bob)}
+            assert set(verdicts.values()) <= {"right", "not given"}, "fast rounds may be over before they are fetched"

@@ -123,7 +123,7 @@ async def members_of(daemon: Daemon) -> set[str]:
     return {row["peer_id"] for row in await daemon.ask("roster")}
 
 
-async def test_an_invited_member_pulls_by_its_data_directory_and_a_stranger_reads_what_to_do(
+async def test_an_invited_member_pulls_and_audits_by_its_data_directory_and_a_stranger_reads_what_to_do(
     tmp_path: Path, texts: Path
 ) -> None:
     data = ("--data", str(texts))
@@ -136,11 +136,14 @@ async def test_an_invited_member_pulls_by_its_data_directory_and_a_stranger_read
             assert await does_pull(carol.home), "by its node, which may not invite others"
             assert await does_pull(carol.home, invite), "by the invite that it has used, beside its node"
             members = await members_of(alice)
-        assert await does_pull(tmp_path / "carol", invite), "without its node"
+        home = tmp_path / "carol"
+        assert await does_pull(home, invite), "without its node"
+        assert "this run has no audits" in await refusal(home, "run", "audit", invite, *data)
 
         stranger, anybodys = tmp_path / "eve", encode_invite(Invite(run.run_id, alice.addresses))
-        said = await refusal(stranger, "checkpoint", "pull", anybodys)
-        assert "run the command with --home of a member's node, or ask for an invite of your own" in said
+        for words in (("checkpoint", "pull"), ("run", "audit")):
+            said = await refusal(stranger, *words, anybodys)
+            assert "run the command with --home of a member's node, or ask for an invite of your own" in said
         assert "has been used" in await refusal(stranger, "checkpoint", "pull", invite)
         assert await members_of(alice) == members, "visitors are no members"
         assert len(members) == 2

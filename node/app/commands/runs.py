@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from farandole.protocol.wire.errors import ManifestError
 
+from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import print_answer, read_manifest, say_chosen, say_warnings, split_source, write_manifest
@@ -206,6 +208,35 @@ def admit(home: Home, who: Who) -> None:
     """
     _tell_admission(home, who, is_admitted=True)
     typer.echo("admitted again")
+
+
+@run_app.command("audit")
+@takes_settings("invite", "listen", "data", "data_field", "tokenizer")
+def audit(
+    settings: NodeSettings,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a recent round of each member, without joining the run, and check that it is as its author says.
+
+    The run must have audits, and this machine the run's text and a processor like the members'. Exit code 8 if a round
+    is not what its author has committed to. Without an invite it is the run of the node that runs here.
+
+    Example: [cyan]farandole run audit farandole1... --data ~/texts[/cyan]
+    """
+    from functools import partial
+
+    import msgspec
+
+    from ...base.nurseries import run_to_end
+    from ...inspect.audit import audit_run
+    from ...join.invites import own_invite
+
+    settings = replace(settings, invite=settings.invite or own_invite(settings.home, uses=0))
+    rows = run_to_end(partial(audit_run, settings, partial(typer.echo, err=True)))
+    lines = [f"{row.peer_id}  round {row.round}  {row.verdict}  {row.detail}".rstrip() for row in rows]
+    print_answer(as_json, msgspec.to_builtins(rows), "\n".join(lines) or "no member has committed to a round")
+    if any(row.verdict in ("wrong", "broken") for row in rows):
+        raise typer.Exit(Exit.VERDICT_FAILED)
 
 
 @run_app.command("notice")
