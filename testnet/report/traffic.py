@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from msgspec import to_builtins
+
 from farandole.node.base.figures import size
-from farandole.node.store.run_file import adapters_for, manifest_of
+from farandole.node.store.run_file import ADAPTERS_INNER, manifest_of
 from farandole.protocol.planning.adapters import BASES
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.planning.planning import Machine, Plan, best_known, complete, plan
@@ -19,14 +21,10 @@ from farandole.protocol.run.models import PRESETS, num_parameters, preset
 from farandole.protocol.run.rules import encoded_bytes
 
 CODECS: Final = ("fp32", "int8", "int4")
-# Of the cards: bytes of memory, the members' line in bytes a second, adapters of rank 16.
+# Of the cards: bytes of memory, the members' line in bytes a second, the rank of adapters.
 CARDS: Final = [8 * 10**9, 12 * 10**9, 16 * 10**9, 24 * 10**9]
 LINE: Final = 20e6 / 8
-ADAPTED: Final = [
-    adapters_for(manifest_of({"name": base, "model": {"hf": BASES[base]}}, Path(), 0.0), 16) for base in BASES
-]
-
-
+RANK: Final = 16
 # What ``run create`` makes of each preset that is not for tests alone, if a run file says nothing else.
 RUNS: Final = [complete(Manifest(model, preset(model)), ()) for model in [*PRESETS][3:]]
 
@@ -74,8 +72,12 @@ def cards_table() -> str:
             plans = [planned(Manifest(name, preset(name)), is_lean=is_lean) for name in PRESETS]
             cells += [best.manifest.name for best in plans if best.fits and best.manifest.model.num_stages == 1][-1:]
         for in_4_bits in (False, True):
-            sizes = [(run, base.taken_bytes(on_gpu=True, in_4_bits=in_4_bits)) for base, run in ADAPTED]
-            cells += ["none", *(run.name for run, taken in sizes if planned(run, taken).fits)][-1:]
+            cells.append("none")
+            for name, base in BASES.items():
+                values = {"name": name, "model": to_builtins(base.adapted(RANK)), "inner": dict(ADAPTERS_INNER)}
+                taken = base.weight_bytes(in_4_bits=in_4_bits) + base.kept_bytes(RANK, on_gpu=True)
+                if planned(manifest_of(values, Path(), 0.0), taken).fits:
+                    cells[-1] = name
         stages = planned(Manifest("", preset("1B"))).manifest.model.num_stages
         lines.append(f"| {size(gpu)} | {' | '.join(cells)} | {'whole' if stages == 1 else f'in {stages} stages'} |")
     return "\n".join(lines) + "\n"
