@@ -21,10 +21,9 @@ from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
 from .app.commands.control import dial, join, leave, limit, pause, relay, resume, show_id, start
 from .app.commands.doctor import doctor
-from .app.commands.lora import lora_app
 from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
-from .app.commands.runs import run_app
+from .app.commands.runs import lora_app, run_app
 from .app.commands.status import dashboard, peers, status
 from .app.commands.talk import chat, sample, serve
 from .base.exits import Exit

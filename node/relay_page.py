@@ -23,7 +23,6 @@ from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import replacing
 
-from .base.bandwidth import Shaping
 from .base.settings import DEFAULT_LISTEN, NodeSettings
 from .inspect.peek import VISIT_SECONDS, Visit, open_visit
 from .loop.rest_service import notice_words, notices_of
@@ -120,7 +119,7 @@ async def publish(settings: NodeSettings, invite: Invite, own: list[str], page: 
     while True:
         try:
             with trio.move_on_after(REVISIT_AFTER):
-                async with open_visit(visitor, Shaping(), logger.info) as visit:
+                async with open_visit(visitor, logger.info) as visit:
                     while True:
                         await page.show(visit)
                         waits = pauses(FIRST_PAUSE, MAX_PAUSE, random.Random())

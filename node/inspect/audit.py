@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -20,15 +21,14 @@ from farandole.protocol.rounds.audits import RoundClaim
 from farandole.protocol.run.models import stage_parameters
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_checkpoint_bytes
 from farandole.protocol.state.entries import Kind
-from farandole.protocol.trainer.trainer_messages import Prepare, Replay, Replayed, TrainerSettings
+from farandole.protocol.trainer.trainer_messages import Prepare, Replay, Replayed
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
-from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.tensors import ConsolidatedError, open_tensors
-from ..trainer.trainer import Trainer, open_trainer
+from ..trainer.trainer import Trainer, open_trainer, settings_of
 from ..transfers.receiver import ask_for_index, fetch_checkpoint
 from .peek import Visit, open_visit
 
@@ -53,8 +53,7 @@ async def audit_run(settings: NodeSettings, say: Callable[[str], None]) -> list[
 
     Raises `JoinError`, `ManifestError` if the run has no audits, or `TrainerError`.
     """
-    shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
-    async with open_visit(settings, shaping, say) as visit:
+    async with open_visit(settings, say) as visit:
         if not visit.manifest.audits:
             raise ManifestError("this run has no audits: its run file leaves out `audits`, so no round is committed to")
         await trio.sleep(SETTLE_SECONDS)
@@ -73,14 +72,7 @@ async def audit_run(settings: NodeSettings, say: Callable[[str], None]) -> list[
                 run_id=visit.conditions.run_id,
                 author=bytes(32),
                 manifest=msgspec.msgpack.encode(visit.manifest),
-                settings=TrainerSettings(
-                    data=[str(path) for path in settings.data],
-                    data_field=settings.data_field,
-                    tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
-                    tokens=str(folder / "tokens"),
-                    checkpoints=str(folder / "checkpoints"),
-                    device="cpu",
-                ),
+                settings=settings_of(replace(settings, home=folder), device="cpu", microbatch=0),
             )
             say("starting a trainer to replay rounds with")
             rows = []

@@ -90,7 +90,7 @@ class Visit:
 
 
 @asynccontextmanager
-async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[str], None]) -> AsyncIterator[Visit]:
+async def open_visit(settings: NodeSettings, say: Callable[[str], None]) -> AsyncIterator[Visit]:
     """Visit the run within the block; of the settings, the ones that name the run and the connection are used.
 
     ``say`` prints which peers it tries. Raises `JoinError` once all have refused, or have not answered in time.
@@ -98,6 +98,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
     key, journal, invite = Ed25519PrivateKey.generate(), Journal(say), decode_invite(settings.invite or "")
     peers = peers_at((*invite.addresses, *settings.bootstrap))
     target = Target(invite.run_id, None, peers, secret_of(invite), invite.network_key)
+    shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     with tempfile.TemporaryDirectory(prefix="farandole-visit-") as folder:
         async with (
             open_store(Path(folder) / "store.sqlite") as store,

@@ -27,7 +27,6 @@ from farandole.protocol.run.rules import max_checkpoint_bytes, required_vectors
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.identity import short_name
 
-from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.folder import consolidate
@@ -65,8 +64,7 @@ async def pull(
 ) -> bytes:
     """Visit the run of the settings' invite, and pull its model; see `Pull`. Raises `JoinError` as well."""
     check_is_new(to)
-    shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
-    async with open_visit(settings, shaping, say) as visit:
+    async with open_visit(settings, say) as visit:
         return await Pull(visit, to, key, say, show, merge).run()
 
 

@@ -36,7 +36,7 @@ from ..state.store import StoreError
 from ..status.journal import DISK
 from ..store.disk_space import save_seconds
 from ..store.folder import shortage
-from ..trainer.trainer import TrainerError
+from ..trainer.trainer import TrainerError, settings_of
 from ..transfers.start import Start
 from ..transfers.weights import Weights
 from ..ui.reporting import Reporter
@@ -177,17 +177,13 @@ class RunMember:
             if await self.start.obtain(self.membership.stage):
                 break
             await self.weights.obtain()  # the run may have begun by now, at nodes that found its start
-        names = set(messages.TrainerSettings.__struct_fields__) - {"microbatch"}
-        taken = {name: getattr(self.daemon.settings, name) for name in names}
-        microbatch = {"microbatch": self.supervisor.microbatch}
-        as_text = msgspec.to_builtins(taken, enc_hook=str) | microbatch  # paths as text
         files, stage = self.weights.files, self.membership.stage
         self.weights.provider.trainer_stage = stage
         return messages.Prepare(
             run_id=self.run_id,
             author=self.mesh.host.author,
             manifest=msgspec.msgpack.encode(self.manifest),
-            settings=msgspec.convert(as_text, messages.TrainerSettings),
+            settings=settings_of(self.daemon.settings, microbatch=self.supervisor.microbatch),
             fetched=str(files.fetched(stage)),
             start=str((self.start and self.start.path_of(stage)) or ""),
             stage=stage,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -205,6 +207,27 @@ class NoLoCo:
         from ..join.invites import own_invite  # with libp2p's addresses, which a loop needs for nothing else
 
         return own_invite(self.home)
+
+
+class OfTrainer:
+    """What the callbacks for other libraries' trainers have in common; takes what `NoLoCo` takes."""
+
+    def __init__(self, run: Any = None, **settings: Any) -> None:
+        inspect.signature(NoLoCo).bind(None, None, run, **settings)  # raises `TypeError` for a name that is none
+        self._run, self._settings = run, settings
+        self.noloco: NoLoCo | None = None
+        """The node's handle during training; otherwise None."""
+
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._end()
+        self.noloco = NoLoCo(model, optimizer, self._run, **self._settings).__enter__()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        noloco, self.noloco = self.noloco, None
+        if noloco is not None:
+            atexit.unregister(self._end)
+            noloco.__exit__(None, None, None)
 
 
 def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:

@@ -20,6 +20,7 @@ from farandole.protocol.trainer import trainer_messages as messages
 from farandole.protocol.wire.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser
 
+from ..base.settings import NodeSettings
 from ..base.system.processes import ask_where, count_oom_kills, signal_name, start_child
 from .channel import counted_size, encode, map_shared_memory, open_shared_memory
 
@@ -43,6 +44,12 @@ THREAD_VARIABLES = (
 TRACEBACK_SECONDS = 1.0
 # Some hundred frames for each of its threads.
 MAX_TRACEBACK_BYTES = 64 * 1_024
+
+
+def settings_of(settings: NodeSettings, **changed: object) -> messages.TrainerSettings:
+    """Return what a node's owner has set of its trainer, with what is changed."""
+    taken = {name: getattr(settings, name, None) for name in messages.TrainerSettings.__struct_fields__} | changed
+    return msgspec.convert(msgspec.to_builtins(taken, enc_hook=str), messages.TrainerSettings)  # paths as text
 
 
 class TrainerError(FarandoleError):

@@ -8,32 +8,23 @@ It needs transformers and accelerate: pip install 'farandole[hf]' accelerate
 
 from __future__ import annotations
 
-import atexit
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from farandole.node.own_loop.noloco import NoLoCo
+from farandole.node.own_loop.noloco import OfTrainer
 
 __all__ = ["Callback"]
 
 
-class Callback(TrainerCallback):
+class Callback(OfTrainer, TrainerCallback):
     """Joins a run when training begins, and leaves it when training ends; takes what `farandole.NoLoCo` takes.
 
     The Trainer's optimizer is followed, so gradient accumulation, clipping and schedules are the Trainer's. A Trainer
     that fails calls no callback: then the node leaves when the process ends.
     """
-
-    def __init__(self, run: Any = None, **settings: Any) -> None:
-        inspect.signature(NoLoCo).bind(None, None, run, **settings)  # raises `TypeError` for a name that is none
-        self._run = run
-        self._settings = settings
-        self.noloco: NoLoCo | None = None
-        """The node's handle during training; otherwise None."""
 
     def on_train_begin(
         self,
@@ -47,9 +38,7 @@ class Callback(TrainerCallback):
         """Join the run and take over its weights."""
         assert model is not None, "a Trainer passes its model on"
         assert optimizer is not None, "a Trainer passes its optimizer on"
-        self._end()
-        self.noloco = NoLoCo(model, optimizer, self._run, **self._settings).__enter__()
-        atexit.register(self._end)
+        self._begin(model, optimizer)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -70,9 +59,3 @@ class Callback(TrainerCallback):
             if "loss" in logs:
                 self.noloco.report(logs["loss"])
             logs["farandole_round"] = self.noloco.round
-
-    def _end(self) -> None:
-        noloco, self.noloco = self.noloco, None
-        if noloco is not None:
-            atexit.unregister(self._end)
-            noloco.__exit__(None, None, None)

@@ -8,37 +8,29 @@ It needs Lightning: pip install 'farandole[lightning]'
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from farandole.node.own_loop.noloco import NoLoCo
+from farandole.node.own_loop.noloco import OfTrainer
 
 __all__ = ["Callback"]
 
 
-class Callback(lightning.Callback):
+class Callback(OfTrainer, lightning.Callback):
     """Joins a run when training begins, and leaves it when training ends; takes what `farandole.NoLoCo` takes.
 
     The module's optimizer is followed, so gradient accumulation, clipping and schedules are the Trainer's. With several
     optimizers there is no such step to follow, which raises `ValueError`.
     """
 
-    def __init__(self, run: Any = None, **settings: Any) -> None:
-        inspect.signature(NoLoCo).bind(None, None, run, **settings)  # raises `TypeError` for a name that is none
-        self._run = run
-        self._settings = settings
-        self.noloco: NoLoCo | None = None
-        """The node's handle during training; otherwise None."""
-
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Join the run and take over its weights."""
         if len(trainer.optimizers) != 1:
             raise ValueError(f"a run's steps are those of one optimizer, and this module has {len(trainer.optimizers)}")
-        self.noloco = NoLoCo(pl_module, trainer.optimizers[0], self._run, **self._settings).__enter__()
+        self._begin(pl_module, trainer.optimizers[0])
 
     def on_train_batch_end(
         self,
@@ -65,8 +57,3 @@ class Callback(lightning.Callback):
     ) -> None:
         """Leave: training has failed, or was interrupted."""
         self._end()
-
-    def _end(self) -> None:
-        noloco, self.noloco = self.noloco, None
-        if noloco is not None:
-            noloco.__exit__(None, None, None)

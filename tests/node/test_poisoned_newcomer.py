@@ -17,7 +17,6 @@ import trio
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import NodeSettings
 from farandole.node.inspect.peek import open_visit
 from farandole.node.mesh.host import open_host
@@ -172,7 +171,7 @@ async def offers(daemon: Daemon, run_id: bytes, checkpoint_id: bytes, num_holder
         home=daemon.home.parent / "visitor", invite=daemon.invite(run_id), listen=LOOPBACK, mdns=False
     )
     with trio.fail_after(PATIENCE):
-        async with open_visit(settings, Shaping(), lambda text: None) as visit:
+        async with open_visit(settings, lambda text: None) as visit:
             while sum(notice.id == checkpoint_id for _, notice in visit.notices()) < num_holders:
                 await visit.gossip.changed()
 

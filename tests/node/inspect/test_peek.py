@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import trio
 
-from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import JoinError
 from farandole.node.base.nurseries import own_error
 from farandole.node.base.settings import NodeSettings
@@ -35,7 +34,7 @@ async def words_of_failure(home: Path, addresses: tuple[str, ...], said: list[st
     words = ""
     with trio.fail_after(PATIENCE):
         try:
-            async with open_visit(settings, Shaping(), said.append):
+            async with open_visit(settings, said.append):
                 pass
         except* JoinError as group:
             words = str(own_error(group))
