@@ -82,7 +82,7 @@ RunDaemon = Callable[[Daemon], Awaitable[None]]
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
-    journal = Journal(say=console.say, keep_round=console.keep_round)
+    journal = Journal(console.say, keep_round=console.keep_round)
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)

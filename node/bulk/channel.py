@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 
 import trio
 
@@ -47,20 +48,18 @@ class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
 
 
+@dataclass(eq=False)
 class BulkChannel:
     """An authenticated connection with ``peer``; both ends name it by the session in which it was negotiated."""
 
-    def __init__(
-        self,
-        peer: bytes,
-        session: bytes,
-        connection: socket.socket,
-        secrets: Secrets,
-        shaping: Shaping,
-        ciphers: Ciphers = (None, None),
-    ) -> None:
-        self.peer = peer
-        self.session = session
+    peer: bytes
+    session: bytes
+    _connection: socket.socket
+    secrets: InitVar[Secrets]
+    _shaping: Shaping
+    ciphers: InitVar[Ciphers] = (None, None)
+
+    def __post_init__(self, secrets: Secrets, ciphers: Ciphers) -> None:
         self.opened_at = trio.current_time()
         self.idle_since = 0.0
         self.num_sent = 0
@@ -69,12 +68,10 @@ class BulkChannel:
         """Bytes received from the wire up to now, whether they prove to be the peer's or not."""
         self.seconds_held_up = 0.0
         """Total delay of incoming data by this node's own cap; a pause counts when it begins."""
-        self._connection = connection
         # BBR (Cardwell et al., ACM Queue 2016) goes by the rate that it measures instead of by losses. CUBIC takes each
         # lost packet for congestion: over 5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR 3 to 4 s. Linux
         # only, and for root, or where the system allows it (``net.ipv4.tcp_allowed_congestion_control``).
-        prefer_congestion_control(connection, "bbr")
-        self._shaping = shaping
+        prefer_congestion_control(self._connection, "bbr")
         self._sealer = Sealer(secrets.sealing, time.monotonic(), hiding=ciphers[0])
         self._opener = Opener(secrets.opening, hiding=ciphers[1])
         self._is_between_records = True  # of what is sent

@@ -17,6 +17,7 @@ import secrets
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -114,31 +115,26 @@ class Race:
                 self.is_over.set()
 
 
+@dataclass(eq=False)
 class BulkService:
     """The bulk channels of one node; made by `open_bulk`."""
 
-    def __init__(
-        self,
-        host: Host,
-        run_id: bytes,
-        listeners: dict[socket.AddressFamily, trio.socket.SocketType],
-        shaping: Shaping,
-        reach: Connectivity | None,
-    ) -> None:
-        self._host = host
-        self._run_id = run_id
-        self._listeners = listeners
-        self._shaping = shaping
-        self._reach = reach
+    _host: Host
+    _run_id: bytes
+    _listeners: dict[socket.AddressFamily, trio.socket.SocketType]
+    _shaping: Shaping
+    _reach: Connectivity | None
+
+    def __post_init__(self) -> None:
         self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
         self._races: dict[bytes, Race] = {}  # by session; at most one per peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
         self._is_closed = False
-        self._network_key = host.upgrader.network_key
+        self._network_key = self._host.upgrader.network_key
         self._protocol = PRIVATE_BULK_PROTOCOL if self._network_key else BULK_PROTOCOL
-        host.set_handler(self._protocol, self._answer)
+        self._host.set_handler(self._protocol, self._answer)
 
     # For exchanges
 

@@ -101,6 +101,7 @@ class Outgoing:
         return self.digest
 
 
+@dataclass(eq=False)
 class BulkPipe:
     """One end of a pipe over a stream and, if there is one, a bulk channel.
 
@@ -109,29 +110,21 @@ class BulkPipe:
     a channel; ``rest`` waits before the next piece, and gets the bytes of the last one and the seconds that it took.
     """
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        stream: Stream,
-        channels: BulkService | None,
-        shaping: Shaping,
-        max_unsent: int | None = None,
-        piece_bytes: Callable[[], int] = lambda: UNLIMITED_BYTES,
-        rest: Callable[[int, float], Awaitable[None]] | None = None,
-    ) -> None:
-        self.pipe = pipe
+    pipe: Pipe
+    _stream: Stream
+    _channels: BulkService | None
+    _shaping: Shaping
+    _max_unsent: int | None = None
+    _piece_bytes: Callable[[], int] = lambda: UNLIMITED_BYTES
+    _rest: Callable[[int, float], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
         self.channel: BulkChannel | None = None
         """The bulk channel that is in use, or negotiated."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.seconds_held_up = 0.0
         """Seconds that this node's own cap has delayed what came over the stream."""
-        self._stream = stream
-        self._channels = channels
-        self._shaping = shaping
-        self._piece_bytes = piece_bytes
-        self._rest = rest
-        self._max_unsent = max_unsent
         self._patience = Patience(0.0)  # another one once transfers may move
         self._has_begun = trio.Event()
         self._posted: deque[bytes] = deque()
@@ -145,7 +138,7 @@ class BulkPipe:
         """Whether `run` has ended."""
         self._waiting: dict[trio.Event, Callable[[], bool]] = {}
         """Conditions for which tasks wait: one each of this object's, and one of each user."""
-        stream.is_bulk = True
+        self._stream.is_bulk = True
 
     def begin(self, patience: Patience) -> None:
         """Let transfers move from now on."""

@@ -60,22 +60,18 @@ class _Entry:
     reached_at: float
 
 
+@dataclass(eq=False)
 class AddressBook:
     """The address book of one node. `load` it first; call `save` at times."""
 
-    def __init__(
-        self,
-        store: Store,
-        is_partner: Callable[[bytes], bool] = lambda peer: False,
-        *,
-        clock: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
-    ) -> None:
-        """``is_partner``: whether exchanges with a peer were committed. ``clock`` gives Unix time."""
-        self._store = store
-        self._is_partner = is_partner
-        self._clock = clock
-        self._rng = rng or random.Random()
+    _store: Store
+    _is_partner: Callable[[bytes], bool] = lambda peer: False
+    """Whether exchanges with a peer were committed."""
+    clock: Callable[[], float] = time.time
+    """Gives Unix time."""
+    rng: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
         self._unsaved: set[bytes] = set()
 
@@ -96,7 +92,7 @@ class AddressBook:
                 self._unsaved.add(row[0])
             else:
                 # A clock that was ahead once must not keep a peer in front for ever.
-                self._entries[peer] = _Entry(addresses, min(reached_at, self._clock()))
+                self._entries[peer] = _Entry(addresses, min(reached_at, self.clock()))
         if num_damaged:
             logger.warning("%d entries of the address book are damaged, and left out", num_damaged)
         self._forget()
@@ -109,7 +105,7 @@ class AddressBook:
         usable = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS][:MAX_ADDRESSES]
         if not usable:
             return
-        before, now = self._entries.get(peer), self._clock()
+        before, now = self._entries.get(peer), self.clock()
         is_same = before is not None and set(before.addresses) == set(usable)
         if before is None or not is_same or before.reached_at // SAVE_INTERVAL != now // SAVE_INTERVAL:
             self._unsaved.add(peer)
@@ -121,7 +117,7 @@ class AddressBook:
         chosen = latest[:NUM_LATEST]
         for are_partners, number in ((True, NUM_PARTNERS), (False, NUM_OTHERS)):
             others = [peer for peer in latest[NUM_LATEST:] if self._is_partner(peer) is are_partners]
-            chosen += self._rng.sample(others, min(number, len(others)))
+            chosen += self.rng.sample(others, min(number, len(others)))
         return {peer: list(self._entries[peer].addresses) for peer in chosen}
 
     async def save(self) -> None:
@@ -145,7 +141,7 @@ class AddressBook:
         return sorted(self._entries, key=lambda peer: -self._entries[peer].reached_at)
 
     def _forget(self) -> None:
-        oldest = self._clock() - MAX_AGE
+        oldest = self.clock() - MAX_AGE
         latest = self._latest_first()
         kept = [peer for peer in latest if self._is_partner(peer)][:MAX_KEPT_PARTNERS]
         first = dict.fromkeys([*kept, *latest])

@@ -16,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -228,35 +228,28 @@ class ActivationLink:
         self._is_posted = True
 
 
+@dataclass(eq=False)
 class PipelineService:
     """Runs this node's part of the pipeline, and the links to the nodes of the neighbouring stages.
 
     Without ``channels`` everything goes over the streams. ``warn`` shows the owner which peers are avoided, and why.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        messenger: Messenger,
-        manifest: Manifest,
-        run_id: bytes,
-        shaping: Shaping,
-        channels: BulkService | None,
-        rng: random.Random,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    _host: Host
+    _messenger: Messenger
+    _manifest: Manifest
+    run_id: InitVar[bytes]
+    _shaping: Shaping
+    _channels: BulkService | None
+    _rng: random.Random
+    _warn: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self, run_id: bytes) -> None:
         self.counts = Counts()
         """The counts since the node began."""
         self.links: dict[int, ActivationLink] = {}
-        self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages  # live, of each stage
-        self._host = host
-        self._messenger = messenger
-        self._manifest = manifest
-        self._channels = channels
-        self._hello = wire.Hello(run_id, 0, wire.shape_hash(manifest))
-        self._shaping = shaping
-        self._rng = rng
-        self._warn = warn
+        self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * self._manifest.model.num_stages  # live, of each stage
+        self._hello = wire.Hello(run_id, 0, wire.shape_hash(self._manifest))
         self._avoidance = Avoidance()
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
@@ -264,12 +257,12 @@ class PipelineService:
         self._nursery: trio.Nursery | None = None
         self._numbers = itertools.count()  # of links
         self._bytes_sent = self._bytes_received = 0  # over links that have ended
-        host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
+        self._host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
 
         def be_told(peer: bytes, payload: bytes) -> None:
             self.handle(machine.Tell(peer, wire.decode_question(payload)))
 
-        messenger.set_receiver(MICROBATCH_PROTOCOL, wire.MAX_QUESTION_BYTES, be_told)
+        self._messenger.set_receiver(MICROBATCH_PROTOCOL, wire.MAX_QUESTION_BYTES, be_told)
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; call `begin` after it has started."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -67,6 +68,7 @@ _Call = tuple[Libp2pStream, trio.Event]
 """A stream that a peer has opened, and what is set when it is over."""
 
 
+@dataclass(eq=False)
 class ProgramService:
     """Serves the programs of one node; made by `open_programs`.
 
@@ -74,25 +76,17 @@ class ProgramService:
     by their public keys.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        run_id: bytes,
-        shaping: Shaping,
-        publish: Callable[[Kind, int, Payload], Awaitable[None]],
-        find_notes: Callable[[], Mapping[bytes, Mapping[str, bytes]]],
-    ) -> None:
-        self._host = host
-        self._run_id = run_id
-        self._shaping = shaping
-        self._publish = publish
-        self._find_notes = find_notes
-        self._notes: dict[str, bytes] = {}
-        self._has_new_notes = trio.Event()
-        self._provided: set[bytes] = set()
-        self._calls: dict[str, trio.MemoryReceiveChannel[_Call]] = {}
-        """The names under which programs listen, and the streams of peers that no connection has taken."""
-        self._num_streams: Counter[bytes] = Counter()
+    _host: Host
+    _run_id: bytes
+    _shaping: Shaping
+    _publish: Callable[[Kind, int, Payload], Awaitable[None]]
+    _find_notes: Callable[[], Mapping[bytes, Mapping[str, bytes]]]
+    _notes: dict[str, bytes] = field(default_factory=dict)
+    _has_new_notes: trio.Event = field(default_factory=trio.Event)
+    _provided: set[bytes] = field(default_factory=set)
+    _calls: dict[str, trio.MemoryReceiveChannel[_Call]] = field(default_factory=dict)
+    """The names under which programs listen, and the streams of peers that no connection has taken."""
+    _num_streams: Counter[bytes] = field(default_factory=Counter)
 
     async def serve(self, connection: trio.SocketStream) -> None:
         """Serve a program's connection, to its end. Raises `trio.BrokenResourceError` if the program is gone."""

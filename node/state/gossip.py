@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -79,32 +80,26 @@ CLOCK_SET_SECONDS = 5.0
 """A jump of this machine's clock against trio's by which it was set; NTP corrects less by gradual changes in hours."""
 
 
+@dataclass(eq=False)
 class GossipService:
     """The run state of this node, kept up to date while `run` runs."""
 
-    def __init__(
-        self,
-        state: RunState,
-        writer: Writer,
-        host: Host,
-        messenger: Messenger,
-        store: Store,
-        rng: random.Random,
-        *,
-        base_period: float = BASE_PERIOD,
-        unix: Callable[[], float] = time.time,
-    ) -> None:
-        """``base_period``: seconds between heartbeats in a small run. ``unix``: this machine's clock."""
-        self.state = state
-        self._writer = writer
-        self._host = host
-        self._messenger = messenger
-        self._store = store
-        self._rng = rng
-        self._unix = unix
+    state: RunState
+    _writer: Writer
+    _host: Host
+    _messenger: Messenger
+    _store: Store
+    _rng: random.Random
+    base_period: InitVar[float] = BASE_PERIOD
+    """Seconds between heartbeats in a small run."""
+    unix: Callable[[], float] = time.time
+    """This machine's clock."""
 
-        self._gossip = Gossip(state, writer.author, rng, base_period, host.connections.network_of)
-        state.places.protect(lambda author: author in host.connections.connected)
+    def __post_init__(self, base_period: float) -> None:
+        self._gossip = Gossip(
+            self.state, self._writer.author, self._rng, base_period, self._host.connections.network_of
+        )
+        self.state.places.protect(lambda author: author in self._host.connections.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
         self._waiting = trio.lowlevel.ParkingLot()  # for new entries
@@ -128,7 +123,7 @@ class GossipService:
         No decision here depends on it. What was compared before this machine's clock was set, or before the machine
         slept, does not count.
         """
-        lead, connected = self._unix() - trio.current_time(), self._host.connections.connected
+        lead, connected = self.unix() - trio.current_time(), self._host.connections.connected
         return judge_clock(
             votes_of(
                 (peer, self._host.connections.network_of(peer), ahead)
@@ -191,7 +186,7 @@ class GossipService:
 
     async def _write(self, kind: Kind, index: int, payload: Payload) -> bool:
         """Write an entry now if its slot may be written; the mark goes to disk before anything is signed."""
-        now = self._unix()
+        now = self.unix()
         if self._writer.delay(kind, index, now) > 0:
             return False
         while (mark := self._writer.mark_needed(kind, index, now)) is not None:
@@ -211,7 +206,7 @@ class GossipService:
     # push
 
     async def _tick(self) -> None:
-        for peer, message in self._gossip.tick(self._unix(), trio.current_time()):
+        for peer, message in self._gossip.tick(self.unix(), trio.current_time()):
             self._messenger.send_nowait(peer, PUSH_PROTOCOL, message)
 
     def _receive_push(self, peer: bytes, payload: bytes) -> None:
@@ -220,7 +215,7 @@ class GossipService:
         Raises `RemoteProtocolError`, which costs the peer its stream, or for a flood its connections.
         """
         try:
-            report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
+            report = self._gossip.receive_push(peer, payload, self.unix(), trio.current_time())
         except RemoteProtocolError as error:
             self._gossip.unreachable(peer, trio.current_time())
             if isinstance(error, FloodError):
@@ -296,7 +291,7 @@ class GossipService:
         try:
             with trio.fail_after(SESSION_TIMEOUT):
                 async with aclosing(await self._host.open_stream(peer, SYNC_PROTOCOL)) as stream:
-                    unix, began_at = self._unix(), trio.current_time()
+                    unix, began_at = self.unix(), trio.current_time()
                     session = self._gossip.open_session(unix, is_initiator=True, with_beats=with_beats)
                     await stream.send_all(session.start())
                     await self._converse(stream, session)
@@ -315,7 +310,7 @@ class GossipService:
         if peer in self._served or len(self._served) >= MAX_SERVED or not self._serving_meters.of(peer, now).take(now):
             return
         with counted(self._served, peer), trio.fail_after(SESSION_TIMEOUT):
-            await self._converse(stream, self._gossip.open_session(self._unix(), is_initiator=False))
+            await self._converse(stream, self._gossip.open_session(self.unix(), is_initiator=False))
 
     async def _converse(self, stream: Stream, session: Session) -> None:
         """Carry a session through to its end."""
@@ -333,7 +328,7 @@ class GossipService:
                     now = trio.current_time()
                     if not is_asked:
                         self._served_inbound.count(peer, now, entries=len(part.entries) + len(part.proofs))
-                    self._take_note(self._gossip.merge(part, peer, self._unix(), now, forward, is_asked=is_asked))
+                    self._take_note(self._gossip.merge(part, peer, self.unix(), now, forward, is_asked=is_asked))
                     await trio.lowlevel.checkpoint()
             if to_send:
                 await stream.send_all(to_send)
@@ -355,7 +350,7 @@ class GossipService:
                 logger.warning("the stored entries of %s are damaged: %s", short_name(author), error)
                 self.state.dirty.add(author)
                 continue
-            self._take_note(self.state.merge(delta, self._unix()))
+            self._take_note(self.state.merge(delta, self.unix()))
             await trio.lowlevel.checkpoint()
 
     async def _save(self) -> None:

@@ -154,6 +154,7 @@ Nodes = tuple[frozenset[bytes], ...]
 """The live members of each stage."""
 
 
+@dataclass(eq=False)
 class Membership:
     """Knows which members are live, the stage of each, and what each publishes about itself.
 
@@ -161,29 +162,21 @@ class Membership:
     earlier lives as well. ``first_step``: the inner step from which the run resumes another one.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        state: RunState,
-        gossip: GossipService,
-        journal: Journal,
-        announcer: Announcer,
-        partners: Partners | None = None,
-        *,
-        num_stages: int = 1,
-        first_step: int = 0,
-    ) -> None:
-        self.announcer = announcer
-        self.partners = partners or Partners()
+    _host: Host
+    _state: RunState
+    _gossip: GossipService
+    _journal: Journal
+    announcer: Announcer
+    partners: Partners = field(default_factory=Partners)
+    num_stages: int = 1
+    """The number of the model's stages; 1: every node holds all of it."""
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
         self.credit = Credit()
         """The members that are believed about their progress and their weights."""
-        self._host = host
-        self._state = state
-        self._gossip = gossip
-        self._liveness = gossip.liveness
-        self._journal = journal
-        self._first_step = first_step
-        self._others: Nodes = (frozenset(),) * num_stages
+        self._liveness = self._gossip.liveness
+        self._others: Nodes = (frozenset(),) * self.num_stages
         self.reached: frozenset[bytes] = frozenset()
         """The live members of all stages that this node has reached, itself excluded."""
         self._paused: frozenset[bytes] = frozenset()  # of the others
@@ -197,11 +190,6 @@ class Membership:
     def stage(self) -> int:
         """Return the stage that this node holds."""
         return self._journal.state.stage
-
-    @property
-    def num_stages(self) -> int:
-        """Return the number of the model's stages; 1: every node holds all of it."""
-        return len(self._others)
 
     @property
     def live(self) -> frozenset[bytes]:
@@ -290,7 +278,7 @@ class Membership:
         self.credit.lose((peer for peer, beat in beats if beat.round > after_round), trio.current_time())
 
     def _has_trained(self, node: Beat | NodeState) -> bool:
-        return bool(node.round) or node.inner_steps > self._first_step
+        return bool(node.round) or node.inner_steps > self.first_step
 
     def _payloads(self, peers: Iterable[bytes], kind: type[PayloadType]) -> dict[bytes, PayloadType]:
         """Return what these peers have published of a kind, without the peers that have published none."""

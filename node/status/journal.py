@@ -149,6 +149,7 @@ MAX_EVENTS: Final = 128
 MAX_EVENT_CHARS: Final = 400
 
 
+@dataclass(eq=False)
 class Journal:
     """State, events, warnings, exchanges and losses of one node.
 
@@ -156,24 +157,18 @@ class Journal:
     round.
     """
 
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.time,
-        keep_round: Callable[[RoundRecord], None] | None = None,
-    ) -> None:
-        self.clock = clock
-        self.state = NodeState()
-        self.history = History()
-        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self.conduct = Conduct()
-        self.run: RunState | None = None
-        """The run's state once it is known: what peers call themselves, and who invited them."""
-        self._standing: dict[str, Event] = {}
-        """Warnings by their cause, or by themselves, newest last."""
-        self._say = say
-        self._keep_round = keep_round
-        self._told_validation: tuple[int, float] | None = None
+    _say: Callable[[str], None]
+    clock: Callable[[], float] = time.time
+    keep_round: Callable[[RoundRecord], None] | None = None
+    state: NodeState = field(default_factory=NodeState)
+    history: History = field(default_factory=History)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    conduct: Conduct = field(default_factory=Conduct)
+    run: RunState | None = None
+    """The run's state once it is known: what peers call themselves, and who invited them."""
+    _standing: dict[str, Event] = field(default_factory=dict)
+    """Warnings by their cause, or by themselves, newest last."""
+    _told_validation: tuple[int, float] | None = None
 
     # The state
 
@@ -342,5 +337,5 @@ class Journal:
         )
         self._told_validation = measured
         self.say(record.line(self.called(used.peer) if used else ""))
-        if self._keep_round is not None:
-            self._keep_round(record)
+        if self.keep_round is not None:
+            self.keep_round(record)

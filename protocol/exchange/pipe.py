@@ -33,7 +33,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -145,26 +145,22 @@ Event = bytes | Control | TransferReceived
 """What comes from the other end: a message of the pipe's user, or of the pipe, or all of a transfer."""
 
 
+@dataclass(eq=False)
 class Transfer:
     """Bytes of a known size that move one way.
 
     The receiver fills ``memory`` from the front, over any route, and hashes it as it fills if ``is_hashed``.
     """
 
-    def __init__(
-        self,
-        memory: memoryview,
-        on_advance: Callable[[int], None] | None = None,
-        *,
-        name: int = 0,
-        end: int = 0,
-        is_hashed: bool = True,
-    ) -> None:
-        """``on_advance`` is called with the number of bytes received, in the thread that fills the memory."""
-        self.name = name
-        self.end = end
-        """The position behind its last byte."""
-        self.memory = memory
+    memory: memoryview
+    _on_advance: Callable[[int], None] | None = None
+    """Called with the number of bytes received, in the thread that fills the memory."""
+    name: int = 0
+    end: int = 0
+    """The position behind its last byte."""
+    is_hashed: InitVar[bool] = True
+
+    def __post_init__(self, is_hashed: bool) -> None:
         self.source: Any = None
         """Where the sender has it from, for the user of the pipe."""
         self.position = 0
@@ -173,7 +169,6 @@ class Transfer:
         """BLAKE3, once its sender has sent it."""
         self.is_whole = False
         """Whether all of it is in the memory, with its hash."""
-        self._on_advance = on_advance
         self._hash = blake3() if is_hashed else None
 
     @property

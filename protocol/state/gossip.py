@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass
 from typing import Final
 
 from ..wire.errors import FloodError, RemoteProtocolError
@@ -83,29 +84,24 @@ SLICE_ITEMS = 64
 """Items merged at a time, 7 ms of verification; a driver lets other tasks run in between."""
 
 
+@dataclass(eq=False)
 class Gossip:
     """One node's part in the gossip of its run."""
 
-    def __init__(
-        self,
-        state: RunState,
-        author: bytes,
-        rng: random.Random,
-        base_period: float = BASE_PERIOD,
-        network_of: Callable[[bytes], str] = lambda peer: "",
-    ) -> None:
-        """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run.
+    state: RunState
+    author: bytes
+    """This node's own key."""
+    _rng: random.Random
+    base_period: InitVar[float] = BASE_PERIOD
+    """Seconds between heartbeats in a small run."""
+    _network_of: Callable[[bytes], str] = lambda peer: ""
+    """Where a connected peer is (`Introducer.network`)."""
 
-        ``network_of``: where a connected peer is (`Introducer.network`).
-        """
-        self.state = state
-        self.author = author
-        state.places.protect(lambda other: other == author)
-        self._network_of = network_of
+    def __post_init__(self, base_period: float) -> None:
+        self.state.places.protect(lambda other: other == self.author)
         self.inbound = InboundMeter()
         self.liveness = Liveness(base_period)
-        self.push = Push(rng)
-        self._rng = rng
+        self.push = Push(self._rng)
         self._faults = PeerMeters(FAULT_BURST, FAULT_RATE)
         self._displacing = PeerMeters(DISPLACING_BURST, DISPLACING_RATE)
         self._avoided: dict[bytes, float] = {}  # peer -> until when

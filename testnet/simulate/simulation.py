@@ -116,29 +116,22 @@ class Traffic:
     num_bytes: int = 0
 
 
+@dataclass(eq=False)
 class Network:
     """A network for datagrams between nodes that are named by bytes (in farandole, public keys)."""
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        latency: tuple[float, float] = (0.02, 0.2),
-        loss: float = 0.0,
-        duplicates: float = 0.0,
-        ordered: bool = False,
-    ) -> None:
-        """``latency``: seconds, drawn for each message. ``loss`` and ``duplicates`` are shares of the messages.
+    simulation: Simulation
+    latency: tuple[float, float] = (0.02, 0.2)
+    """Seconds, drawn for each message."""
+    loss: float = 0.0
+    """Like ``duplicates``, a share of the messages."""
+    duplicates: float = 0.0
+    ordered: bool = False
+    """Messages from one node to another arrive in order, as over one stream; otherwise delays are independent."""
 
-        ``ordered``: messages from one node to another arrive in order, as over one stream; otherwise delays are
-        independent.
-        """
-        self.simulation = simulation
-        self.latency = latency
-        self.loss = loss
-        self.duplicates = duplicates
-        self.ordered = ordered
+    def __post_init__(self) -> None:
         self.traffic: dict[bytes, Traffic] = {}
-        self._rng = random.Random(f"network {simulation.seed}")
+        self._rng = random.Random(f"network {self.simulation.seed}")
         self._receivers: dict[bytes, Receive] = {}
         self._lives: dict[bytes, int] = {}
         self._group_of: dict[bytes, int] = {}

@@ -41,7 +41,7 @@ class FullDisk:
 
 
 def quiet_journal() -> Journal:
-    return Journal(say=lambda text: None)
+    return Journal(lambda text: None)
 
 
 def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -> RunMember:

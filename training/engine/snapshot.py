@@ -9,7 +9,7 @@ filling it, and is page-locked where copies come from CUDA.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -93,6 +93,7 @@ def _obtain(num_bytes: int) -> npt.NDArray[np.uint8]:
     return memory
 
 
+@dataclass(eq=False)
 class Checkpoint:
     """The checkpoint of a replica as it is: weights, the outer rule's vectors, the optimizer's means, and counters.
 
@@ -100,21 +101,16 @@ class Checkpoint:
     ``schedule_tokens``: tokens of one step of the schedule by which inner steps are counted; 0: they count as they are.
     """
 
-    def __init__(
-        self,
-        round_end: RoundEnd,
-        run_id: bytes,
-        device: Device,
-        optimizer: InnerOptimizer | None = None,
-        schedule_tokens: int = 0,
-    ) -> None:
-        self.run_id = run_id
-        self.layout = round_end.layout
+    _round_end: RoundEnd
+    run_id: bytes
+    device: InitVar[Device]
+    _optimizer: InnerOptimizer | None = None
+    schedule_tokens: int = 0
+
+    def __post_init__(self, device: Device) -> None:
+        self.layout = self._round_end.layout
         """Names and shapes of the parameters."""
-        self._round_end = round_end
         self._copier = copier_for(device.torch_device)
-        self._optimizer = optimizer
-        self._schedule_tokens = schedule_tokens
         self._begun = 0, 0  # steps and tokens at the last load
         self._snapshots: dict[str, SnapshotMemory] = {}
 
@@ -126,8 +122,8 @@ class Checkpoint:
         which are of any size, are counted as the number of its steps that have as many tokens.
         """
         totals, steps = self._round_end.totals, self._round_end.totals.steps
-        if self._schedule_tokens:
-            steps = self._begun[0] + (totals.tokens - self._begun[1]) // self._schedule_tokens
+        if self.schedule_tokens:
+            steps = self._begun[0] + (totals.tokens - self._begun[1]) // self.schedule_tokens
         return Counters(totals.round, steps, totals.tokens, self._optimizer.begun_at if self._optimizer else 0)
 
     def vectors(self) -> dict[str, Tensor]:

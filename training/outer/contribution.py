@@ -428,28 +428,23 @@ garbage collector runs.
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
+@dataclass(eq=False)
 class PartnerContribution:
     """The partners' contributions, one per round, decoded into ``memory`` (n,) and compared with this replica's own.
 
     Their momenta are decoded when everything is there: distances and losses are of the weights alone.
     """
 
-    def __init__(
-        self,
-        rule: ScreeningRule,
-        contributor: Contributor,
-        memory: Tensor,
-        copier: Copier,
-        exam: Exam,
-    ) -> None:
+    _rule: ScreeningRule
+    _contributor: Contributor
+    _memory: Tensor
+    _copier: Copier
+    exam: Exam
+
+    def __post_init__(self) -> None:
         self.histories = Histories()
         """What the rule remembers of peers."""
-        self.exam = exam
-        self._rule = rule
-        self._contributor = contributor
-        self._form = contributor.form
-        self._memory = memory
-        self._copier = copier
+        self._form = self._contributor.form
         self._own: Contribution | None = None
         self._begin()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Final
 
 from torch import Tensor
@@ -37,6 +38,7 @@ Ahead = Callable[[], float | None]
 """Returns the loss ahead of a replica's weights, along its momentum; None where it is not known."""
 
 
+@dataclass(eq=False)
 class Momentum:
     """The momenta of one replica: those ``places`` of the flat vector ``mean`` (n,) that Muon steps.
 
@@ -45,21 +47,16 @@ class Momentum:
     may come from the side thread.
     """
 
-    def __init__(
-        self,
-        mean: Tensor,
-        places: Sequence[slice],
-        codec: str,
-        keep: float,
-        parts: Sequence[slice],
-        like: Tensor,
-        look_ahead: Callable[[Tensor], None] = lambda weights: None,
-    ) -> None:
+    _mean: Tensor
+    places: Sequence[slice]
+    codec: InitVar[str]
+    _keep: float
+    parts: InitVar[Sequence[slice]]
+    like: InitVar[Tensor]
+    look_ahead: Callable[[Tensor], None] = lambda weights: None
+
+    def __post_init__(self, codec: str, parts: Sequence[slice], like: Tensor) -> None:
         self.form: Form = form_of(codec)
-        self.look_ahead = look_ahead
-        self._mean = mean
-        self.places = places
-        self._keep = keep
         largest = max((self.num_elements(part) for part in parts), default=0)
         self._own, self._received = like.new_empty(largest), like.new_empty(largest)
 

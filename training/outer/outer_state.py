@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -150,27 +150,24 @@ class FastWeights:
         self.write()
 
 
+@dataclass(eq=False)
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
     The slow weights begin as a copy of them. ``momentum``: what travels with the weights; None: nothing.
     """
 
-    def __init__(
-        self,
-        settings: OuterConfig,
-        fast: Tensor,
-        copier: Copier,
-        momentum: Momentum | None = None,
-    ) -> None:
-        self.settings = settings
-        self.copier = copier
-        self.slow = fast.clone()
-        self.vectors = {name: torch.zeros_like(fast) for name in settings.vectors}
-        self._fast = fast
-        self._rule = rule_of(settings)
-        self._own = OwnVectors(fast, self.slow, self.vectors)
-        self.contributor = Contributor(settings, self._rule, self._own, copier, momentum)
+    settings: OuterConfig
+    _fast: Tensor
+    copier: Copier
+    momentum: InitVar[Momentum | None] = None
+
+    def __post_init__(self, momentum: Momentum | None) -> None:
+        self.slow = self._fast.clone()
+        self.vectors = {name: torch.zeros_like(self._fast) for name in self.settings.vectors}
+        self._rule = rule_of(self.settings)
+        self._own = OwnVectors(self._fast, self.slow, self.vectors)
+        self.contributor = Contributor(self.settings, self._rule, self._own, self.copier, momentum)
         """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(

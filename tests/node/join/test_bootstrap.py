@@ -37,7 +37,7 @@ DEAD = {bytes([i]) * 32: [NOWHERE] for i in range(1, 5)}
 
 @pytest.fixture
 def journal() -> Journal:
-    return Journal(say=lambda text: None)
+    return Journal(lambda text: None)
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ async def num_honest_reached(seed: int, do_false_answer: bool) -> int:
 
     online = {peer for peer in honest if rng.random() < SHARE_ONLINE}
     world: Any = World(online | set(false if do_false_answer else ()))
-    journal = Journal(say=lambda text: None)
+    journal = Journal(lambda text: None)
     target = Target(b"r" * 32, b"manifest", book.peers())
     with trio.move_on_after(SECONDS):
         await connect_to_run(world, target, journal)
@@ -87,7 +87,7 @@ async def test_a_member_cut_off_dials_without_end_says_so_and_stops_when_it_is_b
 ) -> None:
     world: Any = World(set())
     alice, mallory, store = key(1), key(2), cast("Any", None)
-    book, journal = AddressBook(store), Journal(say=lambda text: None)
+    book, journal = AddressBook(store), Journal(lambda text: None)
     book.note_reached(alice, ["/ip4/1.1.1.1/tcp/1"])
     target = Target(b"r" * 32, None, {mallory: ["/ip4/2.2.2.2/tcp/2"]})
     nursery.start_soon(Reconnector(world, book, target, lambda: world.connected, journal).run)

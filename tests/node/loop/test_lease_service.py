@@ -69,7 +69,7 @@ class Node:
 
     def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
-        self.journal = Journal(say=lambda text: None)
+        self.journal = Journal(lambda text: None)
         self.partners = Partners()
         self.others: frozenset[bytes] = frozenset()
         gossip: Any = run

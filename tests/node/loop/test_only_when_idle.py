@@ -69,7 +69,7 @@ async def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
         **settings,
     )
     told, heard = trio.open_memory_channel[str](1_000)
-    journal, key = Journal(say=told.send_nowait), load_or_create_key(node.key)
+    journal, key = Journal(told.send_nowait), load_or_create_key(node.key)
     async with open_store(node.store) as store, trio.open_nursery() as nursery:
         daemon = Daemon(node, key, store, AddressBook(store), Partners(), journal, trio.Event(), Rest())
         nursery.start_soon(be_node, daemon)

@@ -104,7 +104,7 @@ class Story:
         self.traffic = 1e9  # bytes of an exchange that are left
         self.rounds: list[RoundRecord] = []
         self.saved: list[messages.Saved] = []
-        self.journal = Journal(say=lambda text: None, keep_round=self.rounds.append)
+        self.journal = Journal(lambda text: None, keep_round=self.rounds.append)
         self.peers_that_answer: set[bytes] = set()
         self.exchanges: list[StartExchange] = []
         self.exchange_seconds = EXCHANGE_SECONDS

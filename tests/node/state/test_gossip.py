@@ -283,7 +283,7 @@ async def test_a_stranger_that_calls_has_no_vote(wires: Wires, clock: MockClock)
 
 async def test_a_clock_that_is_set_right_is_fine_at_once(wires: Wires, clock: MockClock) -> None:
     nodes, late = [GossipNode(wires, number) for number in range(1, 5)], GossipNode(wires, 5)
-    late.service._unix = clock_ahead_by(-HOUR)
+    late.service.unix = clock_ahead_by(-HOUR)
     for node in nodes:
         await wires.nursery.start(node.service.run)
         late.host.networks[node.author] = "10.0.0.0/24"
@@ -296,7 +296,7 @@ async def test_a_clock_that_is_set_right_is_fine_at_once(wires: Wires, clock: Mo
     assert skew is not None
     assert (skew.is_agreed, skew.is_harmful, skew.num_members) == (True, True, 4)
     assert skew.seconds == pytest.approx(-HOUR, abs=2.0)
-    late.service._unix = clock_ahead_by(0.0)
+    late.service.unix = clock_ahead_by(0.0)
     assert late.service.clock_skew is None
     await trio.sleep(60.0)
     assert late.service.clock_skew is None

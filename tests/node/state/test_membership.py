@@ -110,7 +110,7 @@ class Staged:
 
     def __init__(self, *, is_bound: bool = False) -> None:
         self.gossip, self.state = Gossip(), Told()
-        self.journal = Journal(say=lambda text: None)
+        self.journal = Journal(lambda text: None)
         connections = SimpleNamespace(protect=lambda is_needed: None)
         self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset(), connections=connections)
         state: Any = self.state

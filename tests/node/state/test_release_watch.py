@@ -37,7 +37,7 @@ class Host:
 
 def watched() -> tuple[Host, Journal, ReleaseWatch, list[str]]:
     host, said = Host(), list[str]()
-    journal = Journal(say=said.append)
+    journal = Journal(said.append)
     return host, journal, ReleaseWatch(cast("Any", host), journal, NEEDED), said
 
 

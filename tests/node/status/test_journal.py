@@ -21,7 +21,7 @@ from ..statuses import STATUS, ended, round_end
 
 def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farandole.node.status.journal.MAX_PARTNERS", 2)
-    journal = Journal(say=lambda text: None)
+    journal = Journal(lambda text: None)
     for peer in (b"a", b"a", b"b", b"c", b"d"):
         journal.record_exchange(ended(0, peer * 32))
     assert journal.history.partners == {peer_id_of(b"a" * 32): 2, peer_id_of(b"d" * 32): 1}
@@ -30,7 +30,7 @@ def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.Monk
 
 def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
     said: list[str] = []
-    journal = Journal(say=said.append, clock=lambda: 1.0)
+    journal = Journal(said.append, clock=lambda: 1.0)
     journal.say("hello")
     journal.note("only for who looks")
     journal.warn("the disk is full")
@@ -112,7 +112,7 @@ def test_a_peer_is_named_once_for_what_it_does_and_with_who_invited_it() -> None
 
 
 def test_why_an_exchange_failed_is_told_once() -> None:
-    journal = Journal(say=lambda text: None)
+    journal = Journal(lambda text: None)
     bob = b"b" * 32
     journal.record_exchange(ended(1, bob, "refused: the norm is off"))  # the refusing node has warned of it
     journal.record_exchange(ended(2, bob, "the partner aborted: refused: the norm is off"))
@@ -128,7 +128,7 @@ def test_why_an_exchange_failed_is_told_once() -> None:
 def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) -> None:
     """JSON cannot hold it: a reader of the status would find null in place of a number."""
     rounds: list[RoundRecord] = []
-    journal = Journal(say=lambda text: None, keep_round=rounds.append)
+    journal = Journal(lambda text: None, keep_round=rounds.append)
     for number in (3.0, loss, 2.0):
         journal.history.add_loss(7, number)
         journal.record_validation(7, number)

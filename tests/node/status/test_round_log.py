@@ -44,7 +44,7 @@ def log_of(home: Path, num_rounds: int, bits_per_byte: float | None = None) -> N
     """Play rounds as a daemon does, which prints and logs them."""
     settings = NodeSettings(home=home)
     with logging_to_file(settings):
-        journal = Journal(say=console.say, keep_round=console.keep_round, clock=lambda: 1_000.0)
+        journal = Journal(console.say, keep_round=console.keep_round, clock=lambda: 1_000.0)
         played(journal, num_rounds, bits_per_byte)
         logging.getLogger("farandole.test").info("another line")
     return settings
@@ -74,7 +74,7 @@ def test_bits_per_byte_are_kept_with_the_loss_and_a_record_without_them_is_read(
 
 def test_what_failed_exchanges_sent_is_counted_in_their_round() -> None:
     rounds: list[RoundRecord] = []
-    journal = Journal(say=lambda text: None, keep_round=rounds.append)
+    journal = Journal(lambda text: None, keep_round=rounds.append)
     why = "127 MB did not fit into 30 s at 20 Mbit/s up"
     for number in (0, 1):
         failed = ended(number, BOB, why, bytes_sent=75_000_000, bytes_received=9, seconds=21.0, path="bulk")
@@ -119,7 +119,7 @@ def test_the_table_fits_the_terminal(
     why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
     log_of(home, 5)
     with logging_to_file(NodeSettings(home=home)):
-        Journal(say=console.say, keep_round=console.keep_round).finish_round(round_end(5, alone=why, loss=3.5))
+        Journal(console.say, keep_round=console.keep_round).finish_round(round_end(5, alone=why, loss=3.5))
     capsys.readouterr()
     header, *rows, _ = cli("run", "metrics")[1].splitlines()
     assert re.split(r" {2,}", header.strip())[-1] == "outer step with"

@@ -65,7 +65,7 @@ class World:
         self.seconds = 1.0
         """Duration of a download."""
         self.said: list[str] = []
-        self.journal = Journal(say=self.said.append)
+        self.journal = Journal(self.said.append)
         self.announcer = self
         self.credit = Credit()
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Consolidated:
 
 @pytest.fixture
 def journal() -> Journal:
-    return Journal(say=lambda text: None)
+    return Journal(lambda text: None)
 
 
 def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: bool, host: Any = None) -> Start:

@@ -42,7 +42,7 @@ def run_of_many() -> tuple[RunState, Liveness]:
 
 
 async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> None:
-    journal = Journal(say=lambda text: None)
+    journal = Journal(lambda text: None)
     for round_index in range(3 * MAX_EXCHANGES):
         peer = round_index.to_bytes(32, "big")
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))

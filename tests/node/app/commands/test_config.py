@@ -130,7 +130,7 @@ async def test_a_disk_that_takes_no_more_costs_no_limit_that_was_kept(tmp_path: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # writes beyond this size fail, as on a full disk
     try:
         settings = NodeSettings(home=tmp_path)
-        told = await kept(settings, Journal(say=lambda text: None), "upload at most 5 Mbit/s", {"upload_mbit": 5})
+        told = await kept(settings, Journal(lambda text: None), "upload at most 5 Mbit/s", {"upload_mbit": 5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert told.startswith("upload at most 5 Mbit/s; until this node ends, since this cannot be kept: ")
