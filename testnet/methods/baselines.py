@@ -14,7 +14,9 @@ from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.data.dataset import Sampler
 from farandole.training.outer.rule import OuterRule, rule_of
 
+from .co2 import CO2, CO2Config
 from .diloco import TWO_BITS_BYTES, DiLoCo, DiLoCoConfig
+from .gasloc import GASLoC, GASLoCConfig
 from .sparseloco import SparseLoCo, SparseLoCoConfig
 
 _NOLOCO = NoLoCoConfig()
@@ -132,8 +134,11 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, plain, int8, four times as often", "pairs", quarter, _PLAIN),
         Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, _PLAIN, exchanges=2),
         *(method for share in MUON_SHARES for method in _muon_methods(share, interval)),
+        Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
         Method("SparseLoCo, 8 of 256", "all", interval, SparseLoCoConfig()),
         Method("SparseLoCo, pairs, 8 of 256", "pairs", interval, SparseLoCoConfig()),
+        Method("CO2, fp32, a round late", "pairs", interval, CO2Config(), interval),
+        Method("CO2, no penalty, fp32, a round late", "pairs", interval, CO2Config(gap_penalty=1.0), interval),
         Method("nobody averages", "none"),
     )
 
@@ -180,8 +185,12 @@ def _with_momentum(name: str, interval: int, fragments: int = 8) -> Method:
 def rule_for(settings: OuterConfig) -> OuterRule:
     """Return the outer rule of these settings, of a run's or of a method's own."""
     match settings:
+        case CO2Config():
+            return CO2(settings)
         case DiLoCoConfig():
             return DiLoCo(settings)
+        case GASLoCConfig():
+            return GASLoC(settings)
         case SparseLoCoConfig():
             return SparseLoCo(settings)
     return rule_of(settings)

@@ -11,7 +11,9 @@ from farandole.protocol.run.manifest import InnerConfig, InnerName, ModelConfig
 from farandole.protocol.run.rules import NoLoCoConfig, OuterConfig, PlainConfig
 from farandole.testnet.methods.adapters import METHODS, MODEL, RANK, AdapterStack
 from farandole.testnet.methods.baselines import Group, Method, Trial, methods, rule_for
+from farandole.testnet.methods.co2 import CO2Config
 from farandole.testnet.methods.diloco import DiLoCoConfig
+from farandole.testnet.methods.gasloc import GASLoCConfig
 from farandole.testnet.methods.stacked import Stack, groups_of, train
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import layout_of
@@ -102,7 +104,8 @@ def test_a_stack_does_what_replicas_do(
         Method("DiLoCo", "all", 2, DiLoCoConfig()),
         Method("Nesterov, Muon, late", "pairs", 2, NoLoCoConfig(momentum="nesterov"), 1, "muon"),
         Method("two partners", "pairs", 2, PlainConfig(), exchanges=2),
-        Method("int8, a round late", "pairs", 2, NoLoCoConfig(codec="int8"), 2),
+        Method("GASLoC", "pairs", 2, GASLoCConfig()),
+        Method("CO2", "pairs", 2, CO2Config(), 2),
         Method("fragments apart, momentum", "pairs", 2, FRAGMENTS, 0, "muon", 1.0, 2, 0.9, "int4", 2),
         Method("two bits", "all", 2, DiLoCoConfig(error_feedback=True, two_bits=True)),
         Method("nobody averages", "none"),
