@@ -85,7 +85,7 @@ release: wheel ## Build and check the wheel, print its hash and what else a rele
 
 reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures of docs/faq.md from the code
 	$(BIN)/python docs/reference.py
-	$(BIN)/python -m farandole.testnet.report.traffic docs/faq.md
+	$(BIN)/python docs/figures.py docs/faq.md
 
 docs: $(STAMP) ## Build the documents as a site in out/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -19,7 +19,6 @@ _ANY_IP: Final = "0.0.0.0"
 # A node keeps reservations with so many relays.
 NUM_RELAYS: Final = 2
 
-
 Lodging = tuple[Location, Home | None]
 """One node's place, and its home, if it is in one."""
 

@@ -49,7 +49,6 @@ PROPOSE_INTERVAL = 0.5
 # The same, to a node that has another partner, and to one that has a greedy one and does not give it up.
 PARTNER_INTERVAL, ABSENCE = 2.0, 60.0
 
-
 Capturing = Literal["exchange", "absent", "mute", "stalled"]
 """What hostile members do once they have a partner: exchange; never be ready; begin, and never offer anything; or
 offer, and then neither send nor decide."""

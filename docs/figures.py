@@ -1,6 +1,6 @@
 """The traffic and needs of runs: the figures of ``docs/faq.md``, computed from codecs, presets and the planner.
 
-``python -m farandole.testnet.report.traffic docs/faq.md`` writes them there.
+``python docs/figures.py docs/faq.md`` writes them there.
 """
 
 from __future__ import annotations
