@@ -19,6 +19,7 @@ READ_IN = {
     "app/commands/runs.py": "when a run was made, in its manifest",
     "app/doctor/examination.py": "compared with that of others",
     "app/doctor/peers.py": "compared with that of others",
+    "app/serving.py": "when an answer was made, told to its client",
     "daemon.py": "since when the node runs, shown",
     "inspect/peek.py": "until when a visit is good",
     "join/address_book.py": "when a peer was reached last, kept from one life to the next",
