@@ -171,7 +171,7 @@ def test_a_machine_is_judged_by_its_present_speed_and_measures_on_one_window_at_
     assert [machine.judge() for _ in range(8)][-1] == MOST
     machine = Machine(1e-6)
     assert machine.judge() == MOST
-    for seconds, num_windows in ((SECONDS_LEFT / 600, 100), (SECONDS_LEFT / 3, 1)):
+    for seconds, num_windows in ((SECONDS_LEFT / 6_000, 100), (SECONDS_LEFT / 3, 1)):
         machine.seconds = seconds
         assert [machine.judge() for _ in range(8)][-1] == pytest.approx(num_windows, abs=2)
 
