@@ -22,6 +22,10 @@ In the first inner steps the direction of honest gradients may turn within 20 mi
 earlier ones. Therefore all directions but those of outliers are learned, however unusual: the expected direction turns
 with them before the evidence is enough.
 
+In the first rounds one honest replica of a stage may have taken many steps and another none, and they have not averaged
+yet: 15 steps from the seed their levels differed by a factor of 5, and after the first average by 1.7 at most. So in
+the first `YOUNG_ROUNDS` nothing but a level makes an outlier, and no evidence is summed.
+
 **What an attacker can do.** It does not know the projections, which each node draws for itself. Outliers are not
 learned, and with three or more senders the expected direction is the median of theirs, so a minority does not move it.
 In the first rounds it may falsify whatever is no outlier by itself: up to 20 times the usual norm.
@@ -84,8 +88,8 @@ MAX_DEVIATION: Final = 4.0
 # A usual cosine within half a deviation of zero gives no information on the direction, so no evidence is summed.
 LEAST_SIGNAL: Final = 0.5
 MAX_SUMS: Final = (32.0, 32.0, 16.0)
-# Outer steps of this node before which no evidence is summed: a pair of replicas has averaged by then, even if partners
-# were busy in a round or two.
+# Outer steps of this node before which levels alone are judged: a pair of replicas has averaged by then, even if
+# partners were busy in a round or two.
 YOUNG_ROUNDS: Final = 3
 # After this number of consecutive outliers the statistics are reset: there is no other sender to compare with. A sender
 # that is avoided after three of them, for longer each time, has then been avoided for two and a half minutes. In the
@@ -147,7 +151,7 @@ class UsualTraffic:
                 signal = deviation if alternative >= LEAST_SIGNAL else 0.0
                 excess = min(max(signal, -MAX_DEVIATION), MAX_DEVIATION) - slack
                 sender.sums[fault] = min(max(sender.sums[fault] + excess / MAX_SUMS[fault], 0.0), 1.0)
-        is_outlier |= is_warm and cosine < 0.0 and deviations[2] > OUTLIER_COSINE
+            is_outlier |= cosine < 0.0 and deviations[2] > OUTLIER_COSINE
         if max(sender.sums) >= 1.0 and self._is_common(sender):
             self._begin()
             return ""

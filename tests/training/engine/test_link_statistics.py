@@ -113,6 +113,13 @@ def test_replicas_that_have_not_averaged_yet_do_not_suspect_each_other(passings:
     assert judge(stats, kind, EVE, passings[300], ATTACKS["a thousand times as large"], num_rounds=2)
 
 
+def test_a_direction_makes_an_outlier_only_once_replicas_have_averaged(passings: list[Passing]) -> None:
+    for num_rounds, is_outlier in ((2, False), (3, True)):
+        stats = copy.deepcopy(honest(passings, "activations"))
+        fault = judge(stats, "activations", EVE, passings[400], ATTACKS["reversed"], num_rounds)
+        assert bool(fault) is is_outlier
+
+
 @pytest.mark.parametrize("senders", [(ANN,), (ANN, BOB)])
 def test_a_node_that_heard_nothing_while_levels_rose_believes_all_who_tell_it(
     passings: list[Passing], senders: tuple[bytes, ...]
