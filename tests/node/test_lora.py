@@ -117,7 +117,7 @@ async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names
                 assert await bob.end(signal.SIGINT) != 0
     agreed = [
         mine
-        for mine, yours in itertools.product(*(torch.load(f"{name}.pt") for name in TEXTS))
+        for mine, yours in itertools.product(*(torch.load(f"{name}.pt", weights_only=True) for name in TEXTS))
         if all(torch.allclose(mine[name], yours[name], rtol=1e-4, atol=1e-6) for name in mine)
     ]
     assert agreed, "an outer step is to the same mean"

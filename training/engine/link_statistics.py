@@ -28,7 +28,7 @@ the first `YOUNG_ROUNDS` nothing but a level makes an outlier, and no evidence i
 
 **What an attacker can do.** It does not know the projections, which each node draws for itself. Outliers are not
 learned, and with three or more senders the expected direction is the median of theirs, so a minority does not move it.
-In the first rounds it may falsify whatever is no outlier by itself: up to 20 times the usual norm.
+In the first rounds it may send anything of up to 20 times the usual norm.
 A level within `SLACK` deviations of the usual (at least a factor of 1.5) gives no evidence. A sole sender may drift by
 this much every few microbatches, and turn slowly, as honest senders do in the first inner steps. A few falsified
 microbatches in ten are not detected if none is an outlier by itself. If two senders disagree from their first
