@@ -30,7 +30,7 @@ DECIDE_INTERVAL: Final = 1.0
 RENEW_INTERVAL: Final = 60.0
 # A move must have been worth it for this many heartbeats.
 PATIENT_BEATS: Final = 6.0
-# In a run that begins, the trainer starts when nothing has changed for `QUIET_SECONDS`, or after `MAX_QUIET_SECONDS`.
+# A newcomer's trainer starts when nothing has changed for `QUIET_SECONDS`, or after `MAX_QUIET_SECONDS`.
 QUIET_SECONDS: Final = 3.0
 MAX_QUIET_SECONDS: Final = 20.0
 
@@ -79,7 +79,7 @@ class StageService:
                     await membership.lease(target, is_settled=False)
                 case ("give back", _):
                     await membership.lease(membership.stage, is_settled=False)
-                case ("move", target) if membership.is_young:
+                case ("move", target) if membership.is_newcomer:
                     await self._hold(target)
                     self.training.handle(Signal.RESTART)
                 case ("move", target):
@@ -93,7 +93,7 @@ class StageService:
             membership.providers() | own,
             membership.num_stages,
             membership.leases(),
-            is_young=membership.is_young,
+            membership.newcomers(),
             download_seconds=max(self.weights.download_seconds(stage) for stage in stages),
         )
 
@@ -128,10 +128,10 @@ class StageService:
 
 
 async def wait_quiet(membership: Membership, journal: Journal) -> None:
-    """Wait, in a run that begins, until the nodes that began together have spread over the stages."""
+    """Wait, before this node trains, until the nodes that began with it have spread over the stages."""
     seen, since = membership.nodes_of_stages(), trio.current_time()
     with trio.move_on_after(MAX_QUIET_SECONDS):
-        while membership.is_young and trio.current_time() - since < QUIET_SECONDS:
+        while membership.is_newcomer and trio.current_time() - since < QUIET_SECONDS:
             journal.enter("preparing", f"stage {membership.stage}; others choose theirs", "other nodes' stages")
             await trio.sleep(DECIDE_INTERVAL / 2)
             if membership.nodes_of_stages() != seen:

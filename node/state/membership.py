@@ -225,10 +225,15 @@ class Membership:
         return {peer: lease for peer, lease in leases.items() if lease.source != lease.target}
 
     @property
-    def is_young(self) -> bool:
-        """Return whether neither this node nor any live member has trained yet, as far as this node has heard."""
-        beats = self._payloads(self.everyone, Beat).values()
-        return not (self._has_trained(self._journal.state) or any(map(self._has_trained, beats)))
+    def is_newcomer(self) -> bool:
+        """Return whether this node has not trained yet."""
+        return not self._has_trained(self._journal.state)
+
+    def newcomers(self) -> frozenset[bytes]:
+        """Return the live members, perhaps this node among them, that have not trained yet as far as it has heard."""
+        beats = self._payloads(self.everyone, Beat).items()
+        own = frozenset((self._host.author,)) if self.is_newcomer else frozenset()
+        return own | self.everyone.difference(peer for peer, beat in beats if self._has_trained(beat))
 
     def current_round(self) -> int:
         """Return the round that the others are in: the median of the rounds in their heartbeats, 0 if there are none.

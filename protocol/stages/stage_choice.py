@@ -5,7 +5,7 @@ coordinator: each node decides from the run state, and nodes with the same run s
 arXiv 2301.11913, section 3.2, moves peers from the least to the most loaded stage in the same way.)
 
 - A newcomer takes the stage with the least throughput, `first_stage`. Nodes that begin at once do not see each other,
-  so ties are broken by hash; while no node has trained yet, and moving costs nothing, `even_stages` corrects the rest.
+  so ties are broken by hash; until they train, when moving costs nothing yet, `even_stages` corrects the rest.
 - Later a node moves to an empty stage at once, and to the weakest one when that is worth its download. It asks first,
   by a lease in the run state. Of two nodes that claim the same target, the later by hash gives way; so does the later
   of two that leave the same stage, unless its target is empty and a node stays. So several empty stages are filled at
@@ -24,7 +24,7 @@ import functools
 import hashlib
 import heapq
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -35,7 +35,7 @@ from ..wire.identity import framed
 LEASE_SECONDS = 5.0
 # A stage counts as empty when it has been so for this long: news of live nodes arrives in parts.
 EMPTY_SECONDS = 2.0
-# While no node has trained: for how long the same correction must be due.
+# Before a node has trained: for how long the same correction must be due.
 EVEN_SECONDS = 2.0
 # From one candidate's turn to the next one's, which has mostly received the first one's lease by then.
 TURN_SECONDS = 4.0
@@ -55,17 +55,21 @@ class View:
     num_stages: int
     leases: Mapping[bytes, StageLease] = field(default_factory=dict)
     """Leases of live members; without leases that were given back."""
-    is_young: bool = False
-    """No node has taken an inner step yet."""
+    newcomers: frozenset[bytes] = frozenset()
+    """The providers that have not taken an inner step yet."""
     download_seconds: float = 0.0
     """Seconds that this node needs to download a stage."""
 
     @functools.cached_property
-    def speeds(self) -> Mapping[bytes, float]:
-        """Return each provider's speed. Unknown ones count as the median of the known ones; if none is known, as 1."""
+    def usual(self) -> float:
+        """Return the median of the known speeds; 1 if none is known."""
         known = [provider.speed for provider in self.providers.values() if provider.speed > 0]
-        usual = statistics.median(known) if known else 1.0
-        return {author: float(provider.speed or usual) for author, provider in self.providers.items()}
+        return statistics.median(known) if known else 1.0
+
+    @functools.cached_property
+    def speeds(self) -> Mapping[bytes, float]:
+        """Return each provider's speed; unknown ones count as the usual one."""
+        return {author: float(provider.speed or self.usual) for author, provider in self.providers.items()}
 
     @functools.cached_property
     def strengths(self) -> Sequence[float]:
@@ -113,7 +117,7 @@ class StageChoice:
         target = next((wish for wish in wishes if not _is_contested(StageLease(own, wish), self._author, view)), None)
         if target is None:
             return STAY
-        if view.is_young and target in self._uneven_since:
+        if target in self._uneven_since:
             return "move", target
         self._claimed_at = now
         return "claim", target
@@ -126,7 +130,7 @@ class StageChoice:
         pair = (own, weakest)
         is_worth = not empty and is_worth_moving(view, self._author, weakest)
         self._worth_since = {pair: self._worth_since.get(pair, now)} if is_worth else {}
-        due = even_stages(view).get(self._author, own) if view.is_young else own
+        due = even_stages(view).get(self._author, own)
         self._uneven_since = {due: self._uneven_since.get(due, now)} if due != own else {}
 
     def _wishes(self, view: View, now: float) -> Iterator[int]:
@@ -146,7 +150,7 @@ class StageChoice:
     def _hold(self, lease: StageLease, view: View, now: float) -> Decision:
         """Decide after a claim whether to go, to wait longer, or to give way."""
         assert self._claimed_at is not None
-        is_needed = throughputs(view, without=self._author)[lease.target] == 0.0 or is_worth_moving(
+        is_needed = throughputs(view, without={self._author})[lease.target] == 0.0 or is_worth_moving(
             view, self._author, lease.target
         )
         if not is_needed or not _can_spare(view, lease.source) or _is_contested(lease, self._author, view):
@@ -164,32 +168,44 @@ def first_stage(view: View, author: bytes) -> int:
 
 
 def even_stages(view: View) -> dict[bytes, int]:
-    """Spread the providers over the stages as evenly as bound ones allow, with the fewest moves: author -> target."""
-    members = _members(view)
-    free = [[author for author in there if not view.providers[author].is_bound] for there in members]
-    num_bound = [len(there) - len(movable) for there, movable in zip(members, free, strict=True)]
-    quotas = list(num_bound)
-    least_first = [(quota, -len(members[stage]), stage) for stage, quota in enumerate(quotas)]
-    heapq.heapify(least_first)
-    for _ in range(len(view.providers) - sum(num_bound)):
-        _, order, stage = least_first[0]
+    """Spread the newcomers over the stages, the weakest first, with the fewest moves: author -> target.
+
+    Each newcomer counts with the usual speed. A move must make the weaker of both stages stronger by `MIN_GAIN` of it:
+    the speeds of those that train fluctuate.
+    """
+    free: list[list[bytes]] = [[] for _ in range(view.num_stages)]
+    for author in view.newcomers & view.providers.keys():
+        if not view.providers[author].is_bound:
+            free[view.providers[author].stage].append(author)
+    moving = frozenset().union(*free)
+    fixed = throughputs(view, without=moving)
+    strengths = [strength + len(there) * view.usual for strength, there in zip(fixed, free, strict=True)]
+    quotas = [0] * view.num_stages
+    weakest_first = [(fixed[stage], -strengths[stage], stage) for stage in range(view.num_stages)]
+    heapq.heapify(weakest_first)
+    for _ in moving:
+        strength, order, stage = weakest_first[0]
         quotas[stage] += 1
-        heapq.heapreplace(least_first, (quotas[stage], order, stage))
-    wanting = [stage for stage in range(view.num_stages) for _ in range(quotas[stage] - len(members[stage]))]
+        heapq.heapreplace(weakest_first, (strength + view.usual, order, stage))
+    wanting = [stage for stage in range(view.num_stages) for _ in range(quotas[stage] - len(free[stage]))]
     spare = [
         author
-        for stage, movable in enumerate(free)
-        for author in sorted(movable, key=lambda author: rank(author, stage))[quotas[stage] - num_bound[stage] :]
+        for stage, there in enumerate(free)
+        for author in sorted(there, key=lambda author: rank(author, stage))[quotas[stage] :]
     ]
-    return dict(zip(spare, wanting, strict=True))
+    return {
+        author: target
+        for author, target in zip(spare, wanting, strict=True)
+        if strengths[view.providers[author].stage] - strengths[target] > (1.0 + MIN_GAIN) * view.usual
+    }
 
 
-def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
+def throughputs(view: View, *, without: Collection[bytes] = ()) -> list[float]:
     """Return the sum of the providers' speeds for each stage; providers with a settled lease count at their target."""
     strengths = [0.0] * view.num_stages
     speeds = view.speeds
     for author, provider in view.providers.items():
-        if author != without:
+        if author not in without:
             lease = view.leases.get(author)
             strengths[lease.target if lease is not None and lease.is_settled else provider.stage] += speeds[author]
     return strengths
@@ -235,7 +251,7 @@ def is_worth_moving(view: View, author: bytes, target: int) -> bool:
     source, speed = view.providers[author].stage, view.speeds[author]
     if source == target or not _can_spare(view, source):
         return False
-    before = throughputs(view, without=author)
+    before = throughputs(view, without={author})
     after = list(before)
     before[source] += speed
     after[target] += speed
@@ -287,5 +303,5 @@ def _is_contested(lease: StageLease, author: bytes, view: View) -> bool:
     if not leaving:
         return False
     staying = _members(view)[lease.source]
-    is_filling = throughputs(view, without=author)[lease.target] == 0.0
+    is_filling = throughputs(view, without={author})[lease.target] == 0.0
     return not (is_filling and any(peer != author and peer not in leaving for peer in staying))

@@ -18,7 +18,7 @@ from farandole.protocol.rounds.training_events import Signal
 from farandole.protocol.stages.stage_choice import View, even_stages
 from farandole.protocol.state.entries import Kind, Member, Payload, StageLease
 
-from ..state.test_membership import ANN, BOB, ME, Staged
+from ..state.test_membership import ANN, BOB, CYD, ME, Staged
 
 
 class World(Staged):
@@ -33,6 +33,7 @@ class World(Staged):
         self.trainer_stage: int | None = None
         self.provider = self
         self.stored: bytes | None = None
+        self.journal.update(round=round_index)
         for peer, stage in others.items():
             self.hear(peer, stage, round_index)
 
@@ -116,10 +117,14 @@ async def test_who_has_chosen_his_stage_stays(clock: MockClock) -> None:
     assert world.done == []
 
 
-async def test_before_anybody_has_trained_a_move_needs_no_lease(clock: MockClock) -> None:
+@pytest.mark.parametrize("trained", [set(), {CYD}], ids=["a run that begins", "a run that trains"])
+async def test_before_a_node_has_trained_its_move_needs_no_lease(clock: MockClock, trained: set[bytes]) -> None:
     world = World({ANN: 1, BOB: 1}, round_index=0)
+    for peer in trained:
+        world.hear(peer, 1, round_index=9)
     world.journal.update(stage=1)
-    goes_to = even_stages(View(dict.fromkeys((ME, ANN, BOB), Member(1)), 3)).get(ME)
+    newcomers = frozenset((ME, ANN, BOB))
+    goes_to = even_stages(View(dict.fromkeys(newcomers | trained, Member(1)), 3, newcomers=newcomers)).get(ME)
     assert goes_to is not None
     await world.run(10)
     assert world.done == [f"hold {goes_to}", f"moved to {goes_to}", "restart"]
@@ -133,7 +138,7 @@ async def test_a_trainer_of_another_stage_is_started_anew(clock: MockClock) -> N
 
 
 async def test_the_trainer_waits_until_the_stages_are_dealt_out(clock: MockClock) -> None:
-    world = World({})
+    world = World({}, round_index=0)
     began_at = trio.current_time()
 
     async def come() -> None:
@@ -144,6 +149,6 @@ async def test_the_trainer_waits_until_the_stages_are_dealt_out(clock: MockClock
         nursery.start_soon(come)
         await wait_quiet(world.membership, world.journal)
     assert 5 <= trio.current_time() - began_at <= 6
-    world.hear(ANN, 1, round_index=9)
+    world.journal.update(round=9)
     await wait_quiet(world.membership, world.journal)
     assert trio.current_time() - began_at <= 6

@@ -71,7 +71,7 @@ def test_a_correction_leaves_the_bound_where_they_are_and_moves_no_more_than_it_
     nodes: list[tuple[int, bool]],
 ) -> None:
     members = {author(number): Member(stage, is_bound=bound) for number, (stage, bound) in enumerate(nodes)}
-    moves = even_stages(View(members, 4))
+    moves = even_stages(View(members, 4, newcomers=frozenset(members)))
     assert not any(members[name].is_bound or members[name].stage == target for name, target in moves.items())
     after = Counter(moves.get(name, member.stage) for name, member in members.items())
     bound = Counter(member.stage for member in members.values() if member.is_bound)
@@ -174,6 +174,7 @@ class Run(Simulation):
         self.num_stages = num_stages
         self.download = download
         self.is_young = is_young
+        self.newcomers: set[bytes] = set()
         self.nodes: list[Node] = []
         self.num_moves = 0
         self.emptied_at: dict[int, float] = {}
@@ -235,7 +236,7 @@ class Run(Simulation):
             dict(node.known),
             self.num_stages,
             dict(node.leases),
-            is_young=self.is_young,
+            newcomers=frozenset(node.known) if self.is_young else frozenset(self.newcomers),
             download_seconds=0.0 if self.is_young else self.download,
         )
         match node.choice.decide(view, self.now):
@@ -285,6 +286,23 @@ def test_nodes_that_start_at_once_settle_evenly(seed: int) -> None:
     run.play(100)
     assert run.num_moves == moves
     assert moves <= len(starters)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("trained", "settled"), [((0, 1, 2, 1), [2, 2, 2]), ((0, 0, 1, 2), [2, 2, 2])])
+def test_newcomers_that_start_at_once_settle_evenly_in_a_run_that_trains(
+    trained: tuple[int, ...], settled: list[int], seed: int
+) -> None:
+    run = Run(3, seed=seed)
+    for stage in trained:
+        run.join(stage)
+    before = View({node.name: node.provider for node in run.nodes}, 3)
+    for _ in range(2):  # each sees those that train, and not the other
+        name = author(len(run.nodes) + 1)
+        run.newcomers.add(name)
+        run.join(first_stage(before, name))
+    run.play(PATIENCE / 2)
+    assert run.counts() == settled
 
 
 @pytest.mark.parametrize("seed", range(20))
