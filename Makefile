@@ -78,6 +78,9 @@ install: ## Install the program for a volunteer, without the developers' tools (
 wheel: ## Build the wheel into dist/, and check it in a new environment without a C compiler
 	rm -rf build dist/farandole-*.whl
 	$(PYTHON) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+	sed -n '/^libp2p==/,/[^\\]$$/p' requirements-runtime.lock > build/libp2p.lock
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --require-hashes --target build/libp2p -r build/libp2p.lock
+	$(PYTHON) .ci/carry-libp2p build/libp2p dist/farandole-*.whl
 	PYTHON=$(PYTHON) .ci/check-wheel dist/farandole-*.whl
 
 release: wheel ## Build and check the wheel, print its hash and what else a release needs

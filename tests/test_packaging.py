@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import distributions
+from hashlib import sha256
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -25,8 +28,8 @@ LOCKS = ("requirements.lock", "requirements-cuda.lock")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the contents of the wheel, built from a copy of the source: a build writes into the source folder."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel, built from a copy of the source: a build writes into the source folder."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -38,9 +41,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
     subprocess.run(command, check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    """Return the contents of the wheel."""
     with zipfile.ZipFile(built) as archive:
-        archive.extractall(folder / "installed")
-    return folder / "installed"
+        archive.extractall(built.parent / "installed")
+    return built.parent / "installed"
 
 
 def test_the_wheel_has_every_module_but_benchmarks_and_attack_tools(wheel: Path) -> None:
@@ -66,6 +75,30 @@ def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
     shown = run_in(wheel, "from farandole.node.cli import main\nmain(['testnet', '--help'])\n")
     assert "compare" in shown
     assert "bench" not in shown
+
+
+def test_a_wheel_that_carries_libp2p_needs_none(built: Path, tmp_path: Path) -> None:
+    whole = Path(shutil.copy(built, tmp_path))
+    command = [sys.executable, str(ROOT / ".ci/carry-libp2p"), str(distribution("libp2p").locate_file("")), str(whole)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert subprocess.run(command, capture_output=True).stderr.endswith(b"carries libp2p already\n")
+    with zipfile.ZipFile(whole) as archive:
+        archive.extractall(tmp_path)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    needed = re.findall(r"^Requires-Dist: ([\w.-]+)", metadata.read_text(), re.MULTILINE)
+    assert {"noiseprotocol", "torch"} <= set(needed)
+    assert not {"libp2p", "coincurve", "fastecdsa"} & set(needed)
+    for name, digest, _ in csv.reader((metadata.parent / "RECORD").read_text().splitlines()):
+        found = base64.urlsafe_b64encode(sha256((tmp_path / name).read_bytes()).digest()).rstrip(b"=").decode()
+        assert digest == f"sha256={found}" or name.endswith("RECORD")
+    tests = [str(ROOT / "tests/node/mesh" / name) for name in ("test_host.py", "test_private_network.py")]
+    run_in(
+        tmp_path,
+        "sys.modules.update(libp2p=None, coincurve=None, fastecdsa=None)\n"  # whoever imports one of them fails
+        "import pytest, farandole\n"
+        f"assert farandole.__file__.startswith({str(tmp_path)!r})\n"
+        f"assert pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '--rootdir', {str(ROOT)!r}, *{tests!r}]) == 0\n",
+    )
 
 
 def test_the_interface_is_what_it_names(wheel: Path) -> None:
