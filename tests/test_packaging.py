@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import csv
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
-from hashlib import sha256
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 
@@ -47,8 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
     """Return the contents of the wheel."""
-    with zipfile.ZipFile(built) as archive:
-        archive.extractall(built.parent / "installed")
+    shutil.unpack_archive(built, built.parent / "installed", "zip")
     return built.parent / "installed"
 
 
@@ -78,25 +73,18 @@ def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
 
 
 def test_a_wheel_that_carries_libp2p_needs_none(built: Path, tmp_path: Path) -> None:
-    whole = Path(shutil.copy(built, tmp_path))
-    command = [sys.executable, str(ROOT / ".ci/carry-libp2p"), str(distribution("libp2p").locate_file("")), str(whole)]
-    subprocess.run(command, check=True, capture_output=True)
-    assert subprocess.run(command, capture_output=True).stderr.endswith(b"carries libp2p already\n")
-    with zipfile.ZipFile(whole) as archive:
-        archive.extractall(tmp_path)
+    whole = shutil.copy(built, tmp_path)
+    packages = str(distribution("libp2p").locate_file(""))
+    subprocess.run([sys.executable, str(ROOT / ".ci/carry-libp2p"), packages, whole], check=True, capture_output=True)
+    shutil.unpack_archive(whole, tmp_path, "zip")
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
-    needed = re.findall(r"^Requires-Dist: ([\w.-]+)", metadata.read_text(), re.MULTILINE)
-    assert {"noiseprotocol", "torch"} <= set(needed)
-    assert not {"libp2p", "coincurve", "fastecdsa"} & set(needed)
-    for name, digest, _ in csv.reader((metadata.parent / "RECORD").read_text().splitlines()):
-        found = base64.urlsafe_b64encode(sha256((tmp_path / name).read_bytes()).digest()).rstrip(b"=").decode()
-        assert digest == f"sha256={found}" or name.endswith("RECORD")
+    needed = set(re.findall(r"^Requires-Dist: ([\w.-]+)", metadata.read_text(), re.MULTILINE))
+    assert needed & {"libp2p", "coincurve", "fastecdsa", "noiseprotocol", "torch"} == {"noiseprotocol", "torch"}
     tests = [str(ROOT / "tests/node/mesh" / name) for name in ("test_host.py", "test_private_network.py")]
     run_in(
         tmp_path,
         "sys.modules.update(libp2p=None, coincurve=None, fastecdsa=None)\n"  # whoever imports one of them fails
-        "import pytest, farandole\n"
-        f"assert farandole.__file__.startswith({str(tmp_path)!r})\n"
+        "import pytest\n"
         f"assert pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '--rootdir', {str(ROOT)!r}, *{tests!r}]) == 0\n",
     )
 
@@ -185,18 +173,6 @@ def test_citation_and_changelog_name_this_release() -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     is_released = ".dev" not in project["version"]
     assert project["version"] in headings if is_released else headings[0] == "Unreleased"
-
-
-def test_the_composed_network_is_of_this_image() -> None:
-    """A relay, and two nodes that keep their data, each announcing nothing that only the host knows."""
-    composed = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    services = composed["services"]
-    assert set(services) == {"first", "second", "relay"}
-    for name, service in services.items():
-        assert service["build"] == "."
-        assert service["volumes"][0] == f"{name}:/data"
-        assert service["stop_grace_period"] == "60s"
-    assert set(composed["volumes"]) == set(services)
 
 
 def test_what_is_pinned_installs_with_the_python_of_debian_12() -> None:
