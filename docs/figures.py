@@ -21,8 +21,13 @@ from farandole.protocol.run.models import PRESETS, num_parameters, preset
 from farandole.protocol.run.rules import encoded_bytes
 
 CODECS: Final = ("fp32", "int8", "int4")
-# Of the cards: bytes of memory, the members' line in bytes a second, the rank of adapters.
-CARDS: Final = [8 * 10**9, 12 * 10**9, 16 * 10**9, 24 * 10**9]
+# Bytes of a GPU's memory, and of the host's where both are one. Metal lets a process take at least two thirds of the
+# memory of a Mac with 36 GB or less (`recommendedMaxWorkingSetSize`); all else has the rest.
+CARDS: Final = {
+    **{size(gpu): (gpu, None) for gpu in (8 * 10**9, 12 * 10**9, 16 * 10**9, 24 * 10**9)},
+    **{f"Apple, {size(both)}": (both * 2 // 3, both // 3) for both in (16 * 10**9, 32 * 10**9)},
+}
+# The members' line in bytes a second, and the rank of adapters.
 LINE: Final = 20e6 / 8
 RANK: Final = 16
 # What ``run create`` makes of each preset that is not for tests alone, if a run file says nothing else.
@@ -62,10 +67,13 @@ def needs_table() -> str:
 def cards_table() -> str:
     """Return a row for each size of a GPU's memory: the largest that `farandole run plan` says it can train."""
     lines = ["| GPU | whole | with `--lean` | adapters, base in bf16 | in 4 bits | `1B` |", "|---" * 6 + "|"]
-    for gpu in CARDS:
+    for card, (gpu, memory) in CARDS.items():
 
-        def planned(manifest: Manifest, taken: int = 0, *, is_lean: bool = False, gpu: int = gpu) -> Plan:
-            return plan(best_known(manifest, ()), Machine(LINE, LINE, gpu=gpu - taken, is_lean=is_lean))
+        def planned(
+            manifest: Manifest, taken: int = 0, *, is_lean: bool = False, gpu: int = gpu, memory: int | None = memory
+        ) -> Plan:
+            machine = Machine(LINE, LINE, memory=memory, gpu=gpu - taken, is_lean=is_lean)
+            return plan(best_known(manifest, ()), machine)
 
         cells = []
         for is_lean in (False, True):
@@ -73,13 +81,15 @@ def cards_table() -> str:
             cells += [best.manifest.name for best in plans if best.fits and best.manifest.model.num_stages == 1][-1:]
         for in_4_bits in (False, True):
             cells.append("none")
+            if memory is not None and in_4_bits:  # bitsandbytes computes on NVIDIA's GPUs
+                continue
             for name, base in BASES.items():
                 values = {"name": name, "model": to_builtins(base.adapted(RANK)), "inner": dict(ADAPTERS_INNER)}
                 taken = base.weight_bytes(in_4_bits=in_4_bits) + base.kept_bytes(RANK, on_gpu=True)
                 if planned(manifest_of(values, Path(), 0.0), taken).fits:
                     cells[-1] = name
         stages = planned(Manifest("", preset("1B"))).manifest.model.num_stages
-        lines.append(f"| {size(gpu)} | {' | '.join(cells)} | {'whole' if stages == 1 else f'in {stages} stages'} |")
+        lines.append(f"| {card} | {' | '.join(cells)} | {'whole' if stages == 1 else f'in {stages} stages'} |")
     return "\n".join(lines) + "\n"
 
 
