@@ -23,7 +23,7 @@ _FENCE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the documents of the root, and every file that a document names."""
-    documents = [*_ROOT.glob("*.md"), *(_ROOT / "docs").glob("*.md")]
+    documents = [*_ROOT.glob("*.md"), *(_ROOT / "docs").glob("*.md"), *(_ROOT / "examples").glob("*/*.md")]
     named = {_ROOT / target for document in documents for target in _targets(document)}
     for path in sorted({*documents, *named}):
         place = _place(path.relative_to(_ROOT).as_posix())

@@ -9,7 +9,7 @@ player fills in:
 - an address, wherever a command says ``/ip4/...``: the last one that a relay has printed after `farandole dial`;
 - free ports for 4001, the dashboard's 8710 and 8000 of `farandole serve` (two machines may be one computer);
 - nothing for `sudo` and the environment's folder, since tests run as root or not at all, and have an environment;
-- the package of examples/own_model, which a reader installs: it can be imported.
+- the packages of examples, which a reader installs: they can be imported.
 
 Examples are played with a smaller model and shorter rounds than they have (`SMALLER`), to save time.
 
@@ -144,11 +144,11 @@ def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **
     program.write_text(f"#!{sys.executable}\n{_FARANDOLE}\n")
     program.chmod(0o755)
     path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    packages = os.pathsep.join(filter(None, [str(work / "examples" / "own_model"), os.environ.get("PYTHONPATH")]))
+    packages = [*(str(work / "examples" / name) for name in ("own_model", "nanochat")), os.environ.get("PYTHONPATH")]
     mine = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
     given: dict[str, str] = {
         "PATH": path,
-        "PYTHONPATH": packages,
+        "PYTHONPATH": os.pathsep.join(filter(None, packages)),
         "HOME": str(folder / "home"),
         "COLUMNS": "120",
         "NO_COLOR": "1",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The largest tokenizer files in use (vocabularies of 256 k) have some 35 MB.
 MAX_TOKENIZER_FILE_BYTES = 128 * 1024 * 1024
 # What the common families call the token between documents; the first that a vocabulary has is taken.
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|bos|>")
 
 _REPLACEMENT = "\ufffd"
 # Bytes of a character in UTF-8 before its last.
