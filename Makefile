@@ -83,8 +83,14 @@ wheel: ## Build the wheel into dist/, and check it in a new environment without 
 	$(PYTHON) .ci/carry-libp2p build/libp2p dist/farandole-*.whl
 	PYTHON=$(PYTHON) .ci/check-wheel dist/farandole-*.whl
 
-release: wheel ## Build and check the wheel, print its hash and what else a release needs
-	@.ci/release-notes dist/farandole-*.whl
+release: ## Release: check, test, commit and tag the version, write wheel, hashes and notes into dist/ (hours)
+	@$(PYTHON) .ci/release check
+	@$(MAKE) --no-print-directory lock
+	@$(PYTHON) .ci/release check  # the locks were up to date
+	@$(MAKE) --no-print-directory release-check wheel test soak
+	@$(PYTHON) .ci/release version
+	@$(MAKE) --no-print-directory wheel
+	@$(PYTHON) .ci/release publish
 
 reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures of docs/faq.md from the code
 	$(BIN)/python docs/reference.py

@@ -56,7 +56,9 @@ from .usage import is_played
 PATIENCE = 600  # a hang, not a duration
 SMALLER = {
     'model = "3M"': 'model = "tiny"',
+    'model = "125M"': 'model = "tiny"',
     "round_seconds = 60": "round_seconds = 2",
+    "round_seconds = 120": "round_seconds = 2",
 }
 INVITE = re.compile(r"farandole1[0-9a-z]{30,}")
 _PLACEHOLDER = re.compile(r"farandole1[0-9a-z]*\.\.\.")
@@ -231,17 +233,14 @@ class Player:
     shells: list[Shell] = field(default_factory=list)
     _at: str = "here"
 
-    async def play(self, page: str) -> None:
-        """Play the page from top to bottom."""
-        for block in blocks(page):
-            await self.play_block(block)
-        await self.end()
-
-    async def play_block(self, block: Block) -> None:
-        """Play one block of a page, unless it is not to be played."""
-        self._at = block.play.get("on", self._at)
-        if not {"not-played", "long"} & block.play.keys():
-            await self._play(block)
+    async def play(self, *pages: str) -> None:
+        """Play pages from top to bottom; each begins on the machine "here"."""
+        for page in pages:
+            self._at = "here"
+            for block in blocks(page):
+                self._at = block.play.get("on", self._at)
+                if not {"not-played", "long"} & block.play.keys():
+                    await self._play(block)
 
     async def end(self) -> None:
         """End the commands that still run; each must exit with code 0, but a reader's own program may die of it."""
@@ -337,11 +336,12 @@ class Player:
 
 @contextlib.asynccontextmanager
 async def open_player(folder: Path, make_machine: MakeMachine = on_this_computer) -> AsyncIterator[Player]:
-    """Open a player; all its commands are killed when the block ends, even by an error."""
+    """Open a player; when the block ends, so do all its commands, by a signal or, after an error, killed."""
     async with trio.open_nursery() as nursery:
         player = Player(folder, make_machine, nursery)
         try:
             yield player
+            await player.end()
         finally:
             with trio.CancelScope(shield=True):  # killed processes end at once
                 for shell in player.shells:

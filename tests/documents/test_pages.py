@@ -5,7 +5,6 @@ machines" is played in homes behind routers: `tests/testnet/natlab/test_two_home
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,6 @@ $ farandole join examples/run.manifest
 ```console
 $ farandole run invite
 farandole1...
-```
-
-<!-- play: on=here -->
-```console
-$ farandole --version
 ```
 """
 # A reader of the page on protocols has a node in a run, and another member has one too.
@@ -117,45 +111,30 @@ QUICK, *SLOW = CHANGING_THE_CODE = (
 )
 
 
+# What a reader of a page has done or has, by the page.
+BEFORE = {
+    "docs/volunteer.md": A_RUN,
+    "docs/your-own-protocol.md": TWO_MEMBERS,
+    "docs/your-data.md": "\n".join(DATA.format(name=name) for name in ("second", "third", "fourth", "here")),
+    "docs/fine-tune-together.md": "\n".join(FRIENDS.format(name=name) for name in ("friend", "here")),
+}
+NEEDS = {"docs/your-data.md": "datasets", "docs/fine-tune-together.md": "peft"}
+SHORT = ("docs/volunteer.md", "docs/your-own-protocol.md")
+
+
 def test_every_page_with_commands_is_played() -> None:
-    with_more = {f"docs/{name}.md" for name in ("fine-tune-together", "volunteer", "your-data", "your-own-protocol")}
-    played = {*AS_THEY_ARE, *CHANGING_THE_CODE, *with_more}
     with_commands = {name_of(page) for page in PAGES if any(block.commands for block in blocks(page.read_text()))}
-    assert with_commands - ELSEWHERE == played
+    assert with_commands - ELSEWHERE == {*AS_THEY_ARE, *BEFORE, *CHANGING_THE_CODE}
 
 
-@soak
-@pytest.mark.parametrize("name", AS_THEY_ARE)
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(pytest.param(name, marks=soak) for name in (*AS_THEY_ARE, *BEFORE) if name not in SHORT)]
+)
 async def test_a_page_is_played(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason="an extra is not installed")
     async with open_player(tmp_path) as player:
-        await player.play((ROOT / name).read_text())
-
-
-async def test_the_volunteers_guide_is_played_beside_a_run(tmp_path: Path) -> None:
-    async with open_player(tmp_path) as player:
-        await player.play(A_RUN + (ROOT / "docs" / "volunteer.md").read_text())
-
-
-async def test_the_guide_on_protocols_is_played_by_two_members(tmp_path: Path) -> None:
-    async with open_player(tmp_path) as player:
-        await player.play(TWO_MEMBERS + (ROOT / "docs" / "your-own-protocol.md").read_text())
-
-
-@soak
-@pytest.mark.skipif(find_spec("datasets") is None, reason="the extra 'data' is not installed")
-async def test_the_guide_on_data_is_played_with_some(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "your-data.md").read_text()
-    machines = ("second", "third", "fourth", "here")
-    async with open_player(tmp_path) as player:
-        await player.play("\n".join(DATA.format(name=name) for name in machines) + page)
-
-
-@soak
-@pytest.mark.skipif(find_spec("peft") is None, reason="the extra 'lora' is not installed")
-async def test_the_guide_on_adapters_is_played_by_two_friends(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "fine-tune-together.md").read_text()
-    async with open_player(tmp_path) as player:
-        await player.play("\n".join(FRIENDS.format(name=name) for name in ("friend", "here")) + page)
+        await player.play(BEFORE.get(name, ""), (ROOT / name).read_text())
 
 
 @pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=soak) for name in SLOW)])

@@ -164,7 +164,7 @@ def test_what_takes_its_usual_time_is_no_trouble() -> None:
 
 def test_a_relay_and_a_node_that_has_finished_are_well() -> None:
     relay = changed(phase="relaying", is_member=False)
-    finished = changed(phase="finished")
+    finished = changed(phase="finished", phase_detail="the run's creator has stopped it; staying for the others")
 
     cut_off = msgspec.structs.replace(relay, isolation="no peer answers", connected_peers=0)
     assert "Training" not in headline(cut_off, NOW).remedy
@@ -172,4 +172,4 @@ def test_a_relay_and_a_node_that_has_finished_are_well() -> None:
     waiting = msgspec.structs.replace(cut_off, isolation="", waits_for="a member: on its machine, `farandole dial X`")
     found = headline(waiting, NOW)
     assert (found.level, found.text) == ("busy", "waiting for a member: on its machine, `farandole dial X`")
-    assert headline(finished, NOW).text == "all rounds are done; here with 2 others for those who still train"
+    assert headline(finished, NOW).text.startswith("the run's creator has stopped it; here with 2 others for")

@@ -11,12 +11,9 @@ from farandole.testnet.bench import report
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.report import PAGE, RESULTS, Claim, KeptResult, open_bench, page
 
-MOST_LINES = 300
-
 
 def test_the_page_is_of_the_kept_results() -> None:
     assert PAGE.read_text() == page(), "run: python -m farandole.testnet.bench.report"
-    assert len(page().splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)

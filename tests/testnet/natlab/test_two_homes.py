@@ -13,7 +13,7 @@ from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 from farandole.testnet.natlab.namespace import NamespaceError, held, require
 
-from ...documents.markdown import ROOT, blocks
+from ...documents.markdown import ROOT
 from ...documents.player import Machine, MakeMachine, a_machine, on_this_computer, open_player
 
 NAME_SERVER = Path(__file__).with_name("name_server.py")
@@ -169,8 +169,6 @@ async def test_a_hotel_whose_names_lead_to_its_login_page_is_named_and_left_as_s
         server.stdout.readline()
         async with open_player(tmp_path, at_home) as player:
             again = opened_by_hand(page)
-            for block in blocks(page[: page.index("On every other machine")] + again + AGAIN + IN_A_HOTEL):
-                await player.play_block(block)
+            await player.play(page[: page.index("On every other machine")] + again + AGAIN + IN_A_HOTEL)
             (tmp_path / "address").write_text(first.address)
             await player.shells[-2].says("averaged with")
-            await player.end()

@@ -227,14 +227,11 @@ def is_up(home: Path) -> bool:
     return True
 
 
-def test_a_folder_with_other_things_is_not_touched(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_play_is_emptied_and_one_with_other_things_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(TestnetError, match="holds other things"):
         prepare_folder(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_a_folder_of_an_earlier_play_is_emptied(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "new")
     (tmp_path / "new" / "run.manifest").touch()
     (tmp_path / "new" / "nodes" / "00").mkdir(parents=True)

@@ -120,22 +120,19 @@ def life(hours: float, leak: float) -> Samples:
 @pytest.mark.parametrize("leak", [0.0, 0.02, -0.01])
 def test_a_leak_is_seen_and_a_warm_up_is_none(leak: float) -> None:
     assert life(0.4, 0.5).growth() is None, "too short"
-    growth = life(2.0, leak).growth()
+    samples = life(2.0, leak)
+    growth = samples.growth()
     assert growth is not None
     assert growth.memory == pytest.approx(leak, abs=0.001)
     assert growth.trainer_memory == pytest.approx(leak, abs=0.001)
     assert abs(growth.descriptors) <= 1
     assert growth.tasks == 0
-
-
-def test_the_memory_of_a_trainer_counts_while_there_is_one() -> None:
-    samples = life(2.0, 0.02)
     end = samples.taken[-1][0]
     for second in range(60, 300, 60):
         samples.note(Resources(100_000_000, None, 40, 90), end + second)
-    growth = samples.growth()
-    assert growth is not None
-    assert growth.trainer_memory == pytest.approx(0.02, abs=0.002)
+    without_trainer = samples.growth()
+    assert without_trainer is not None
+    assert without_trainer.trainer_memory == pytest.approx(leak, abs=0.002), "it counts while there is a trainer"
 
 
 ALICE, BOB = "12D3KooWalice", "12D3KooWbob"
@@ -150,13 +147,10 @@ def record(index: int, peer_id: str, live: list[str], since: float) -> NodeRecor
     return made
 
 
-def test_who_is_there_and_not_seen_was_taken_for_dead() -> None:
+def test_who_is_there_and_not_seen_was_taken_for_dead_unless_it_was_just_started_or_is_gone() -> None:
     alice, bob = record(0, ALICE, [ALICE], 0.0), record(1, BOB, [ALICE, BOB], 0.0)
     assert list(false_deaths([alice, bob])) == [(1, 0)]
     assert list(false_deaths([record(0, ALICE, [ALICE, BOB], 0.0), bob])) == []
-
-
-def test_who_was_just_started_or_is_gone_is_not_expected() -> None:
     alice, young = record(0, ALICE, [ALICE], 0.0), record(1, BOB, [BOB], 15.0)
     assert list(false_deaths([alice, young])) == [], "it may not have been heard of, nor have heard"
     gone = record(1, BOB, [ALICE, BOB], 0.0)

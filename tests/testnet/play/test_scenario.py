@@ -36,6 +36,7 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"nodes": 3}, 2, "min_partners is 2, not the scenario's 3"),
         ({"nodes": 1}, 0, "min_partners is 0"),
         ({"rounds": 20}, 3, ""),
+        ({"rounds": 13}, 3, "max_loss_merged does not count: it is meant for the scenario's 14 rounds"),
         ({"rounds": 5}, 1, "min_partners is 1"),
     ],
 )
@@ -43,7 +44,9 @@ def test_so_few_nodes_and_rounds_are_not_asked_for_what_is_beyond_them(
     sizes: dict[str, Any], min_partners: int, said: str
 ) -> None:
     told: list[str] = []
-    assert load_scenario("demo", **sizes, say=told.append).partners_required == min_partners
+    scenario = load_scenario("demo", **sizes, say=told.append)
+    assert scenario.partners_required == min_partners
+    assert (scenario.max_loss_merged is None) == (sizes.get("rounds", 14) < 14), "fewer rounds need not learn as much"
     assert said in "\n".join(told)
     assert bool(said) == bool(told)
     assert parse_scenario({"run": RUN, "nodes": 9, "stages": 3}).partners_required == 2, "of its stage alone"
@@ -58,13 +61,6 @@ def test_more_nodes_on_the_same_cores_have_more_time() -> None:
     assert many.manifest(0).rounds.inner_steps == usual.manifest(0).rounds.inner_steps
     assert told == ["time limits are 4 times the scenario's: so many nodes share this machine's cores"]
     assert load_scenario("demo", nodes=8) == usual
-
-
-def test_fewer_rounds_need_not_learn_as_much() -> None:
-    told: list[str] = []
-    assert load_scenario("demo", rounds=13, say=told.append).max_loss_merged is None
-    assert told == ["max_loss_merged does not count: it is meant for the scenario's 14 rounds"]
-    assert load_scenario("demo", rounds=15).max_loss_merged is not None
 
 
 @pytest.mark.parametrize(
