@@ -195,9 +195,8 @@ def how_many(peers: Mapping[bytes, Sequence[str]]) -> str:
 async def wait_for_anyone(host: Host, timeout: float) -> None:
     """Wait for ``timeout`` seconds, or until there is a connection, made by either side."""
     with trio.move_on_after(timeout):
-        async for _, is_connected in host.connections.events():
-            if is_connected:
-                return
+        while not host.connected:
+            await host.connections.wait_for_change()
 
 
 async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes:

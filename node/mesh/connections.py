@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -204,29 +204,6 @@ class Connection:
             await trio.sleep(self._pool.ping_interval)
 
 
-class ConnectionEvents:
-    """Connects and disconnects of peers, for one reader: an async iterator of (peer, is_connected).
-
-    It compares who is connected with what it has reported, and starts with the peers that are connected already. So the
-    number of peers bounds it, whatever the reader does, and a peer that came and went between two reads is left out.
-    """
-
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
-        self._reported: set[bytes] = set()
-
-    def __aiter__(self) -> ConnectionEvents:
-        return self
-
-    async def __anext__(self) -> tuple[bytes, bool]:
-        await trio.lowlevel.checkpoint()
-        while not (changed := self._pool.by_peer.keys() ^ self._reported):
-            await self._pool.wait_for_change()
-        peer = changed.pop()
-        self._reported ^= {peer}
-        return peer, peer in self._reported
-
-
 class FloodedNetworks:
     """The networks from which floods came. Times are in seconds, of any monotonic clock."""
 
@@ -389,9 +366,20 @@ class ConnectionPool:
         """The peers with a live connection."""
         return frozenset(peer for peer in self.by_peer if self.of(peer))
 
-    def events(self) -> ConnectionEvents:
-        """Return connects and disconnects, starting with the peers that are connected."""
-        return ConnectionEvents(self)
+    async def events(self) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """Yield connects and disconnects, (peer, is_connected), starting with the peers that are connected.
+
+        They come from comparing who is connected with what was yielded. So the number of peers bounds them, whatever
+        the reader does, and a peer that came and went between two reads is left out.
+        """
+        reported: set[bytes] = set()
+        while True:
+            await trio.lowlevel.checkpoint()
+            while not (changed := self.by_peer.keys() ^ reported):
+                await self.wait_for_change()
+            peer = changed.pop()
+            reported ^= {peer}
+            yield peer, peer in reported
 
     async def wait_for_change(self) -> None:
         """Wait until a connection is opened or closed."""

@@ -92,9 +92,8 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
                 assert await relay.ends() == Exit.BAD_INPUT
             async with started(tmp_path / "relay", "relay") as relay:  # no invite, no bootstrap peer
                 await relay.says("listening on")
-                async for peer, is_connected in member.connections.events():
-                    if is_connected and peer == author_of(relay):
-                        break
+                while author_of(relay) not in member.connected:
+                    await member.connections.wait_for_change()
 
 
 async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:

@@ -169,6 +169,8 @@ async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None
         with trio.move_on_after(0.01) as waiting:
             await anext(late)  # bob came and went before it was read
         assert waiting.cancelled_caught
+        for each in (first, second):
+            await each.aclose()
 
 
 async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
