@@ -32,11 +32,13 @@ EXAMPLE = Path(__file__).parent
 sys.path.insert(0, str(EXAMPLE))  # as its programs find each other
 
 import speedrun  # noqa: E402
+from measure import pulled_model  # noqa: E402
 from nanochat_model import files  # noqa: E402
 from nanochat_model.bits import bits_per_byte  # noqa: E402
 from nanochat_model.gpt import GPT, LOGIT_CAP, build, width_of  # noqa: E402
 from prepare import prepare  # noqa: E402
 from rich.progress import Progress  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 BUILD = "nanochat_model.gpt:build"
 TEXTS = [
@@ -186,6 +188,18 @@ def test_bits_per_byte_counts_neither_nats_nor_bytes_of_special_tokens() -> None
     assert bits_per_byte(Model(), tokens, num_bytes, 4, 9) == pytest.approx(expected)
     with pytest.raises(ValueError, match="make no row"):
         bits_per_byte(Model(), tokens, num_bytes, 9, 9)
+
+
+def test_a_pulled_model_is_what_was_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = small_model(depth=3)
+    for layer in model.layers:
+        nn.init.normal_(layer.down.weight)
+    weights = {f"slow/{name}": tensor for name, tensor in model.state_dict().items()}
+    momentum = {f"momentum/{name}": torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    save_file(weights | momentum, tmp_path / "checkpoint.safetensors")
+    tokens = torch.randint(300, (2, 16))
+    torch.testing.assert_close(pulled_model(tmp_path, 16, 32)(tokens), model(tokens), rtol=0, atol=0)
 
 
 # The speedrun

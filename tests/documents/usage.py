@@ -17,7 +17,7 @@ from farandole.testnet.bench.commands import command_of
 from .markdown import ROOT
 
 # Programs other than farandole that pages may use: those that tests play, and the others by the reason.
-PLAYED = "cat cd chmod cp curl grep jq kill ls mkdir mypy pytest python python3 ruff lint-imports source"
+PLAYED = "cat cd chmod cp curl grep jq kill ls mkdir mv mypy pytest python python3 ruff lint-imports source"
 NOT_PLAYED = {
     "changes the system": "apt chown loginctl rm systemctl timedatectl",
     "needs the network or another machine": "docker git pip pipx pre-commit ssh uv",
