@@ -27,7 +27,7 @@ LOOKS_FOR_RUN: Final = 60
 LOOK_INTERVAL: Final = 0.1
 
 
-def _taken(params: Mapping[str, Any], **kinds: type) -> list[Any]:
+def taken(params: Mapping[str, Any], **kinds: type) -> list[Any]:
     """Return the parameters of a request in the order of ``kinds``. Raises `ControlError` if they are others."""
     if params.keys() != kinds.keys() or not all(isinstance(params[name], kind) for name, kind in kinds.items()):
         raise ControlError("bad_request", f"expected {', '.join(kinds)}")
@@ -62,7 +62,7 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
         member = await in_run()  # before, it does not know whether the run is for invited members
         if member.credentials is None:
             return ""
-        uses, expires_at, quota = _taken(params, uses=int, expires_at=float, quota=int)
+        uses, expires_at, quota = taken(params, uses=int, expires_at=float, quota=int)
         return encode(await member.credentials.invite(uses, expires_at, quota)).hex()
 
     async def network_key(params: dict[str, Any]) -> object:
@@ -74,7 +74,7 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
         member = await in_run()
         if member.credentials is None:
             raise ControlError("open_run", "this run is for anybody, so no member can be removed")
-        names, is_admitted, keeps_invites = _taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
+        names, is_admitted, keeps_invites = taken(params, keys=list, is_admitted=bool, keeps_invites=bool)
         try:
             keys = [bytes.fromhex(str(name)) for name in names]
         except ValueError as error:
@@ -98,7 +98,7 @@ def admission_handlers(find_member: Callable[[], RunMember | None]) -> dict[str,
     async def notice(params: dict[str, Any]) -> object:
         """Publish a notice of the creator."""
         member = await in_run()
-        action, text = _taken(params, action=str, text=str)
+        action, text = taken(params, action=str, text=str)
         await member.notices.publish(action, text)
         return "done"
 
@@ -150,9 +150,7 @@ def change_quiet_hours(keeper: RestService, params: Mapping[str, object]) -> str
 
     Returns them in words. Raises `ControlError` for anything else that is no quiet hours.
     """
-    text = params.get("hours")
-    if not isinstance(text, str):
-        raise ControlError("bad_request", "hours is a text, such as 22:00-07:30")
+    (text,) = taken(params, hours=str)
     hours = [part.strip() for part in text.split(",") if part.strip()]
     try:
         keeper.change_hours(hours)

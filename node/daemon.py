@@ -40,7 +40,7 @@ from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError
 from .base.settings import NodeSettings
 from .base.system.processes import STOP_SIGNALS
-from .control_methods import admission_handlers, change_quiet_hours, kept, set_caps, warn_of_overrides
+from .control_methods import admission_handlers, change_quiet_hours, kept, set_caps, taken, warn_of_overrides
 from .inspect import machine
 from .join.address_book import AddressBook, keep_ports, load_ports
 from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
@@ -211,9 +211,7 @@ async def open_control(
 
     async def dial(params: dict[str, Any]) -> object:
         """Connect to the peer at an address that a person gave, and remember it."""
-        address = params.get("address")
-        if not isinstance(address, str):
-            raise ControlError("bad_request", "address is a multiaddr's text")
+        (address,) = taken(params, address=str)
         _, peer = split_address(address)
         if peer == host.author:
             raise ControlError("bad_request", "this is the node's own address")

@@ -137,14 +137,6 @@ class RawLink(ABC):
         """Note that the peer is authenticated: reads are no longer counted."""
         self._handshake_bytes_left = None
 
-    async def begin_private(self, network_key: bytes) -> None:
-        """Exchange nonces, after which everything is encrypted with the key of a private run.
-
-        Raises `trio.BrokenResourceError` if the peer returns this end's nonce: it would reflect what it cannot read.
-        """
-        if await self.hide(network_key) == await self.reveal(network_key):
-            raise trio.BrokenResourceError("the peer reflects what it gets")
-
     async def hide(self, network_key: bytes) -> bytes:
         """Send a nonce, and encrypt what follows; return the nonce."""
         nonce = os.urandom(NONCE_BYTES)

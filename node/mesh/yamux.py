@@ -452,9 +452,12 @@ class Upgrader:
             link.abort()
 
     async def _begin(self, link: RawLink) -> None:
-        """Begin the encryption of a private run; a circuit lies inside connections that have it already."""
-        if self.network_key and not link.is_relayed:
-            await link.begin_private(self.network_key)
+        """Begin the encryption of a private run; a circuit lies inside connections that have it already.
+
+        Raises `trio.BrokenResourceError` if the peer returns this end's nonce: it would reflect what it cannot read.
+        """
+        if (key := self.network_key) and not link.is_relayed and await link.hide(key) == await link.reveal(key):
+            raise trio.BrokenResourceError("the peer reflects what it gets")
 
     async def _authenticate(self, link: RawLink, peer: bytes | None) -> tuple[ISecureConn, bytes]:
         """Do the Noise handshake, as its initiator if the peer is given; return the session and the peer's key."""

@@ -28,7 +28,7 @@ from ..base.identity import load_or_create_key
 from ..base.requirements import settings_with_reasons
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact
-from ..store.consolidated.folder import MANIFEST_NAME, NO_RUN, write_folder
+from ..store.consolidated.folder import NO_RUN, write_folder
 from ..store.consolidated.tensors import Floats
 from ..store.run_file import manifest_of
 
@@ -128,12 +128,6 @@ def _starting_from(settings: Mapping[str, Any], checkpoint: bytes) -> Manifest:
         for line in settings_with_reasons(choices(manifest, completed, given)):
             logger.info("chosen for lines of 20 Mbit/s: %s", line)
     return completed
-
-
-def start_of(folder: Path) -> Path | None:
-    """Return the checkpoint, with the manifest, that `create_run` put into this directory; None if there is none."""
-    start = folder / START_NAME
-    return start if (start / MANIFEST_NAME).is_file() else None
 
 
 def model_of(

@@ -28,7 +28,7 @@ from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME
 from .attachment import Attachment, NodeError
 from .child_node import ChildNode, await_node, run_of_node
-from .create import start_of
+from .create import START_NAME
 
 # Of one that trains the model between two steps of the given one: a loop has gone on with a new optimizer.
 MAX_STEPS_OF_OTHERS: Final = 100
@@ -237,10 +237,10 @@ def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:
     if isinstance(run, str) and is_invite(run) and not os.path.exists(run):  # Path's raises for a long invite
         return decode_invite(run).run_id, [run], None
     folder = Path(run)
-    if not os.path.exists(folder) or (start := start_of(folder)) is None:
+    manifest = folder / START_NAME / MANIFEST_NAME
+    if not os.path.exists(manifest):
         raise ManifestError(
             f"{run} is no invite, and no directory that farandole.create_run has made. For a manifest, start the node: "
             f"farandole join {run} --trainer external, and leave out run="
         )
-    manifest = start / MANIFEST_NAME
-    return decode_manifest(manifest.read_bytes())[1].run_id, [str(manifest), "--start", str(start)], folder
+    return decode_manifest(manifest.read_bytes())[1].run_id, [str(manifest), "--start", str(manifest.parent)], folder

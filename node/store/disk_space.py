@@ -162,4 +162,5 @@ class WeightFiles:
         if self.disk:
             for each in range(self.num_stages):
                 num_kept = self.plan(stage).num_kept if each == stage else 0
-                CheckpointFolder(self.settings.checkpoints, each).trim(num_kept)
+                folder = CheckpointFolder(self.settings.checkpoints, each)
+                folder.keep(folder.files()[:num_kept])

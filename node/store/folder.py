@@ -76,10 +76,6 @@ class CheckpointFolder:
                     index_of(path).unlink(missing_ok=True)
                     path.unlink(missing_ok=True)
 
-    def trim(self, num_kept: int) -> None:
-        """Remove all but the ``num_kept`` newest checkpoints of this stage."""
-        self.keep(self.files()[:num_kept])
-
     def clean(self) -> None:
         """Remove what trainers that were killed during a save left behind; call it only while no trainer saves."""
         for path in self._entries():

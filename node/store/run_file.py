@@ -23,7 +23,7 @@ from farandole.protocol.run.manifest import InnerConfig, Manifest, manifest_from
 from farandole.protocol.run.models import PRESETS, preset
 from farandole.protocol.run.own_model import ADAPTERS, MAX_RANK, FunctionName, Settings
 from farandole.protocol.run.rules import with_known
-from farandole.protocol.wire.errors import ManifestError
+from farandole.protocol.wire.errors import FarandoleError, ManifestError
 from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.model.own_function import is_allowed, require_allowed
 
@@ -339,14 +339,14 @@ def lora_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         from farandole.training.model.base_folder import base_config, base_hash
 
         settings = base_config(place)
-        config = {"base": base_hash(place), "rank": table.rank}
+        base_is = base_hash(place)
     except TrainingError as error:
         raise ManifestError(f"model.lora: {error}") from error
     own = {
         "own": ADAPTERS,
         "context": table.context or min(USUAL_CONTEXT, settings.get("max_position_embeddings", USUAL_CONTEXT)),
         "vocabulary": settings.get("vocab_size"),
-        "config": {**config, "alpha": table.alpha or 2.0 * table.rank},
+        "config": {"base": base_is, "rank": table.rank, "alpha": table.alpha or 2.0 * table.rank},
     }
     return own_model(own, [f"{ADAPTERS}={place}"])
 
@@ -354,15 +354,20 @@ def lora_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def base_in(folder: Path) -> Base:
     """Return the base model in a Hugging Face folder by its sizes; raises `ManifestError`."""
     try:
-        from farandole.training.model.base_folder import base_config, base_shapes
+        from farandole.training.model.base_folder import base_config, weight_files
 
-        settings, shapes = base_config(folder), base_shapes(folder)
+        from .consolidated.tensors import open_tensors
+
+        settings, shapes = base_config(folder), dict[str, tuple[int, ...]]()
+        for path in weight_files(folder):
+            with open_tensors(path) as file:
+                shapes |= file.shapes
         width = settings.get("hidden_size") or settings["n_embd"]
         layers = settings.get("num_hidden_layers") or settings["n_layer"]
         hidden, vocabulary = settings.get("intermediate_size", 4 * width), settings["vocab_size"]
         context = min(USUAL_CONTEXT, settings.get("max_position_embeddings", USUAL_CONTEXT))
         return Base(shapes, *(int(each) for each in (layers, width, hidden, vocabulary, context)))
-    except (TrainingError, KeyError, TypeError, ValueError) as error:
+    except (FarandoleError, KeyError, TypeError, ValueError) as error:
         raise ManifestError(f"{folder} is no base model whose sizes can be read: {error}") from error
 
 

@@ -1,20 +1,20 @@
-"""The base model of adapters: a folder that every member has, known by a hash. Imports no torch."""
+"""Hugging Face folders with a model's weights, and the base model of adapters, known by a hash. Imports no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
 from typing import Any, Final
 
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 
 from ..base.errors import TrainingError
 
 # Settings of a copy, which say nothing about what the model computes.
 _OF_A_COPY: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
+_FILE: Final = re.compile(r"[\w.-]{1,128}\.safetensors")
 
 
 def base_hash(folder: Path) -> str:
@@ -24,32 +24,29 @@ def base_hash(folder: Path) -> str:
     """
     settings = {name: value for name, value in base_config(folder).items() if name not in _OF_A_COPY}
     hashes = [blake3(json.dumps(settings, sort_keys=True).encode()).digest()]
-    with _files_of(folder) as paths:
-        hashes += [blake3(max_threads=blake3.AUTO).update_mmap(path).digest() for path in paths]
+    try:
+        hashes += [blake3(max_threads=blake3.AUTO).update_mmap(path).digest() for path in weight_files(folder)]
+    except OSError as error:
+        raise TrainingError(f"the weights in {folder} cannot be read: {error}") from error
     return blake3(b"".join(sorted(hashes))).hexdigest()
 
 
-def base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the folder's weights, by name; raises `TrainingError` as `base_hash` does."""
-    shapes = dict[str, tuple[int, ...]]()
-    with _files_of(folder) as paths:
-        for path in paths:
-            with safe_open(path, framework="numpy") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
-    return shapes
-
-
-@contextmanager
-def _files_of(folder: Path) -> Iterator[set[Path]]:
-    """Yield the files of weights; raise `TrainingError` if there are none, or they cannot be read."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the folder's safetensors files; raises `TrainingError` if it has none, or its index leads elsewhere."""
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        if not file.exists():
+            raise TrainingError(f"{folder} needs its weights as {file.name}, or as several files with {index.name}")
+        return [file]
     try:
-        index = folder / "model.safetensors.index.json"
-        parts = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ["model.safetensors"]
-        yield {folder / name for name in parts}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, SafetensorError) as error:
-        raise TrainingError(
-            f"{folder} needs its weights as model.safetensors, or as several files with its index: {error}"
-        ) from error
+        with index.open("rb") as opened:
+            raw = opened.read(MAX_INDEX_BYTES + 1)
+        names = set(json.loads(raw)["weight_map"].values())
+        if len(raw) > MAX_INDEX_BYTES or not all(_FILE.fullmatch(name) for name in names):
+            raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes, or names that are no files beside it")
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise TrainingError(f"{index} says not which file has which weights: {error}") from error
+    return sorted(folder / name for name in names)
 
 
 def base_config(folder: Path) -> dict[str, Any]:

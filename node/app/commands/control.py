@@ -16,7 +16,7 @@ from farandole.protocol.wire.errors import FarandoleError
 from ...base.settings import NodeSettings
 from ...base.system.tuning import importing_for_good
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, split_source, unquoted
+from .output import call_node, print_answer, split_source, unquoted
 from .runs import sign_run_file
 
 # `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
@@ -53,10 +53,8 @@ def dial(
     """
     from farandole.protocol.run.invite import split_address
 
-    from ...base.control import call
-
     split_address(address)  # reports a mistyped one at once
-    typer.echo(call(home, "dial", address=address))
+    typer.echo(call_node(home, "dial", address=address))
 
 
 def limit(
@@ -76,16 +74,14 @@ def limit(
     [cyan]farandole limit --upload-mbit 0 --download-mbit 0[/cyan];
     [cyan]farandole limit --quiet-hours 22:00-07:30[/cyan]
     """
-    from ...base.control import call
-
     caps = {"upload_mbit": upload_mbit, "download_mbit": download_mbit}
     given = {name: cap for name, cap in caps.items() if cap is not None}
     if not given and not quiet_hours:
         raise typer.BadParameter("say which to set: --upload-mbit, --download-mbit or --quiet-hours")
     if quiet_hours:
-        typer.echo(call(home, "quiet", hours="" if quiet_hours == ["none"] else ", ".join(quiet_hours)))
+        typer.echo(call_node(home, "quiet", hours="" if quiet_hours == ["none"] else ", ".join(quiet_hours)))
     if given:
-        typer.echo(call(home, "limit", **given))
+        typer.echo(call_node(home, "limit", **given))
 
 
 def pause(home: Home) -> None:
@@ -96,9 +92,7 @@ def pause(home: Home) -> None:
 
     Example: [cyan]farandole pause[/cyan]
     """
-    from ...base.control import call
-
-    typer.echo(call(home, "pause"))
+    typer.echo(call_node(home, "pause"))
 
 
 def resume(home: Home) -> None:
@@ -106,9 +100,7 @@ def resume(home: Home) -> None:
 
     Example: [cyan]farandole resume[/cyan]
     """
-    from ...base.control import call
-
-    typer.echo(call(home, "resume"))
+    typer.echo(call_node(home, "resume"))
 
 
 def leave(home: Home) -> None:
@@ -116,10 +108,9 @@ def leave(home: Home) -> None:
 
     Example: [cyan]farandole leave[/cyan]
     """
-    from ...base.control import call
     from ...base.identity import is_locked
 
-    call(home, "leave")
+    call_node(home, "leave")
     typer.echo("leaving: the node saves and says farewell")
     deadline = time.monotonic() + LEAVE_TIMEOUT
     while time.monotonic() < deadline:

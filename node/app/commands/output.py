@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -50,14 +50,20 @@ def print_answer(as_json: bool, value: object, text: str) -> None:
     print_json(value) if as_json else typer.echo(text)
 
 
+def call_node(home: Path, method: str, **parameters: Any) -> Any:
+    """Call `farandole.node.base.control.call`, whose imports ``--help`` does not need."""
+    from ...base.control import call
+
+    return call(home, method, **parameters)
+
+
 def node_status(home: Path) -> NodeStatus:
     """Return the status of the node that runs in this home folder; raise `NoNodeError` if none does."""
     import msgspec
 
-    from ...base.control import call
     from ...status.status import NodeStatus
 
-    return msgspec.convert(call(home, "status"), NodeStatus)
+    return msgspec.convert(call_node(home, "status"), NodeStatus)
 
 
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:

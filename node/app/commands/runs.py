@@ -17,7 +17,7 @@ from farandole.protocol.wire.errors import ManifestError
 from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_answer, read_manifest, say_chosen, say_warnings, split_source, write_manifest
+from .output import call_node, print_answer, read_manifest, say_chosen, say_warnings, split_source, write_manifest
 
 Who = Annotated[
     list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
@@ -148,7 +148,6 @@ def make_invite(
     """
     from farandole.protocol.run.invite import decode_invite
 
-    from ...base.control import call
     from ...join.invites import own_invite, warnings_about
 
     invite = own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota)
@@ -159,7 +158,7 @@ def make_invite(
             err=True,
         )
     typer.echo(invite)
-    doubted = call(home, "status", max_members=0).get("doubted_addresses", ())
+    doubted = call_node(home, "status", max_members=0).get("doubted_addresses", ())
     say_warnings(warnings_about(decode_invite(invite).addresses, doubted))
 
 
@@ -169,9 +168,7 @@ def show_members(home: Home, as_json: AsJson = False) -> None:
 
     Example: [cyan]farandole run members[/cyan]
     """
-    from ...base.control import call
-
-    rows: list[dict[str, Any]] = call(home, "roster")
+    rows: list[dict[str, Any]] = call_node(home, "roster")
     lines = []
     for row in rows:
         role = "creator" if row["is_creator"] else f"invited by {row['invited_by']}" if row["invited_by"] else ""
@@ -262,12 +259,10 @@ def notify(
     Examples: [cyan]farandole run notice "a new release is out"[/cyan];
     [cyan]farandole run notice --pause "back at noon"[/cyan]
     """
-    from ...base.control import call
-
     deeds = [name for name, is_wanted in (("pause", pause), ("resume", resume), ("stop", stop)) if is_wanted]
     if len(deeds) > 1 or not (deeds or message):
         raise typer.BadParameter("a message, or one of --pause, --resume and --stop, or both")
-    call(home, "notice", action=deeds[0] if deeds else "say", text=message)
+    call_node(home, "notice", action=deeds[0] if deeds else "say", text=message)
     typer.echo("published: connected members hear of it within seconds")
 
 
@@ -278,8 +273,6 @@ def _tell_admission(
     from farandole.protocol.run.invite import decode_invite, is_invite
     from farandole.protocol.wire.identity import public_key_of
 
-    from ...base.control import call
-
     keys = []
     for each in who:
         if not is_invite(each):
@@ -288,7 +281,9 @@ def _tell_admission(
             keys += [bearer.hex() for bearer in decode_secret(secret).bearers]
         else:
             raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
-    rows: list[dict[str, Any]] = call(home, "admit", keys=keys, is_admitted=is_admitted, keeps_invites=keeps_invites)
+    rows: list[dict[str, Any]] = call_node(
+        home, "admit", keys=keys, is_admitted=is_admitted, keeps_invites=keeps_invites
+    )
     return rows
 
 

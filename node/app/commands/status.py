@@ -7,8 +7,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from farandole.protocol.wire.errors import FarandoleError
+
 from .options import AsJson, Home
-from .output import node_status, print_answer, print_json
+from .output import call_node, node_status, print_answer, print_json
 
 INTERVAL: Final = 1.0
 # A screen has no room for more members, and `farandole peers` shows all: a status of a thousand members has a megabyte.
@@ -26,21 +28,17 @@ def status(
 
     Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan]
     """
-    from ...base.control import call
-
     if watch:
-        from farandole.protocol.wire.errors import FarandoleError
-
         if not (sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
             raise FarandoleError("the screen of --watch needs a terminal: for a script there is --json")
         from ...ui.watch.app import WatchApp
 
         def ask(method: str) -> Any:
-            return call(home, method, **({"max_members": MAX_MEMBERS} if method == "status" else {}))
+            return call_node(home, method, **({"max_members": MAX_MEMBERS} if method == "status" else {}))
 
         WatchApp(ask, INTERVAL).run()
     elif as_json:
-        print_json(call(home, "status"))
+        print_json(call_node(home, "status"))
     else:
         from rich.console import Console
 
@@ -57,11 +55,10 @@ def peers(home: Home, as_json: AsJson = False) -> None:
     """
     from rich.console import Console
 
-    from ...base.control import call
     from ...ui.view import members_table
 
     if as_json:
-        print_json(call(home, "status")["members"])
+        print_json(call_node(home, "status")["members"])
     else:
         status = node_status(home)
         Console().print(members_table(status))
@@ -78,11 +75,7 @@ def dashboard(
     """
     import webbrowser
 
-    from farandole.protocol.wire.errors import FarandoleError
-
-    from ...base.control import call
-
-    page = call(home, "dashboard")
+    page = call_node(home, "dashboard")
     link = f"{page['url']}#{page['token']}"  # a browser sends the fragment to no server
     print_answer(as_json, page, link)
     if open_browser and not webbrowser.open(link):

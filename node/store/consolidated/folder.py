@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 import numpy as np
@@ -35,10 +35,10 @@ from farandole.protocol.checkpoints.blocks import (
 )
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
 from farandole.protocol.run.models import shapes_of, stage_of
-from farandole.protocol.run.rules import OPTIMIZER_VECTORS, max_whole_bytes
+from farandole.protocol.run.rules import OPTIMIZER_VECTORS, OuterRules, required_vectors
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.wire.identity import public_bytes
-from farandole.protocol.wire.safetensors import Shape
+from farandole.protocol.wire.safetensors import FP32_BYTES, MAX_HEADER_BYTES, Shape
 from farandole.training.engine.blocks import content_of
 
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, write_file, write_tensors
@@ -132,7 +132,10 @@ def verify_hashes(folder: Consolidated) -> None:
 
 def max_file_bytes(manifest: Manifest) -> int:
     """Return the most bytes of the run's whole model as a checkpoint, with the inner optimizer's state."""
-    return max_whole_bytes(sum(math.prod(shape) for shape in shapes_of(manifest.model).values()))
+    num_parameters = sum(math.prod(shape) for shape in shapes_of(manifest.model).values())
+    # Of any outer rule: that of the run which starts from it may be another.
+    num_vectors = max(len(required_vectors(rule())) for rule in get_args(OuterRules)) + len(OPTIMIZER_VECTORS)
+    return num_parameters * num_vectors * FP32_BYTES + MAX_HEADER_BYTES
 
 
 def write_folder(

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 
@@ -25,8 +25,9 @@ from farandole.protocol.run.models import shapes_of
 from farandole.protocol.run.own_model import ADAPTERS
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.safetensors import FP32_BYTES, Shape
-from farandole.training.base.errors import DataError
+from farandole.training.base.errors import DataError, TrainingError
 from farandole.training.data.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
+from farandole.training.model.base_folder import weight_files
 
 from .folder import Consolidated
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, write_file, write_tensors
@@ -46,7 +47,6 @@ _ADAPTED: Final = "adapted."
 _ADAPTER_NAME: Final = ".default."
 
 _FILE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 
 Part = tuple[str, int, Shape]
 """Rows of one of our parameters: its name, the first row, and the part's shape, which begins with their number."""
@@ -218,14 +218,6 @@ def byte_level_tokenizer() -> dict[str, object]:
 
 # Weights of a folder, for continued pre-training
 
-MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
-# The files of a model of some hundred billion parameters.
-MAX_FILES: Final = 1_024
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+\.safetensors$", max_length=128)]]
-
 
 @contextlib.contextmanager
 def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str], Floats]]:
@@ -233,20 +225,12 @@ def open_hf_weights(folder: Path, manifest: Manifest) -> Iterator[Callable[[str]
 
     Raises `ConsolidatedError` unless the folder has all weights of the manifest's model, in its shapes.
     """
-    index, names = folder / _INDEX, {_FILE}
-    if index.exists():
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ConsolidatedError(f"{index} has more than {MAX_INDEX_BYTES} bytes")
-        try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ConsolidatedError(f"{index} says not which file has which weights: {error}") from error
-        if len(names) > MAX_FILES:
-            raise ConsolidatedError(f"{index} names {len(names)} files; at most {MAX_FILES} are read")
-    elif not (folder / _FILE).exists():
-        raise ConsolidatedError(f"{folder} needs its weights as {_FILE}, or as several files with {_INDEX}")
+    try:
+        paths = weight_files(folder)
+    except TrainingError as error:
+        raise ConsolidatedError(str(error)) from error
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open_tensors(folder / name)) for name in sorted(names)]
+        files = [stack.enter_context(open_tensors(path)) for path in paths]
         places = {name: file for file in files for name in file.shapes}
         found: dict[str, tuple[TensorFile, str]] = {}
         for name, shape in shapes_of(manifest.model).items():

@@ -41,14 +41,6 @@ _OF_THE_RUN: Final = ("data", "loss", "stage", "the run")
 LABEL_WIDTH: Final = 7
 
 
-def first_lines(found: Headline) -> Text:
-    """Draw whether the node is well, and the remedy if it is not."""
-    text = Text(f"{_WORDS[found.level]}  {found.text}", STYLES[found.level])
-    if found.remedy:
-        text.append(f"\n{found.remedy}", style="not bold default")
-    return text
-
-
 def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
     """Draw the curve of the loss, and the run as a whole. ``now``: Unix seconds by the node's clock."""
     lines = [line for row in status_rows(status, now) if row.label in _OF_THE_RUN for line in row.brief.splitlines()]
@@ -57,12 +49,6 @@ def run_panel(status: NodeStatus, now: float, width: int, height: int) -> Text:
     drawn = zip(extremes, chart(losses, width - LABEL_WIDTH, height), strict=False)
     text = Text("".join(f"{label:>{LABEL_WIDTH - 1}} {line}\n" for label, line in drawn), style=_CHART_STYLE)
     return text.append("\n".join(lines), style="not dim default")
-
-
-def node_panel(status: NodeStatus, now: float) -> Text:
-    """Draw this node's activity and its use of the machine. ``now``: Unix seconds by the node's clock."""
-    rows = (row for row in status_rows(status, now) if row.label not in _OF_THE_RUN)
-    return Text("\n".join(row.brief for row in rows if row.brief))
 
 
 def events_text(events: Sequence[Event]) -> Text:
@@ -179,7 +165,8 @@ class WatchApp(App[None]):
             at = status.at + age  # by the node's own clock, which may be another machine's
             first = headline(status, at)
             self._run.update(run_panel(status, at, *self._run.content_size))
-            self._node.update(node_panel(status, at))
+            of_node = [row.brief for row in status_rows(status, at) if row.label not in _OF_THE_RUN and row.brief]
+            self._node.update(Text("\n".join(of_node)))
             self._run.border_title = f"{status.run.name or 'the run'} {status.run.run_id[:8]}".strip()
             self._node.border_title = f"this node {status.peer_id[-8:]}"
             self._links_part.border_title = f"links: {plural(status.connected_peers, 'peer')} connected"
@@ -190,6 +177,7 @@ class WatchApp(App[None]):
         if self._lost:
             below = "" if status is None else f"; what is below is {age:.0f} s old"
             first = Headline("trouble", f"the node does not answer{below}", self._lost)
-        self._headline.update(first_lines(first))
+        told = Text(f"{_WORDS[first.level]}  {first.text}", STYLES[first.level])
+        self._headline.update(told.append(f"\n{first.remedy}" if first.remedy else "", style="not bold default"))
         if was_at_end:
             self._events_part.scroll_end(animate=False)
