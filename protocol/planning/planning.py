@@ -24,7 +24,7 @@ import msgspec
 
 from ..run.manifest import Manifest
 from ..run.models import num_parameters
-from ..run.rules import OuterConfig, PlainConfig
+from ..run.rules import AdaptersConfig, OuterConfig, PlainConfig
 from ..wire.errors import ManifestError
 from .needs import TRANSFER_SHARE, USUAL_RATE, Memory, Needs, needs_of
 
@@ -311,10 +311,11 @@ def best_known(manifest: Manifest, given: Collection[str]) -> Manifest:
     checkpoint, Hugging Face models, and members' own modules and loops keep their inner settings: nothing of the kind
     was measured.
     """
-    outer, inner = manifest.outer, manifest.inner
+    model, outer, inner = manifest.model, manifest.outer, manifest.inner
     if not any(name.startswith("outer.") and name.removeprefix("outer.") not in _COMMON_OUTER for name in given):
-        outer = PlainConfig(**{name: getattr(outer, name) for name in _COMMON_OUTER})
-    model = manifest.model
+        shapes = model.own.ends if model.own else model.external.parameters if model.external else {}
+        rule = AdaptersConfig if any(".lora_" in name for name in shapes) else PlainConfig  # by peft's names
+        outer = rule(**{name: getattr(outer, name) for name in _COMMON_OUTER})
     if manifest.start is None and model.hf is None and model.own is None and model.external is None:
         chosen: dict[str, Any] = {}
         if "inner.learning_rate" not in given:

@@ -13,7 +13,6 @@ The sizes of codecs and of a replica's vectors follow from these settings.
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -142,7 +141,13 @@ class PlainConfig(OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=
     """The mean of the fast weights, with no state besides the slow weights."""
 
 
-OuterRules = NoLoCoConfig | PlainConfig
+class AdaptersConfig(
+    OuterConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="adapters"
+):
+    """``plain``, but adapters' products B A are averaged, and split again."""
+
+
+OuterRules = NoLoCoConfig | PlainConfig | AdaptersConfig
 """The rules that a manifest may name, by ``kind``."""
 
 # Older manifests name no kind, because there was no choice of rules, and have settings that went since, which make no
@@ -177,7 +182,7 @@ def gamma_limit(alpha: float, momentum: Momentum = "heavy_ball") -> float:
 
     Heavy ball: 2 (1 - alpha^2); the paper's own window (its equation 74) is wrong away from alpha = 0.5 (alpha 0.9,
     gamma 1.2 lies inside it and diverges). Nesterov: (2 a^2 - 1 + sqrt(1 + 4 a + 4 a^2 - 4 a^3 - 4 a^4)) /
-    (a (2 a + 1)), 2 at a = 0. Both are derived for groups of two, and confirmed by simulation (`test_noloco.py`).
+    (a (2 a + 1)), 2 at a = 0. Both are derived for groups of two, and confirmed by simulation (`test_rules.py`).
     """
     if momentum == "heavy_ball":
         return 2.0 * (1.0 - alpha * alpha)
@@ -280,12 +285,6 @@ def max_checkpoint_bytes(outer: OuterConfig, num_parameters: int) -> int:
     """Return the most bytes that an honest checkpoint of a model of this size takes."""
     num_vectors = len(required_vectors(outer)) + _NUM_OPTIONAL
     return num_parameters * num_vectors * FP32_BYTES + MAX_HEADER_BYTES
-
-
-def max_whole_bytes(num_parameters: int) -> int:
-    """Return the most bytes that a consolidated checkpoint of a model of this size takes, for any outer rule."""
-    most = max(len(required_vectors(rule())) for rule in typing.get_args(OuterRules))
-    return num_parameters * (most + len(OPTIMIZER_VECTORS)) * FP32_BYTES + MAX_HEADER_BYTES
 
 
 # Screening rules

@@ -3,8 +3,7 @@
 A member's change of a matrix is the product B A, and the mean of products is not the product of means (arXiv
 2410.09432). So A and B are averaged apart; or only one of them is trained in a round, in turns, and both are averaged
 (ADF-LoRA, arXiv 2511.18291); or A stays as it began (FFA-LoRA, arXiv 2403.12313); or the products are averaged, and
-split again. A split keeps the size of the A's mean, and of all splits of one product its A is nearest to that mean:
-AdamW's vectors stay meaningful.
+split again, as runs of the outer rule ``adapters`` do.
 
 The base is trained first, on as many kinds of text as there are members, of which each then has another kind.
 """
@@ -29,6 +28,7 @@ from farandole.protocol.run.rules import PlainConfig
 from farandole.training.data.batches import Batch
 from farandole.training.data.dataset import Text
 from farandole.training.model.model import Linear, build_model, fill_
+from farandole.training.outer.adapters import merged
 
 from ..report.section import Grid, setting
 from .baselines import Method, Trial
@@ -116,15 +116,14 @@ class AdapterStack(Stack):
         if self._method.name != SPLIT:
             return mean
         views, members = self._model.views(mean), self._model.views(rows.flatten(0, 1))
+        size = rows.size(1)
         for name in [name.removesuffix("A") for name in views if name.endswith(".A")]:
-            a, b = views[f"{name}A"], views[f"{name}B"]
-            products = (members[f"{name}B"] @ members[f"{name}A"]).unflatten(0, rows.shape[:2])
-            u, s, vh = torch.linalg.svd(products.mean(1), full_matrices=False)
-            u, s, vh = u[..., :RANK], s[:, None, :RANK], vh[:, :RANK]
-            left, _, right = torch.linalg.svd(a @ vh.mT)  # whose product is the nearest rotation
-            size = a.norm(dim=(1, 2), keepdim=True) / RANK**0.5
-            a.copy_(size * (left @ right @ vh))
-            b.copy_((u * s / size) @ (left @ right).mT)
+            of_all = zip(
+                members[f"{name}A"].double().split(size), members[f"{name}B"].double().split(size), strict=True
+            )
+            for group, (of_a, of_b) in enumerate(of_all):
+                a, b = merged([*zip(of_a, of_b, strict=True)], [1 / size] * size)
+                views[f"{name}A"][group], views[f"{name}B"][group] = a, b
         return mean
 
     def losses_of(self, windows: Sequence[Batch], merged: bool = False) -> Tensor:

@@ -334,7 +334,7 @@ class _Outer:
 
     def contribute(self, fragment: int) -> None:
         """Make the contributions of all rows, exact and as their receivers decode them."""
-        self._part = self._layout.fragment(fragment, self._settings.fragments)
+        self._part = self._layout.fragments(self._settings.fragments)[fragment]
         self._fast = self._piece(self._theta)
         self._exact = self._sent = self._rule.contribution(self._own(self._fast))
         if self._unsent is not None:

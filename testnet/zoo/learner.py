@@ -33,7 +33,7 @@ class HostileRoundEnd(RoundEnd):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._plan = plan_of()
-        self._initial = self.slow_weights()
+        self._initial = self.outer.slow.clone()
         self._received: deque[Tensor] = deque(maxlen=REMEMBERED)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -50,7 +50,7 @@ class HostileRoundEnd(RoundEnd):
         made = self.ended.contribution
         seen = [made.theta.clone(), *self._received]
         view = AttackView(
-            seen[0], self.slow_weights()[made.part], self._initial[made.part], seen[-1], seen, self._generator
+            seen[0], self.outer.slow.clone()[made.part], self._initial[made.part], seen[-1], seen, self._generator
         )
         forged = forge(ATTACKS[self._plan.attack](view), self.outer.contributor.form)
         forged += forge_momentum(self._plan.attack, self, made.momentum)

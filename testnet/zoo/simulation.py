@@ -133,7 +133,7 @@ class _Member:
         )
         if self.is_hostile:
             self.learner.loss = POISONS.get(str(run.attack), self.learner.loss)
-        self.initial = self.learner.round_end.slow_weights()
+        self.initial = self.learner.round_end.outer.slow.clone()
         self.memory = bytearray(self.learner.round_end.contribution_bytes)
         self.contribution = b""
         self.sent: Tensor = self.initial  # (n,), before the codec
@@ -215,7 +215,7 @@ class _Play:
         learners = [member.learner for member in members if not member.is_hostile]
         texts = [learner.sampler for learner in learners]
         outcome.losses = [unseen_loss(learner, texts) for learner in learners]
-        slow = [learner.round_end.slow_weights() for learner in learners]
+        slow = [learner.round_end.outer.slow.clone() for learner in learners]
         pairs = itertools.combinations(slow, 2)
         apart = (float((one - other).norm() / max(one.norm(), other.norm())) for one, other in pairs)
         outcome.spread = max(apart, default=0.0)
@@ -278,7 +278,7 @@ class _Play:
         for index, member in enumerate(pair):
             if member.is_hostile:
                 other, form = pair[1 - index], form_of(run.manifest.outer.codec)
-                slow = member.learner.round_end.slow_weights()
+                slow = member.learner.round_end.outer.slow.clone()
                 taken = partial(_taken, other, encounters[1 - index], form)
                 insight = Insight(member.learner, taken, self._generator, self._common)
                 view = AttackView(member.sent, slow, member.initial, other.sent, honest, self._generator, insight)

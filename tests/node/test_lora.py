@@ -65,6 +65,7 @@ async def test_friends_train_adapters_of_a_base_that_each_has(tmp_path: Path, ba
     assert f"farandole join lora.manifest --base {base} --data alice.txt" in made.out
     manifest, signed = decode_manifest(Path("lora.manifest").read_bytes())
     assert num_parameters(manifest.model) < 20_000, "the base is not the run's"
+    assert manifest.outer.kind == "adapters"
 
     async with joined(tmp_path / "alice", "lora.manifest", *mine) as alice:
         await alice.says("listening on")
@@ -104,8 +105,10 @@ async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names
         await alice.says("round 0")
         async with node_of_a_loop(run) as node:
             invite = await node.own_invite()
-            external = decode_manifest((run / "start" / "manifest").read_bytes())[0].model.external
+            manifest, _ = decode_manifest((run / "start" / "manifest").read_bytes())
+            external = manifest.model.external
             assert external is not None
+            assert manifest.outer.kind == "adapters"
             assert external.base == base_hash(base)
             assert all(".lora_" in name for name in external.parameters), "the frozen base does not travel"
             async with member("carol", other, invite) as carol:

@@ -1,4 +1,4 @@
-"""What each rank of `test_ranks` runs: a model that is cut in one way or another, and some rounds of it.
+"""What each rank of `test_external` runs: a model that is cut in one way or another, and some rounds of it.
 
 python ranks_program.py KIND JUDGES RANK RANKS FILE
 

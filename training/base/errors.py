@@ -59,17 +59,12 @@ def how_to_add(extra: str) -> str:
 
     An installed program has an environment of its own: ``pip`` alone would install into another.
     """
-    wanted = _requirements(extra) or [f"{_PACKAGE}[{extra}]"]
+    try:
+        stated = [line.partition(";") for line in metadata.requires(_PACKAGE) or []]
+    except metadata.PackageNotFoundError:
+        stated = []
+    found = [name.strip() for name, _, marker in stated if (its := _EXTRA.search(marker)) and its[1] == extra]
+    wanted = found or [f"{_PACKAGE}[{extra}]"]
     has_pip = find_spec("pip") is not None
     installer = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
     return " ".join([installer, *map(shlex.quote, wanted)])
-
-
-def _requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, as the installed package states them."""
-    try:
-        stated = metadata.requires(_PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        stated = []
-    lines = (line.partition(";") for line in stated)
-    return [each.strip() for each, _, marker in lines if (found := _EXTRA.search(marker)) and found[1] == extra]

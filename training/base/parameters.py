@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,21 +39,14 @@ class Layout:
         lines = [f"{name} {'x'.join(map(str, shape))} fp32" for name, shape in self.shapes.items()]
         return hashlib.sha256("\n".join(["farandole/layout/1", self.codec, *lines]).encode()).digest()
 
-    def fragment(self, index: int, count: int) -> slice:
-        """Return the range of fragment ``index`` of ``count`` in the flat vector; lengths differ by at most 1."""
-        return slice(self.num_elements * index // count, self.num_elements * (index + 1) // count)
-
     def fragments(self, count: int) -> list[slice]:
-        """Return the ranges of all fragments."""
-        return [self.fragment(index, count) for index in range(count)]
+        """Return the ranges of ``count`` fragments of the flat vector; lengths differ by at most 1."""
+        ends = [self.num_elements * index // count for index in range(count + 1)]
+        return [slice(*place) for place in itertools.pairwise(ends)]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
         return {name: flat[place].view(self.shapes[name]) for name, place in self.places().items()}
-
-    def part(self, names: Collection[str]) -> Layout:
-        """Return the layout of a vector that has these parameters alone, in the same order."""
-        return Layout({name: shape for name, shape in self.shapes.items() if name in names}, self.codec)
 
     def places(self) -> dict[str, slice]:
         """Return where each parameter lies in the flat vector, by name."""

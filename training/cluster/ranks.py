@@ -244,7 +244,16 @@ class Follower:
                         raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
                     self._parameters = [found[name] for name in names]
                 case Order.READ | Order.WRITE:
-                    self._move_parameters(order)
+                    with torch.no_grad():
+                        synchronize(self._parameters)
+                        for parameter in self._parameters:
+                            if order is Order.READ:
+                                whole_of(parameter)
+                            else:
+                                self._ranks.set_parameter(parameter)
+                        if order is Order.WRITE:
+                            reshard(self._module)
+                            synchronize(self._parameters)
                 case Order.MEASURE:
                     if self._evaluate is None:
                         raise TrainingError("evaluate= is to be given to every rank, or to none")
@@ -258,15 +267,3 @@ class Follower:
                     raise TrainingError("rank 0 has failed, and says why")
             if order is until:
                 return
-
-    @torch.no_grad()
-    def _move_parameters(self, order: Order) -> None:
-        synchronize(self._parameters)
-        for parameter in self._parameters:
-            if order is Order.READ:
-                whole_of(parameter)
-            else:
-                self._ranks.set_parameter(parameter)
-        if order is Order.WRITE:
-            reshard(self._module)
-            synchronize(self._parameters)

@@ -20,7 +20,7 @@ import copy
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,7 +32,7 @@ from farandole.protocol.run.manifest import DataConfig, Manifest
 from ..base.errors import DataError
 from ..base.permutation import permute
 from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out
-from .sources import Document, Progress, TextSource, documents_in, no_progress, sources_of, stdlib_sources
+from .sources import Document, Progress, documents_in, no_progress, sources_of, stdlib_sources
 from .token_cache import cache_name, distribute, open_cache, write_cache
 from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
 from .tokenizer import ByteTokenizer, Tokenizer, beyond_vocabulary, load_tokenizer
@@ -89,29 +89,24 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
         raise DataError(
             f"{ready[0].path} has ready tokens, and there is text too, perhaps the same: name one of them with --data"
         )
-    if ready:
-        return _ready_tokens(config, tokenizer, bring, ready)
+    if ready:  # they are mapped; their index is kept as text is
+        arrays = [(source.path, open_tokens(source.path)) for source in ready]
+        parts = index_tokens(arrays, tokenizer, config.held_out, bring.progress)
+        if bring.cache is None:
+            index = _in_memory(INDEX_DTYPE, parts)
+        else:
+            name = cache_name(ready, tokenizer.separator, "ready", tokenizer.identity, config.held_out)
+            index = _kept(bring.cache / name, INDEX_DTYPE, parts, bring)
+        for each, tokens in arrays if config.mask_documents else ():
+            require_separator(each, tokens, tokenizer)
+        assert isinstance(index.training, np.ndarray)
+        assert isinstance(index.held_out, np.ndarray)
+        return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
     documents = documents_in(sources, bring.field, bring.progress)
     if bring.cache is None:
         return text_of(documents, tokenizer, config.held_out)
     name = cache_name(sources, bring.field, tokenizer.identity, config.held_out)
     return _kept(bring.cache / name, _dtype_of(tokenizer), tokenise(documents, tokenizer, config.held_out), bring)
-
-
-def _ready_tokens(config: DataConfig, tokenizer: Tokenizer, bring: Bring, sources: Sequence[TextSource]) -> Text:
-    """Return the tokens in files, which are mapped; their index is kept as text is."""
-    arrays = [(source.path, open_tokens(source.path)) for source in sources]
-    parts = index_tokens(arrays, tokenizer, config.held_out, bring.progress)
-    if bring.cache is None:
-        index = _in_memory(INDEX_DTYPE, parts)
-    else:
-        name = cache_name(sources, tokenizer.separator, "ready", tokenizer.identity, config.held_out)
-        index = _kept(bring.cache / name, INDEX_DTYPE, parts, bring)
-    for each, tokens in arrays if config.mask_documents else ():
-        require_separator(each, tokens, tokenizer)
-    assert isinstance(index.training, np.ndarray)
-    assert isinstance(index.held_out, np.ndarray)
-    return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
 
 
 def _kept(path: Path, dtype: np.dtype[np.integer], parts: Parts, bring: Bring) -> Text:

@@ -90,8 +90,12 @@ def load_checkpoint(
     ignored = {*DROPPED, *ignored}
     sizes = {name: FP32_BYTES * tensor.numel() for name, tensor in state.items()}
     least = sum(size for name, size in sizes.items() if _vector_of(name) not in optional)
-    _check_size(path, least, sum(sizes.values()) + len(ignored) * FP32_BYTES * layout.num_elements)
+    most = sum(sizes.values()) + len(ignored) * FP32_BYTES * layout.num_elements
     try:
+        with path.open("rb") as raw:
+            first, size = raw.read(LENGTH_BYTES), raw.seek(0, os.SEEK_END)
+        if not least <= size - header_size(first, size) <= most:
+            raise CheckpointError(f"{path.name} has {size} bytes, this model's numbers take {most}: it is another's")
         content = content_of(path)
         if hashes and content.hashes != hashes:
             raise CheckpointError(f"{path.name} is damaged: it is not what was written")
@@ -102,7 +106,9 @@ def load_checkpoint(
             if names != present.keys():
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")
             _copy(file.get_tensor, state, present)
-    except (SafetensorError, OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
+    except (SafetensorError, UnicodeDecodeError, RemoteProtocolError) as error:
         raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
     return counters, content
 
@@ -162,23 +168,6 @@ def _copy(read: Callable[[str], Tensor], state: Mapping[str, Tensor], present: M
             tensor.copy_(read(name))
         else:
             tensor.zero_()
-
-
-def _check_size(path: Path, least: int, most: int) -> None:
-    """Raise `CheckpointError` unless the file has ``least`` to ``most`` bytes of numbers."""
-    try:
-        with path.open("rb") as file:
-            first, size = file.read(LENGTH_BYTES), file.seek(0, os.SEEK_END)
-        num_bytes = size - header_size(first, size)
-    except RemoteProtocolError as error:
-        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
-    if not least <= num_bytes <= most:
-        raise CheckpointError(
-            f"{path.name} has {size} bytes, {most} of them would be this model's numbers: it is damaged, or another "
-            "model's"
-        )
 
 
 def _counters_of(metadata: Mapping[str, str], layout: Layout, run_id: bytes) -> Counters:

@@ -44,14 +44,11 @@ class HeldOutLoss:
 
     def on_exam(self, num_windows: int, key: bytes) -> float:
         """See `Measure`."""
-        return self._loss(self._sampler.exam(num_windows, key))
-
-    def on_batches(self, num_batches: int) -> float:
-        """Return the loss on the first held-out batches, which are always the same."""
-        return self._loss(np.concatenate([self._sampler.held_out_batch(index) for index in range(num_batches)]))
+        return self.on(self._sampler.exam(num_windows, key))
 
     @torch.no_grad()
-    def _loss(self, batch: Batch) -> float:
+    def on(self, batch: Batch) -> float:
+        """Return the loss on a batch."""
         losses = []
         self._module.eval()  # one's own may have dropout
         try:
@@ -174,7 +171,7 @@ class Learner(Engine):
 
     def evaluate(self, num_batches: int = 8) -> float:
         """Implement `Engine.evaluate` for the fast weights."""
-        return self._held_out.on_batches(num_batches)
+        return self._held_out.on(np.concatenate([self.sampler.held_out_batch(index) for index in range(num_batches)]))
 
 
 def _microbatches(batch: Batch, size: int) -> Iterator[tuple[Batch, float]]:

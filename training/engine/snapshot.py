@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -64,7 +63,15 @@ class SnapshotMemory:
     """Room for a copy of flat vectors like these (n,), fp32 or bf16. Raises `MemoryError` if this machine has none."""
 
     def __init__(self, vectors: Mapping[str, Tensor], copier: Copier) -> None:
-        memory = _obtain(sum(flat.nbytes for flat in vectors.values()))
+        num_bytes = sum(flat.nbytes for flat in vectors.values())
+        memory = np.empty(num_bytes, dtype=np.uint8)
+        # A system promises what it may not have. The nodes of one machine often save at the same time, and each would
+        # see the memory that the other is about to use: so one number of each page is written.
+        for start in range(0, num_bytes, _PIECE_BYTES):
+            available, wanted = available_bytes(), num_bytes - start
+            if available is not None and wanted + _RESERVE_BYTES > available:
+                raise MemoryError(f"{wanted} bytes are wanted, {available} available")
+            memory[start : start + _PIECE_BYTES : _PAGE_BYTES] = 0
         copier.pin(memory.data)
         self._copier = copier
         aligned = dict(sorted(vectors.items(), key=lambda item: -item[1].itemsize))  # fp32 first
@@ -76,21 +83,6 @@ class SnapshotMemory:
         """Copy them; what was copied before is overwritten. The copies, and what waits for them."""
         copied = [self._copier.keep(flat, self._copies[name]) for name, flat in vectors.items()]
         return self._copies, copied
-
-
-def _obtain(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory, uint8 (num_bytes,), of which the system has given every page. Raises `MemoryError`.
-
-    A system promises what it may not have. The nodes of one machine often save at the same time, and each would see the
-    memory that the other is about to use.
-    """
-    memory = np.empty(num_bytes, dtype=np.uint8)
-    for start in range(0, num_bytes, _PIECE_BYTES):
-        available, wanted = available_bytes(), num_bytes - start
-        if available is not None and wanted + _RESERVE_BYTES > available:
-            raise MemoryError(f"{wanted} bytes are wanted, {available} available")
-        memory[start : start + _PIECE_BYTES : _PAGE_BYTES] = 0
-    return memory
 
 
 @dataclass(eq=False)

@@ -141,42 +141,6 @@ def adamw_(
     weights.addcdiv_(mean, denominator, value=-rate / bias1)
 
 
-def fused_adamw_(
-    weights: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: int,
-    rate: float,
-    inner: InnerConfig,
-    is_unfit: Tensor | None = None,
-) -> None:
-    """`adamw_` in one pass over memory, PyTorch's fused kernel: the same to rounding.
-
-    It is faster on a GPU. Where ``is_unfit``, a number on the device, is 1, nothing is changed.
-    """
-    # Filled on the device: copied from here, it would wait for all that the device has yet to do.
-    number = torch.full((), step + 1, dtype=torch.float32, device=weights.device)
-    torch._fused_adamw_(
-        [weights],
-        [gradient],
-        [mean],
-        [square],
-        [],
-        [number],
-        lr=rate,
-        beta1=inner.beta1,
-        beta2=inner.beta2,
-        weight_decay=0.0,
-        eps=inner.epsilon,
-        amsgrad=False,
-        maximize=False,
-        found_inf=is_unfit,
-    )
-    # The kernel does not count as a change of the tensors, by which stages see that a copy of them is old.
-    torch.autograd.graph.increment_version(weights)
-
-
 def decay_(weights: Tensor, rate: float, inner: InnerConfig, fit: Tensor | float = 1.0) -> None:
     """Decoupled weight decay in place; none where ``fit``, a number on the device, is 0."""
     if inner.weight_decay:
@@ -217,7 +181,7 @@ class InnerOptimizer:
         by_muon = matrices_of(module) if settings.optimizer == "muon" else frozenset()
         self.muon_places = [place for name, place in layout.places().items() if name in by_muon]
         """Where the matrices that Muon steps are in the flat vectors."""
-        squares = layout.part([name for name in layout.shapes if name not in by_muon])
+        squares = Layout({name: shape for name, shape in layout.shapes.items() if name not in by_muon}, layout.codec)
         self._square = weights.new_zeros(squares.num_elements)
         self.parts = {OPTIMIZER_VECTORS[1]: squares}
         """Layouts of the vectors that have not all parameters."""
@@ -287,9 +251,25 @@ class InnerOptimizer:
             if span.square is None:
                 gradient = span.gradient if fit is None else torch.where(fit > 0, span.gradient, span.mean)
                 muon_(span.weights, gradient, span.mean, rate, self._settings.momentum, fit)
-            elif fit is not None:
-                vectors = span.weights, span.gradient, span.mean, span.square
-                fused_adamw_(*vectors, number, rate, self._settings, 1 - fit)
+            elif fit is not None:  # PyTorch's fused kernel: the same to rounding, and faster on a GPU
+                # Filled on the device: copied from here, it would wait for all that the device has yet to do.
+                count = torch.full((), number + 1, dtype=torch.float32, device=span.weights.device)
+                each = [span.weights], [span.gradient], [span.mean], [span.square]
+                torch._fused_adamw_(
+                    *each,
+                    [],
+                    [count],
+                    lr=rate,
+                    beta1=self._settings.beta1,
+                    beta2=self._settings.beta2,
+                    weight_decay=0.0,
+                    eps=self._settings.epsilon,
+                    amsgrad=False,
+                    maximize=False,
+                    found_inf=1 - fit,
+                )
+                # The kernel does not count as a change of the tensors, by which stages see that a copy of them is old.
+                torch.autograd.graph.increment_version(span.weights)
             else:
                 for start in range(0, len(span.weights), PIECE):
                     piece = slice(start, start + PIECE)

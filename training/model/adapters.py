@@ -4,7 +4,7 @@ A linear layer with weights W gets two small matrices, and computes W x + (alpha
 (out, r); A begins at random and B as zeros. The base stays as it is, in a folder that every member has. Its parameters
 become buffers here: nothing moves them, and no contribution or checkpoint has them.
 
-Members average A and B apart, and the mean of products is not the product of means (arXiv 2410.09432).
+Members average what adapters do, B A (`farandole.training.outer.adapters`).
 """
 
 from __future__ import annotations

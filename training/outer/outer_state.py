@@ -22,10 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.rules import SLOW, OuterConfig
+from farandole.protocol.run.rules import SLOW, AdaptersConfig, OuterConfig
 from farandole.protocol.wire.safetensors import FP32_BYTES
 
-from .codec import each_piece, one_thread, slices
+from ..base.parameters import Layout
+from .adapters import Adapter, adapters_of, merged
+from .codec import each_piece, in_order, one_thread, slices
 from .contribution import Contribution, Contributor, Copier, copier_for
 from .momentum import Momentum
 from .rule import Meeting, OwnVectors, rule_of
@@ -154,12 +156,14 @@ class FastWeights:
 class OuterState:
     """The outer state of the fast weights ``fast`` (n,) fp32, which `step` moves too.
 
-    The slow weights begin as a copy of them. ``momentum``: what travels with the weights; None: nothing.
+    The slow weights begin as a copy of them. ``layout``: theirs. ``momentum``: what travels with the weights; None:
+    nothing.
     """
 
     settings: OuterConfig
     _fast: Tensor
     copier: Copier
+    layout: Layout
     momentum: InitVar[Momentum | None] = None
 
     def __post_init__(self, momentum: Momentum | None) -> None:
@@ -214,8 +218,32 @@ class OuterState:
                 fast[piece] = own.slow
 
         each_piece(step, slices(len(fast)), fast)
+        for place, values in self._merged(made, contributions, weights):
+            fast[place] = fast[place] + (values - whole.slow[place]) if is_late else values
+            whole.slow[place] = values
         if not is_alone:
             self.contributor.passed_on(made)
+
+    def _merged(
+        self, made: Contribution, contributions: Sequence[Tensor], weights: Sequence[float]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield where a fragment has the A and B of whole adapters, and their values by the mean of products (n,)."""
+
+        def exact(contribution: Tensor, place: slice) -> Tensor:  # as in `step`
+            return (contribution[place] - (made.sent[place] - made.theta[place])).cpu().double()
+
+        def merge(adapter: Adapter) -> list[tuple[slice, Tensor]]:
+            of_a, of_b, rank = adapter
+            a, b = merged(
+                [(exact(each, of_a).view(rank, -1), exact(each, of_b).view(-1, rank)) for each in contributions],
+                weights,
+            )
+            return [(of_a, a), (of_b, b)]
+
+        if isinstance(self.settings, AdaptersConfig) and len(weights) > 1 and 0.0 not in weights:
+            for of_one in in_order(merge, adapters_of(self.layout, made.part)):
+                for place, values in of_one:
+                    yield place, values.flatten().to(made.theta)
 
     def limit_momentum(self, part: slice, movement: float) -> None:
         """Clip what is carried over from earlier rounds.
@@ -248,13 +276,15 @@ class OuterState:
         return math.sqrt(square)
 
     def towards(self, share: float, made: Contribution, partner: Tensor, out: Tensor) -> None:
-        """Write the contributed fast weights, moved by a share of the way to ``partner`` (n,), to ``out`` (n,)."""
+        """Write the mean of the contributed fast weights and ``partner`` (n,), with its share, to ``out`` (n,)."""
 
         def fill(piece: slice) -> None:
             torch.sub(partner[piece], made.sent[piece], out=out[piece])
             out[piece].mul_(share).add_(made.theta[piece])
 
         each_piece(fill, slices(len(out)), out)
+        for place, values in self._merged(made, (made.sent, partner), (1.0 - share, share)):
+            out[place] = values
 
     def distorts(self, made: Contribution) -> bool:
         """Return whether a partner decodes fast weights with the codec's errors."""

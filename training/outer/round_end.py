@@ -197,7 +197,7 @@ class RoundEnd:
         self.layout = layout
         """Names, shapes and codec of the parameters; partners must have the same layout."""
         self.weights = weights
-        self.outer = OuterState(outer, theta, copier, momentum=momentum)
+        self.outer = OuterState(outer, theta, copier, layout, momentum)
         self._parts = layout.fragments(outer.fragments)
         self.contribution_bytes = max(map(self.outer.contributor.num_bytes, self._parts))
         """Of the largest contribution in this run, and of every one if there are no fragments."""
@@ -252,10 +252,6 @@ class RoundEnd:
         """A copy of the fast weights, (n,) fp32."""
         self.weights.read()
         return self.weights.flat.clone()
-
-    def slow_weights(self) -> Tensor:
-        """A copy of phi, (n,) fp32."""
-        return self.outer.slow.clone()
 
     def count_step(self, num_tokens: int, ramp: float = 1.0) -> None:
         """Count an inner step, and the share of the schedule's learning rate that it was taken at, above 0 to 1."""

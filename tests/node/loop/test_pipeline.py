@@ -169,7 +169,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_learns(tmp_path: Path, num
     assert sum(parameters) == alone.checkpoint.layout.num_elements
     assert max(parameters) < alone.checkpoint.layout.num_elements
     alone.round_end.apply(None)
-    slow = alone.checkpoint.layout.views(alone.round_end.slow_weights())
+    slow = alone.checkpoint.layout.views(alone.round_end.outer.slow.clone())
     learnt = {
         name.removeprefix("slow/"): tensor
         for stage in range(num_stages)

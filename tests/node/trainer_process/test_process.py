@@ -124,7 +124,7 @@ def a_learner(author: bytes) -> Learner:
 def test_a_round_without_inner_steps_contributes_what_the_last_outer_step_gave(start: Start) -> None:
     trainer = start(MANIFEST)
     trainer.handle(Train(0, 2), TakeOuterStep(0))
-    expected = trainer.learner.round_end.slow_weights()
+    expected = trainer.learner.round_end.outer.slow.clone()
     trainer.handle(Train(1, 2, takes_steps=False))
     assert trainer.report(messages.Encoded).round == 0
     contributed, encoded = trainer.report(messages.Contributed), trainer.report(messages.Encoded)

@@ -45,7 +45,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Learner]:
 
 def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner]) -> None:
     means, spread = mean_weights(list(replicas))
-    weights = torch.stack([each.round_end.slow_weights() for each in replicas.values()])
+    weights = torch.stack([each.round_end.outer.slow.clone() for each in replicas.values()])
     names = next(iter(replicas.values())).checkpoint.layout.shapes
     merged = torch.cat([means[f"{SLOW}/{name}"].flatten() for name in names])
     torch.testing.assert_close(merged, weights.mean(0))

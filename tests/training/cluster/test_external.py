@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import DEFAULT_SCREENING, NoLoCoConfig, ScreeningRules
 from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.cluster.external import ExternalEngine, Loop, LoopEnded, Turns, matching_parameters
-from farandole.training.cluster.ranks import parameters_of
+from farandole.training.cluster.ranks import parameters_of, restarts_meet_the_dead
 
 from ...patience import PATIENCE
 from ...tolerance import TOLERANT
@@ -82,15 +87,15 @@ def test_bf16_parameters_lose_nothing_of_the_outer_steps(scripts: list[Script]) 
     script = linear_script(scripts, torch.bfloat16)
     engine = script.engine
     addresses = [parameter.data_ptr() for parameter in script.module.parameters()]
-    start = engine.round_end.slow_weights()
+    start = engine.round_end.outer.slow.clone()
     partner = start + 1e-4
     for _ in range(10):
         sent(engine)
         engine.round_end.apply(partner.numpy().tobytes())
-    moved = engine.round_end.slow_weights() - start
+    moved = engine.round_end.outer.slow.clone() - start
     torch.testing.assert_close(moved, torch.full_like(moved, float(moved.median())), rtol=0, atol=1e-5)
     assert 5e-5 < float(moved.mean()) < 2e-4
-    rounded = engine.round_end.slow_weights().bfloat16()
+    rounded = engine.round_end.outer.slow.clone().bfloat16()
     assert torch.equal(weights_of(script.module), rounded)
     assert [parameter.data_ptr() for parameter in script.module.parameters()] == addresses, "changed in place"
 
@@ -236,3 +241,71 @@ def test_a_module_in_distributed_data_parallel_has_its_own_names(tmp_path: Path)
             assert parameters_of(each) == parameters_of(module)
     finally:
         distributed.destroy_process_group()
+
+
+# Ranks
+
+
+def play(kind: str, num_ranks: int, folder: Path, judges: str = "") -> list[list[list[str]]]:
+    """The words of the lines that each rank prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.training.ranks_program", kind, judges]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), str(folder / "meeting")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[3],
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        with ThreadPoolExecutor(num_ranks) as threads:  # all at once: one that is dead and not awaited seems alive
+            printed = list(threads.map(lambda rank: rank.communicate(timeout=PATIENCE)[0], ranks))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [[line.split() for line in each.splitlines()] for each in printed]
+
+
+@cache
+def of_one_process(judges: str) -> list[list[str]]:
+    [printed] = play("plain", 1, Path(), judges)
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "judges"),
+    [
+        *[("fsdp", 1, ""), ("fsdp", 3, "losses"), ("replicated", 2, "")],
+        *[("hsdp", 4, ""), ("both", 4, "losses")],
+    ],
+)
+def test_however_a_model_is_cut_its_member_sends_judges_and_learns_the_same_bits(
+    kind: str, num_ranks: int, judges: str, tmp_path: Path
+) -> None:
+    """fp32, int8, fragments of int4, topk; for weights in fp32 and in bf16."""
+    [[leader, judged], *others] = play(kind, num_ranks, tmp_path, judges)
+    [expected, expected_judged] = of_one_process(judges)
+    assert leader == expected
+    assert judged == expected_judged
+    assert (int(judged[0]) > 0) == (judges == "losses")
+    assert judges or any(0.0 < float(clip) < 1.0 for clip in judged)
+    num_cases = len(expected) // 2
+    parameters = [expected[num_cases - 1], expected[-1]]
+    assert [hashes for hashes, *_ in others] == [parameters] * (num_ranks - 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "meet"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+    ],
+)
+def test_a_torchrun_whose_restarts_would_fail_is_recognized(environment: dict[str, str], meet: bool) -> None:
+    assert restarts_meet_the_dead(environment) == meet

@@ -16,16 +16,20 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from farandole.protocol.checkpoints.blocks import BLOCK_BYTES
-from farandole.protocol.run.manifest import InnerConfig
+from farandole.protocol.run.manifest import InnerConfig, ModelConfig
 from farandole.protocol.wire.safetensors import MAX_HEADER_BYTES
 from farandole.training.base.errors import CheckpointError
+from farandole.training.data.dataset import Text
 from farandole.training.engine import snapshot
 from farandole.training.engine.blocks import BlockHasher, content_of
+from farandole.training.engine.engine import MAX_GROWTH, Fitness, fitness_of, why_unfit
 from farandole.training.engine.learner import Learner
 from farandole.training.engine.snapshot import SnapshotMemory
+from farandole.training.inner.optimizer import learning_rate
 from farandole.training.outer.contribution import copier_for
 
 from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, rate_of, rewrite, train
+from .test_stage_worker import workers_of
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
 
@@ -121,12 +125,12 @@ def test_what_topk_has_sent_is_saved_and_a_joiner_takes_the_slow_weights_for_it(
     resumed.checkpoint.load(path)
 
     assert bits(resumed) == bits(alice)
-    assert not torch.equal(resumed.checkpoint.vectors()["sent"], resumed.round_end.slow_weights())
+    assert not torch.equal(resumed.checkpoint.vectors()["sent"], resumed.round_end.outer.slow)
     without = copy_without(path, "sent", tmp_path / "of-a-peer.safetensors")
     newcomer.checkpoint.load(without)
-    assert torch.equal(newcomer.checkpoint.vectors()["sent"], alice.round_end.slow_weights())
+    assert torch.equal(newcomer.checkpoint.vectors()["sent"], alice.round_end.outer.slow)
     successor.checkpoint.start_from(without, 0, 0)
-    assert torch.equal(successor.checkpoint.vectors()["sent"], alice.round_end.slow_weights())
+    assert torch.equal(successor.checkpoint.vectors()["sent"], alice.round_end.outer.slow)
 
 
 def test_a_vector_that_is_no_longer_used_is_ignored(make_replica: MakeReplica, tmp_path: Path) -> None:
@@ -154,8 +158,8 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
 
     newcomer.checkpoint.load(copy_without(path, ("mean", "square", "fast"), tmp_path / "fetched"))
 
-    assert torch.equal(newcomer.round_end.slow_weights(), member.round_end.slow_weights())
-    assert torch.equal(newcomer.round_end.fast_weights(), member.round_end.slow_weights())
+    assert torch.equal(newcomer.round_end.outer.slow, member.round_end.outer.slow)
+    assert torch.equal(newcomer.round_end.fast_weights(), member.round_end.outer.slow)
     assert torch.equal(newcomer.checkpoint.vectors()["momentum"], member.checkpoint.vectors()["momentum"])
     assert not bool(newcomer.checkpoint.vectors()["square"].any())
     assert rate_of(newcomer) == pytest.approx(rate_of(member) / 40)
@@ -292,3 +296,142 @@ def test_each_block_has_its_hash_however_the_bytes_come(tmp_path: Path, size: in
     assert content.hashes == b"".join(hashlib.sha256(block).digest() for block in blocks)
     assert content.size == size
     assert content == content_of(tmp_path / "file")
+
+
+# The start of a run from another checkpoint
+
+
+@pytest.fixture
+def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
+    """A replica that has learnt, and a file with its weights as another run's consolidated checkpoint has them."""
+    learnt = run(make_replica())
+    learnt.checkpoint.save(tmp_path / "whole")
+    return learnt, copy_without(tmp_path / "whole", ("mean", "square"), tmp_path / "start")
+
+
+def test_weights_momentum_and_schedule_go_on(
+    start: tuple[Learner, Path], make_replica: MakeReplica, inner: InnerConfig
+) -> None:
+    learnt, path = start
+    begun = make_replica(run_id=b"n" * 32, seed=1, codec="int4")
+    begun.checkpoint.start_from(path, learnt.totals.steps, learnt.totals.tokens)
+    assert torch.equal(begun.round_end.outer.slow, learnt.round_end.outer.slow)
+    assert torch.equal(begun.round_end.fast_weights(), learnt.round_end.outer.slow)
+    assert torch.equal(begun.checkpoint.vectors()["momentum"], learnt.checkpoint.vectors()["momentum"])
+    assert not begun.checkpoint.vectors()["square"].any()
+    assert (begun.totals.round, begun.totals.steps, begun.totals.tokens) == (0, 8, learnt.totals.tokens)
+    assert learning_rate(0, inner) != rate_of(learnt) > rate_of(begun) > 0
+    for _ in range(50):
+        begun.totals.steps += 1
+    assert rate_of(begun) == learning_rate(58, inner)
+    begun.totals.steps = 8
+    assert begun.evaluate() == pytest.approx(learnt.evaluate(), rel=1e-6)
+    before = begun.evaluate()
+    train(begun, 8)
+    begun.round_end.apply(None)
+    assert begun.evaluate() < before
+
+
+def test_each_stage_takes_its_own(
+    start: tuple[Learner, Path], model: ModelConfig, inner: InnerConfig, text: Text
+) -> None:
+    learnt, path = start
+    weights = learnt.checkpoint.layout.views(learnt.round_end.outer.slow.clone())
+    names = []
+    for worker in workers_of(replace(model, num_layers=2), inner, text, 3):
+        worker.checkpoint.start_from(path, 8, 0)
+        for name, tensor in worker.checkpoint.layout.views(worker.round_end.outer.slow.clone()).items():
+            assert torch.equal(tensor, weights[name])
+            names.append(name)
+    assert sorted(names) == sorted(weights)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda tensors: tensors.pop("slow/norm.weight"), "has no slow/norm.weight"),
+        (lambda tensors: tensors.pop("momentum/norm.weight"), "has no momentum/norm.weight"),
+        (lambda tensors: tensors.update({"slow/norm.weight": torch.ones(3)}), "not fp32"),
+        (lambda tensors: tensors["slow/norm.weight"].fill_(float("nan")), "not finite"),
+        (lambda tensors: tensors.clear(), "has no slow/"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    start: tuple[Learner, Path],
+    make_replica: MakeReplica,
+    spoil: Callable[[dict[str, torch.Tensor]], object],
+    says: str,
+) -> None:
+    path = start[1]
+    rewrite(path, lambda tensors, _: spoil(tensors), path)
+    begun = make_replica(seed=1)
+    before = begun.round_end.outer.slow.clone()
+    with pytest.raises(CheckpointError, match=says):
+        begun.checkpoint.start_from(path, 8, 0)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        begun.checkpoint.start_from(path, 8, 0)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        begun.checkpoint.start_from(path.with_name("gone"), 8, 0)
+    assert torch.equal(begun.round_end.outer.slow, before)
+    assert begun.totals.steps == 0
+
+
+# Newcomers
+
+
+@pytest.fixture
+def learnt(make_replica: MakeReplica) -> Learner:
+    replica = make_replica()
+    for _ in range(10):
+        replica.learn()
+    replica.round_end.apply(None)
+    return replica
+
+
+def with_weights(replica: Learner, weights: torch.Tensor) -> Fitness:
+    """The same replica with other weights, as if they had come in a checkpoint."""
+    replica.round_end.weights.flat.copy_(weights)
+    offset = 0
+    for name, tensor in replica.checkpoint.tensors().items():
+        if name.startswith("slow/"):
+            tensor.copy_(weights[offset : offset + tensor.numel()].view_as(tensor))
+            offset += tensor.numel()
+    return fitness_of(replica)
+
+
+def test_what_has_learnt_is_fit_and_noise_and_blown_up_weights_are_not(
+    make_replica: MakeReplica, learnt: Learner
+) -> None:
+    initial, trained = fitness_of(make_replica()), fitness_of(learnt)
+    assert why_unfit(trained, initial, None) == ""
+    assert why_unfit(initial, initial, None) == "", "a fresh start is no worse than itself"
+    weights, victim = learnt.round_end.fast_weights(), make_replica()
+    noise = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
+    for poison in (noise, 30.0 * weights, weights + noise):
+        with torch.no_grad():
+            reason = why_unfit(with_weights(victim, poison), initial, None)
+        assert "their loss on held-out text is" in reason
+        assert "initial weights have" in reason
+
+
+def test_a_node_that_was_away_takes_none_that_are_much_worse_than_its_own(
+    make_replica: MakeReplica, learnt: Learner
+) -> None:
+    initial, own = Fitness(5.0, 10.0), Fitness(2.0, 10.0)
+    assert why_unfit(Fitness(2.4, 10.0), initial, own) == ""
+    assert "this node's own have 2.000" in why_unfit(Fitness(4.0, 10.0), initial, own)
+    assert why_unfit(Fitness(4.0, 10.0), initial, Fitness(math.nan, 10.0)) == "", "its own diverged"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_unfit_whatever_is_known(loss: float) -> None:
+    for known in (5.0, None, math.nan):
+        assert why_unfit(Fitness(loss, 1.0), Fitness(known, 1.0), None)
+
+
+def test_of_a_stage_the_magnitude_alone_is_judged() -> None:
+    initial = Fitness(None, 1.0)
+    assert why_unfit(Fitness(None, MAX_GROWTH), initial, None) == ""
+    assert "norm" in why_unfit(Fitness(None, 1.01 * MAX_GROWTH), initial, None)
+    assert "norm" in why_unfit(Fitness(None, math.nan), initial, None)

@@ -1,6 +1,9 @@
 import gc
 import math
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -13,6 +16,9 @@ from torch import Tensor
 from farandole.protocol.run.manifest import InnerConfig
 from farandole.protocol.run.rules import Codec, GuardConfig, Momentum, NoLoCoConfig
 from farandole.protocol.trainer.trainer_messages import TrainerSettings
+from farandole.training.base.device import is_out_of_memory
+from farandole.training.base.errors import DataError, TrainingError
+from farandole.training.data.dataset import Text
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import ramp
 from farandole.training.outer import codec, outer_state, round_end
@@ -44,7 +50,7 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
     before = {node: [vector.double() for vector in state(node)] for node in (alice, bob)}
 
     def exact(node: Learner) -> Tensor:
-        own = OwnVectors(node.round_end.fast_weights(), node.round_end.slow_weights(), {})
+        own = OwnVectors(node.round_end.fast_weights(), node.round_end.outer.slow.clone(), {})
         return rule_of(outer).contribution(own)
 
     def as_sent(node: Learner) -> Tensor:
@@ -62,9 +68,9 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
         pull = 0.7 * mean - gamma * phi
         new_m = 0.5 * m + pull
         new_phi = phi + (new_m if momentum == "heavy_ball" else pull + 0.5 * new_m)
-        torch.testing.assert_close(node.round_end.slow_weights().double(), new_phi, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(node.round_end.outer.slow.double(), new_phi, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(node.checkpoint.vectors()["momentum"].double(), new_m, rtol=1e-5, atol=1e-6)
-        assert torch.equal(node.round_end.fast_weights(), node.round_end.slow_weights())
+        assert torch.equal(node.round_end.fast_weights(), node.round_end.outer.slow)
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
@@ -247,13 +253,13 @@ def test_momentum_that_no_rounds_have_made_is_clipped(make_replica: MakeReplica,
     """Such as a stranger's checkpoint may have."""
     replica = make_replica(ALICE)
     replica.learn()
-    before, momentum = replica.round_end.slow_weights(), replica.checkpoint.vectors()["momentum"]
+    before, momentum = replica.round_end.outer.slow.clone(), replica.checkpoint.vectors()["momentum"]
     movement = float((replica.round_end.fast_weights() - before).norm())
     momentum.fill_(norm / math.sqrt(len(momentum)))
     replica.round_end.apply(None)
     settings = NoLoCoConfig()
     limit = MAX_MOMENTUM * settings.momentum_gain * movement
-    assert float((replica.round_end.slow_weights() - before).norm()) <= settings.alpha * limit + 2 * movement
+    assert float((replica.round_end.outer.slow.clone() - before).norm()) <= settings.alpha * limit + 2 * movement
 
 
 def test_the_momentum_of_honest_rounds_is_left_as_it_is(
@@ -271,13 +277,13 @@ def play_rounds(make_replica: MakeReplica, **settings: object) -> Tensor:
         train(alice, 4)
         train(bob, 1)
         exchange(alice, bob)
-    return alice.round_end.slow_weights()
+    return alice.round_end.outer.slow.clone()
 
 
 def test_fragments_cover_every_parameter_once_and_layouts_tell_codecs_apart(make_replica: MakeReplica) -> None:
     layout = make_replica().checkpoint.layout
     for count in (1, 2, 7):
-        parts = [layout.fragment(index, count) for index in range(count)]
+        parts = layout.fragments(count)
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == layout.num_elements
     assert make_replica(ALICE).checkpoint.layout.hash == make_replica(BOB).checkpoint.layout.hash
@@ -330,3 +336,85 @@ def test_a_newcomer_claims_nothing_in_all_meetings_until_it_has_met_a_member(
         newcomer.round_end.apply(of_member, Encounter(b"", int(claims[-1]), partner_claim))
         member.round_end.apply(None)
     assert claims == [not is_newcomer, not is_newcomer, True, True]
+
+
+# Microbatches, and the whole model on one device
+
+
+def learner(make_replica: MakeReplica, microbatch_size: int, *, is_compiled: bool = False) -> Learner:
+    return make_replica(
+        inner_settings=InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=6),
+        settings=TrainerSettings(microbatch=microbatch_size, compile=is_compiled),
+    )
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 4, 5])  # of 6: equal parts, and a shorter last one
+def test_microbatches_sum_to_the_batchs_gradient_and_loss(make_replica: MakeReplica, microbatch_size: int) -> None:
+    whole, parts = learner(make_replica, 0), learner(make_replica, microbatch_size)
+    for _ in range(3):
+        loss = whole.learn()
+        torch.testing.assert_close(parts.learn(), loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(parts.replica.gradient, whole.replica.gradient, rtol=1e-4, atol=1e-7)
+        # AdamW makes more of a rounding where a gradient is nearly 0.
+        parts.round_end.weights.flat.copy_(whole.round_end.weights.flat)
+    assert (parts.totals.steps, parts.totals.tokens) == (whole.totals.steps, whole.totals.tokens)
+    assert parts.evaluate(2) == pytest.approx(whole.evaluate(2), rel=1e-6)
+
+
+def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(make_replica: MakeReplica, text: Text) -> None:
+    """One's own module may have dropout, which is off while the loss is measured."""
+    without = make_replica(text=replace(text, held_out=text.held_out[:1]))
+    for _ in range(2):
+        without.learn()
+        with pytest.raises(DataError, match="too little text is held out"):
+            without.evaluate()
+        assert without.replica.module.training
+
+
+Forward = Callable[..., object]
+
+
+def test_inner_steps_run_through_the_compiled_module(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that leaves everything as it is, and counts."""
+    calls: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        def forward(*args: object) -> object:
+            calls.append(len(args))
+            return module.forward(*args)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, compiled = learner(make_replica, 3), learner(make_replica, 3, is_compiled=True)
+    assert len(calls) == 1, "compiled before the first inner step"
+    for _ in range(2):
+        torch.testing.assert_close(compiled.learn(), plain.learn())
+    assert len(calls) == 1 + 2 * 2, "of two microbatches each"
+    torch.testing.assert_close(compiled.round_end.weights.flat, plain.round_end.weights.flat)
+
+
+def test_a_compiler_that_is_missing_is_told_with_what_to_do(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        raise FileNotFoundError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    with pytest.raises(TrainingError, match=r"No working C\+\+ compiler found.* apt install g\+\+ .* --compile"):
+        learner(make_replica, 0, is_compiled=True)
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    with pytest.raises(MemoryError) as no_bytes:
+        bytearray(2**62)
+    assert is_out_of_memory(no_bytes.value)
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(RuntimeError) as mismatch:
+        torch.zeros(2) @ torch.zeros(3)
+    assert not is_out_of_memory(mismatch.value)

@@ -176,11 +176,15 @@ def test_stages_together_are_the_whole() -> None:
         ("normed", "keeps running statistics"),
         ("narrow", r"makes \(2, 12, 9\) of tokens \(2, 12\): it must make logits \(2, 12, 32\)"),
         ("nothing", "has no function 'nothing'"),
+        ("nobody_has_this.models:build", "no module 'nobody_has_this' here: install the package"),
+        ("own_model.missing:build", "no module 'own_model.missing' here"),
+        ("needy_models:build", "needs the Python package 'a_package_that_nobody_has'"),
+        ("broken_models:build", "broken_models cannot be imported: OSError: no licence"),
     ],
 )
-def test_what_cannot_be_trained_is_said_when_a_run_is_made(function: str, message: str) -> None:
+def test_what_cannot_be_trained_or_is_not_there_is_said_when_a_run_is_made(function: str, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        tried(f"faulty_models:{function}")
+        tried(function if ":" in function else f"faulty_models:{function}")
 
 
 @pytest.mark.usefixtures("faulty")
@@ -200,21 +204,6 @@ def test_only_what_is_allowed_is_imported() -> None:
 
     tried("faulty_models:good")
     assert "faulty_models" in sys.modules
-
-
-@pytest.mark.usefixtures("faulty")
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("nobody_has_this.models:build", "no module 'nobody_has_this' here: install the package"),
-        ("own_model.missing:build", "no module 'own_model.missing' here"),
-        ("needy_models:build", "needs the Python package 'a_package_that_nobody_has'"),
-        ("broken_models:build", "broken_models cannot be imported: OSError: no licence"),
-    ],
-)
-def test_what_is_not_installed_is_named(function: str, message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        tried(function)
 
 
 def test_another_version_of_the_code_is_found_out() -> None:

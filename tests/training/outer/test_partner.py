@@ -6,17 +6,18 @@ import math
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from farandole.training.base.errors import DataError, DivergedError
 from farandole.training.engine.learner import Learner
-from farandole.training.outer import codec
-from farandole.training.outer.contribution import Exam
+from farandole.training.outer import codec, round_end
+from farandole.training.outer.contribution import Copier, DeviceCopier, Exam
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train
+from ..conftest import ALICE, BOB, LateCopier, MakeReplica, refusal, sent, train
 
 EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 
@@ -48,7 +49,7 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
     incoming[:] = bytes(len(incoming))  # it is not read again
     parts.round_end.apply(incoming, Encounter(b"", 2, 1))
 
-    assert torch.equal(whole.round_end.slow_weights(), parts.round_end.slow_weights())
+    assert torch.equal(whole.round_end.outer.slow, parts.round_end.outer.slow)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def arriving(make_replica: MakeReplica) -> tuple[dict[bool, bytearray], Tensor]:
     alice = trained(make_replica, ALICE)
     sent(alice)
     alice.round_end.apply(of[True], Encounter(b"", 1, 1))
-    return of, alice.round_end.slow_weights()
+    return of, alice.round_end.outer.slow.clone()
 
 
 @given(arrivals=st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=6))
@@ -79,7 +80,7 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
     incoming[:] = of[True]
     node.round_end.apply(incoming, Encounter(b"", 1, 1))
 
-    assert torch.equal(node.round_end.slow_weights(), expected)
+    assert torch.equal(node.round_end.outer.slow, expected)
 
 
 def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
@@ -120,7 +121,7 @@ def test_a_flaw_found_on_the_way_is_the_reason_of_the_refusal(make_replica: Make
 
 def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeReplica) -> None:
     alice = trained(make_replica, ALICE)
-    slow = alice.round_end.slow_weights()
+    slow = alice.round_end.outer.slow.clone()
     alice.round_end.weights.flat[-1] = math.inf
     progress: list[int] = []
 
@@ -130,7 +131,7 @@ def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeR
     assert progress
     assert progress[-1] < alice.round_end.contribution_bytes
     assert not alice.round_end.awaits_outer_step
-    assert torch.equal(alice.round_end.slow_weights(), slow)
+    assert torch.equal(alice.round_end.outer.slow, slow)
 
 
 MOST = 2_048
@@ -212,3 +213,61 @@ def test_without_text_no_loss_is_known() -> None:
         assert exam.loss(measure) is None
         assert not exam.has_text
         assert not exam.late_seconds
+
+
+# Contributions of a device whose memory is not the host's, with real copies and the calls in CUDA's order.
+
+
+@pytest.fixture(params=["staged", "late"])
+def copier(request: pytest.FixtureRequest) -> Copier:
+    return LateCopier() if request.param == "late" else DeviceCopier(torch.device("cpu"))
+
+
+@EVERY_CODEC
+def test_what_is_copied_is_what_a_cpu_makes(
+    make_replica: MakeReplica, copier: Copier, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two rounds, the partner's bytes arriving in parts: the same bytes and the same weights, bit for bit."""
+    plain = [trained(make_replica, author, codec=name) for author in (ALICE, BOB)]
+    monkeypatch.setattr(round_end, "copier_for", lambda device: copier)
+    copied = [trained(make_replica, author, codec=name) for author in (ALICE, BOB)]
+
+    for _ in range(2):
+        made: dict[Learner, bytearray] = {}
+        for each in (*plain, *copied):
+            each.learn()
+            made[each] = out = bytearray(each.round_end.contribution_bytes)
+            final: list[bytearray] = []
+
+            def keep(ready: int, out: bytearray = out, final: list[bytearray] = final) -> None:
+                final.append(out[:ready])
+
+            _, digest = each.round_end.contribute(out, progress=keep)
+            assert len(final) == math.ceil(each.checkpoint.layout.num_elements / 512)
+            assert all(out.startswith(part) for part in final), "final when it is told of"
+            assert digest == blake3(out).digest()
+        for alice, bob in (plain, copied):
+            alice.round_end.take_in(made[bob], 1_000)
+            alice.round_end.take_in(made[bob], 3_000)
+            assert refusal(alice, made[bob]) == ""
+            alice.round_end.apply(made[bob], Encounter(b"", 3, 1), own_first=True)
+            bob.round_end.apply(made[alice], Encounter(b"", 1, 3), own_first=False)
+        assert [*map(made.get, plain)] == [*map(made.get, copied)]
+        for one, other in zip(plain, copied, strict=True):
+            assert torch.equal(one.round_end.outer.slow, other.round_end.outer.slow)
+
+
+def test_inner_steps_may_change_the_weights_while_they_are_sent(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(make_replica, ALICE, codec="int8")
+    expected = sent(plain)
+    monkeypatch.setattr(round_end, "copier_for", lambda device: LateCopier())
+    moving = trained(make_replica, ALICE, codec="int8")
+
+    def step(num_ready: int) -> None:
+        moving.round_end.weights.flat.add_(1.0)
+
+    moving.round_end.contribute(out := bytearray(len(expected)), progress=step)
+
+    assert out == expected

@@ -63,7 +63,7 @@ def test_a_round_has_the_same_bits_with_any_number_of_threads(
                 for each in replicas:
                     each.learn()
             exchange(replicas[0], replicas[1])
-        return sent(replicas[0]), replicas[0].round_end.slow_weights()
+        return sent(replicas[0]), replicas[0].round_end.outer.slow.clone()
 
     (bytes_of_one, slow_of_one), (bytes_of_many, slow_of_many) = play(1), play(4)
 

@@ -1,14 +1,19 @@
-"""What a process may still get, by the files of Linux: of the machine, and of control groups of both versions."""
+"""What this machine has: memory, devices, packages."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from farandole.training.base.device import CONTEXT_BYTES, Device, choose_device, limit_memory
+from farandole.training.base.errors import TrainingError, how_to_add
 from farandole.training.base.host_memory import available_bytes, total_bytes
 
 MEMINFO = "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 8000 kB\n"
@@ -76,3 +81,63 @@ def test_in_a_real_group_with_a_limit(tmp_path: Path) -> None:
         assert 0 < int(result.stdout) <= 64 << 20
     finally:
         group.rmdir()
+
+
+# Devices
+
+
+GB = 10**9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_taken_of_a_gpu_is_told() -> None:
+    device = choose_device("cuda")
+    kept = torch.zeros(2**20, device=device.torch_device)
+    memory = device.memory()
+    assert memory is not None
+    taken, total = memory
+    assert kept.nbytes <= taken < total
+
+
+def test_memory_is_bounded_where_there_is_a_gpu_alone_and_what_cuda_itself_takes_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounded: list[tuple[float, int]] = []
+    properties = SimpleNamespace(total_memory=16 * GB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: bounded.append((share, index))
+    )
+    gpu = Device(torch.device("cuda", 1), None, "a GPU")
+    limit_memory(gpu, 8 * GB)
+    limit_memory(gpu, 20 * GB)
+    with pytest.raises(TrainingError, match="driver"):
+        limit_memory(gpu, CONTEXT_BYTES)
+    assert bounded == [((8 * GB - CONTEXT_BYTES) / (16 * GB), 1), (1.0, 1)]
+    with pytest.raises(TrainingError, match="limits the memory of a GPU"):
+        limit_memory(choose_device("cpu"), 8 * GB)
+
+
+@pytest.mark.parametrize("name", ["tpu", "", "cpu:x", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(TrainingError):
+        choose_device(name)
+
+
+STATED = [
+    "torch>=2.4",
+    'datasets>=4; extra == "data"',
+    "transformers>=5,<6; extra == 'hf'",
+]
+
+
+def test_the_command_names_this_python_and_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: STATED)
+    assert how_to_add("data") == f"{sys.executable} -m pip install 'datasets>=4'"
+    assert how_to_add("hf") == f"{sys.executable} -m pip install 'transformers>=5,<6'"
+
+
+def test_an_environment_without_pip_is_uvs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: STATED)
+    monkeypatch.setattr("farandole.training.base.errors.find_spec", lambda name: None)
+    assert how_to_add("data") == f"uv pip install --python {sys.executable} 'datasets>=4'"
