@@ -6,9 +6,11 @@ import atexit
 import inspect
 import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +28,7 @@ from ..base.control import call
 from ..base.settings import NodeSettings, default_home
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import MANIFEST_NAME
-from .attachment import Attachment, NodeError
+from .attachment import Attachment, NodeError, logger
 from .child_node import ChildNode, await_node, run_of_node
 from .create import START_NAME
 
@@ -98,6 +100,8 @@ class NoLoCo:
                 )
             loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
             self._member = Attachment(self._node, run_id, loop, timeout)
+            if evaluate is None:
+                logger.warning("without evaluate= others are judged by distance: what is far away counts in part")
         else:
             self._member = Follower(ranks, model, evaluate)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -222,12 +226,21 @@ class OfTrainer:
         self._end()
         self.noloco = NoLoCo(model, optimizer, self._run, **self._settings).__enter__()
         atexit.register(self._end)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _exit)  # by default a process ends without what is registered
 
     def _end(self) -> None:
         noloco, self.noloco = self.noloco, None
         if noloco is not None:
             atexit.unregister(self._end)
             noloco.__exit__(None, None, None)
+            if signal.getsignal(signal.SIGTERM) is _exit:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    """End the process as after Ctrl-C."""
+    raise SystemExit(128 + number)
 
 
 def _find_run(run: str | Path | None) -> tuple[bytes, list[str], Path | None]:

@@ -23,7 +23,7 @@ class Callback(OfTrainer, TrainerCallback):
     """Joins a run when training begins, and leaves it when training ends; takes what `farandole.NoLoCo` takes.
 
     The Trainer's optimizer is followed, so gradient accumulation, clipping and schedules are the Trainer's. A Trainer
-    that fails calls no callback: then the node leaves when the process ends.
+    that fails calls no callback: then the node leaves when the process ends, by SIGTERM too.
     """
 
     def on_train_begin(

@@ -14,6 +14,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from farandole.node.base.identity import is_locked
+from farandole.node.base.settings import NodeSettings
 from farandole.node.store.consolidated.hf_folder import byte_level_tokenizer
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.run.models import num_parameters
@@ -105,7 +107,7 @@ async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names
         await alice.says("round 0")
         async with node_of_a_loop(run) as node:
             invite = await node.own_invite()
-            manifest, _ = decode_manifest((run / "start" / "manifest").read_bytes())
+            manifest, signed = decode_manifest((run / "start" / "manifest").read_bytes())
             external = manifest.model.external
             assert external is not None
             assert manifest.outer.kind == "adapters"
@@ -117,7 +119,10 @@ async def test_trainers_with_peft_agree_on_adapters_of_a_base_that_the_run_names
             async with member("bob", base, invite) as bob:
                 await bob.says("enough exchanges")
                 await alice.says("enough exchanges")
-                assert await bob.end(signal.SIGINT) != 0
+                assert await bob.end(signal.SIGTERM) != 0
+                home = tmp_path / "bob" / "runs" / signed.run_id.hex()[:16]
+                assert home.exists()
+                assert not is_locked(NodeSettings(home=home).lock), "its node has left"
     agreed = [
         mine
         for mine, yours in itertools.product(*(torch.load(f"{name}.pt", weights_only=True) for name in TEXTS))
