@@ -10,14 +10,14 @@ w1 w2 (B1 - B2) (A1 - A2). An adapter has room for the best r of the mean's 2 r 
 Of all splits this has the A nearest to the mean of A, which both partners know: they stay in one basis, and what knows
 A and B apart keeps its meaning: an optimizer's vectors, distances, sketches, merged checkpoints. Where partners have
 one A, or zeros for B, it is the mean of both apart, which is exact there: of directions in which P is nothing, V takes
-A's (`_TIE`). W is kept from being singular (`_LEAST`). V's signs and order make no difference.
+A's (`_TIE`). W is kept from being singular (`_LEAST`). V's signs and order do not matter.
 
 - *Liars*: a product grows with the square of its factors, and a clip bounds the mean of A and B apart. So an adapter
   whose split is further from that mean than a member is, or not finite, is averaged apart. The guard measures the loss
   of the weights that the step would make (`OuterState.towards`).
 - *Late steps* add to A and B what they have moved since the contribution. Of *lossy codecs* only the difference of both
-  members counts, as always. An adapter in two *fragments* is averaged apart. A *momentum* would add up movements in
-  bases that differ a little: there is none.
+  members counts, as always. An adapter in two *fragments*, or of a rank above `_MAX_RANK`, is averaged apart. A
+  *momentum* would add up movements in bases that differ a little: there is none.
 
 With exact contributions partners get the same bits on machines of one class; others round in fp64, each in its way.
 """
@@ -32,11 +32,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.own_model import MAX_RANK
-
 from ..base.parameters import Layout
 from .plain import PlainAverage
 
+# The work grows with its square: beyond, factoring a large base's adapters would take longer than their exchange.
+_MAX_RANK: Final = 64
 # What counts as nothing in a product, as a share of all of it.
 _TIE: Final = 1e-6
 # The least singular value of W, as a share of the usual one of members' A.
@@ -53,7 +53,7 @@ def adapters_of(layout: Layout, part: slice) -> list[Adapter]:
     found, places = list[Adapter](), layout.places()
     for name, shape in layout.shapes.items():
         other, is_a = re.subn(r"(\blora_(?:embedding_)?)A\b", r"\1B", name)
-        if not is_a or not shape or layout.shapes.get(other, ())[1:2] != shape[:1] or shape[0] > MAX_RANK:
+        if not is_a or not shape or layout.shapes.get(other, ())[1:2] != shape[:1] or shape[0] > _MAX_RANK:
             continue
         a, b = (slice(each.start - part.start, each.stop - part.start) for each in (places[name], places[other]))
         if min(a.start, b.start) >= 0 and max(a.stop, b.stop) <= part.stop - part.start:
