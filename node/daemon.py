@@ -399,12 +399,12 @@ def _check_fit(settings: NodeSettings, raw_manifest: bytes, is_new: bool) -> lis
 
 
 async def leave_without_loop(daemon: Daemon, door: ScriptDoor) -> None:
-    """End a node that a loop has started when no loop has been there for `LINGER_SECONDS`."""
-    waited = 0.0
+    """End a node that a loop has started once none is there for `LINGER_SECONDS`, even if its folder was deleted."""
+    waited, is_of_loop = 0.0, False
     while waited < LINGER_SECONDS:
         await trio.sleep(LOOK_INTERVAL)
-        is_waiting = not door.has_loop and has_started(daemon.settings.started_by_loop, os.getpid())
-        waited = waited + LOOK_INTERVAL if is_waiting else 0.0
+        is_of_loop |= has_started(daemon.settings.started_by_loop, os.getpid())
+        waited = waited + LOOK_INTERVAL if is_of_loop and not door.has_loop else 0.0
     daemon.journal.say("the loop that has started this node is gone, and no other has come: leaving")
     daemon.is_leaving.set()
 

@@ -24,6 +24,7 @@ from farandole.node.loop.rest_service import Rest
 from farandole.node.member.parts import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
+from farandole.node.trainer.script import has_started
 from farandole.protocol.state.believing import Partners
 
 from ...patience import PATIENCE
@@ -134,6 +135,13 @@ async def test_a_loop_that_waits_with_the_gpu_is_no_reason_to_rest_and_a_node_wh
                 await node.says("waiting for a loop to attach")
                 node.users.write_text(f"{GAME}{own}")
                 await node.says("resting: the GPU is used by game")
+
+        def look_once(mark: Path, pid: int) -> bool:
+            is_started = has_started(mark, pid)
+            mark.unlink(missing_ok=True)  # and with it, in life, all of the folder
+            return is_started
+
+        monkeypatch.setattr("farandole.node.daemon.has_started", look_once)
         settings.started_by_loop.write_text(str(os.getpid()))
         await node.says("the loop that has started this node is gone")
         await node.says("left the run")
