@@ -23,6 +23,7 @@ import trio
 from farandole.protocol.wire.backoff import pauses
 from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES
 
+from ..mesh.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES
 from ..mesh.host import Host
 from ..state.store import Store, StoreError
 from ..status.journal import Journal
@@ -33,9 +34,6 @@ logger = logging.getLogger(__name__)
 # A few hundred kilobytes on disk. The peers reached longest ago make room, except partners in up to half of the book.
 MAX_PEERS: Final = 1_024
 MAX_KEPT_PARTNERS: Final = MAX_PEERS // 2
-# For one peer: a few interfaces in two address families, and a relay or two.
-MAX_ADDRESSES: Final = 16
-MAX_ADDRESS_CHARS: Final = 512
 # Dialled at a start: partners, with which exchanges were committed, in random order; the latest; and some of the
 # others. So a crowd of newcomers, which may be one attacker, does not come between a node and the peers that it knew
 # before. If none of all these answers, this machine is offline. All of them can be dialled in 48 s, 16 at a time.

@@ -11,6 +11,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -61,13 +62,6 @@ class _Outgoing:
         """The size of the queue."""
         return sum(map(len, self.frames))
 
-    def take_batch(self) -> bytes:
-        """Remove and return the oldest frames, up to `BATCH_BYTES` of them, but at least one."""
-        batch = self.frames.popleft()
-        while self.frames and len(batch) + len(self.frames[0]) <= BATCH_BYTES:
-            batch += self.frames.popleft()
-        return batch
-
 
 class Messenger:
     """Sends and receives frames; made by `open_messenger`."""
@@ -90,11 +84,7 @@ class Messenger:
         self._max_bytes[protocol] = max_bytes
         if on_failed is not None:
             self._on_failed[protocol] = on_failed
-
-        async def handle(stream: Libp2pStream) -> None:
-            await self._receive_stream(stream, max_bytes, receive)
-
-        self._host.set_handler(protocol, handle)
+        self._host.set_handler(protocol, partial(self._receive_stream, max_bytes=max_bytes, receive=receive))
 
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
         """Queue a frame for a peer, connecting if need be; `LocalProtocolError` if it is larger than the protocol's."""
@@ -152,7 +142,9 @@ class Messenger:
                 nursery.start_soon(watch_for_end)
                 while not has_ended.is_set():
                     if outgoing.frames:
-                        batch = outgoing.take_batch()
+                        batch = outgoing.frames.popleft()
+                        while outgoing.frames and len(batch) + len(outgoing.frames[0]) <= BATCH_BYTES:
+                            batch += outgoing.frames.popleft()
                         with trio.fail_after(SEND_TIMEOUT):
                             await stream.send_all(batch)
                     else:

@@ -17,7 +17,6 @@ from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.state.entries import Commitment
 from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
 from farandole.training.base.determinism import build, device_class
-from farandole.training.base.durable import replacing
 from farandole.training.base.errors import CheckpointError, UnfitWeightsError
 from farandole.training.data.batches import CORPUS_BYTES
 from farandole.training.engine.engine import Engine, fitness_of, why_unfit
@@ -25,6 +24,7 @@ from farandole.training.engine.learner import Learner
 from farandole.training.screening.rule import MAX_BYTES, Histories
 
 from ..base.system.tuning import SAVING_NICENESS, lower_thread_priority
+from ..store.consolidated.tensors import write_file
 from ..store.disk_space import plan_disk, used_bytes
 from ..store.folder import CheckpointFolder, Saver, known_hashes
 
@@ -108,8 +108,7 @@ class Checkpoints:
         if encoded := self._engine.round_end.partner.histories.encode():
             with contextlib.suppress(OSError):  # the checkpoint's own save reports it
                 self._folder.path.mkdir(parents=True, exist_ok=True)
-                with replacing(self._folder.histories) as file:
-                    file.write(encoded)
+                write_file(self._folder.histories, encoded)
         checkpoint, newest = self._engine.checkpoint, self._saver.newest
         if newest is not None and checkpoint.is_in(newest.round, newest.inner_steps):
             self._report(newest)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farandole.protocol.run.manifest import decode_body
 from farandole.protocol.trainer.trainer_messages import Failed, Prepare
 from farandole.training.base.errors import UnfitWeightsError
 
-from ..base.system.processes import ignore_stop_signals, tell_where, write_proc
+from ..base.system.processes import ignore_stop_signals, tell_where
 from ..base.system.tuning import (
     TRAINING_NICENESS,
     give_free_memory_back,
@@ -39,7 +41,8 @@ def main() -> None:
         tell_where(int(tracebacks))
         lower_priority(TRAINING_NICENESS)
         keep_memory()
-        write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT), encoding="ascii")
         channel = TrainerSocket(connection)
         try:
             _serve(channel)

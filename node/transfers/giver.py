@@ -45,14 +45,13 @@ from farandole.protocol.trainer.trainer_messages import KEPT_STARTS, Saved
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes, short_name
-from farandole.training.base.durable import replacing
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import Stream, receive_frame
 from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
 from ..state.membership import COPY_SLOT, OWN_SLOT
-from ..store.consolidated.tensors import ConsolidatedError, open_tensors
+from ..store.consolidated.tensors import ConsolidatedError, open_tensors, write_file
 from ..store.disk_space import save_seconds
 from ..store.folder import index_of
 from .block_file import PARTIAL_SUFFIX, BlockFile
@@ -80,12 +79,6 @@ class Holding(BlockFile):
     def read(self, block: int) -> bytes:
         """Read one of the blocks that are held. Blocks; raises `OSError`."""
         return self.read_range(*blocks.block_range(self.index.size, block))
-
-
-def write_index(path: Path, signed: SignedIndex) -> None:
-    """Write the index of a checkpoint, durably. Raises `OSError`."""
-    with replacing(path) as file:
-        file.write(blocks.encode_signed_index(signed))
 
 
 # Own checkpoints that are kept open in addition to announced ones: the newest, and the one that is being announced.
@@ -238,7 +231,8 @@ class Provider:
                 continue
             if (holding := await self._open(saved, stage)) is not None:
                 try:
-                    await trio.to_thread.run_sync(write_index, index_of(holding.path), holding.signed)
+                    raw = blocks.encode_signed_index(holding.signed)
+                    await trio.to_thread.run_sync(write_file, index_of(holding.path), raw)
                 except OSError as error:  # a full disk: the checkpoint is there all the same
                     logger.warning("the index of %s is not written: %s", saved.path, error)
                 told = self._membership.told_checkpoints()
@@ -351,7 +345,7 @@ class Provider:
         path = self.copy_path(stage, signed.id)
 
         def keep() -> Holding:
-            write_index(index_of(path), signed)
+            write_file(index_of(path), blocks.encode_signed_index(signed))
             return Holding(path, signed, index)
 
         with contextlib.suppress(OSError):  # the download says what is wrong

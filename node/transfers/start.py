@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from farandole.protocol.checkpoints.block_transfer import BlockQuestion
-from farandole.protocol.checkpoints.blocks import decode_signed_index
+from farandole.protocol.checkpoints.blocks import decode_signed_index, encode_signed_index
 from farandole.protocol.run.manifest import StartConfig
 from farandole.protocol.run.models import names_of_stage
 from farandole.protocol.wire.errors import RemoteProtocolError
@@ -32,8 +32,8 @@ from ..base.errors import JoinError, PeerUnreachableError
 from ..state.membership import START_SLOT
 from ..status.status import NO_START
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder, verify_hashes
-from ..store.consolidated.tensors import ConsolidatedError
-from .giver import TELL_INTERVAL, Holding, write_index
+from ..store.consolidated.tensors import ConsolidatedError, write_file
+from .giver import TELL_INTERVAL, Holding
 from .receiver import Downloads, FetchProgress, ask_for_index, fetch_checkpoint
 
 # Between two looks at which nodes have it, while none has.
@@ -107,8 +107,7 @@ class Start:
                 )
             verify_hashes(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self._folder / INDEX_NAME) as file:
-                file.write((path / INDEX_NAME).read_bytes())
+            write_file(self._folder / INDEX_NAME, (path / INDEX_NAME).read_bytes())
             try:
                 os.link(folder.checkpoint, self._whole)
             except OSError:  # another file system, or one without links
@@ -178,7 +177,8 @@ class Start:
                 )
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if is_whole:
-                    await trio.to_thread.run_sync(write_index, path.with_name(INDEX_NAME), signed)
+                    raw = encode_signed_index(signed)
+                    await trio.to_thread.run_sync(write_file, path.with_name(INDEX_NAME), raw)
                 await fetch_checkpoint(
                     conditions,
                     signed,

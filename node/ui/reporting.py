@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import psutil
 import trio
 
 from farandole.protocol.mesh.reachability import has_moved, is_closed
@@ -20,7 +21,7 @@ from farandole.protocol.wire.identity import peer_id_of, public_key_of
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
 from ..base.project import VERSION
-from ..base.system.processes import count_descriptors, resident_bytes
+from ..base.system.processes import resident_bytes
 from ..loop.audit_service import AuditService
 from ..loop.lease_service import LeaseService
 from ..loop.pipeline_service import PipelineService
@@ -222,7 +223,7 @@ def measure_resources(state: NodeState) -> Resources | None:
     return Resources(
         memory=memory,
         trainer_memory=None if pid is None else resident_bytes(pid),
-        descriptors=count_descriptors(),
+        descriptors=psutil.Process().num_fds(),
         tasks=trio.lowlevel.current_statistics().tasks_living,
         device_memory=device_memory,
         device_memory_total=total,

@@ -95,17 +95,6 @@ def has_route() -> bool:
     return False
 
 
-async def look_up(door: Door) -> list[str]:
-    """Return a door's IP addresses; none for a name that does not resolve."""
-    if not door.is_named:
-        return [door.host]
-    with trio.move_on_after(RESOLVE_TIMEOUT), contextlib.suppress(OSError, UnicodeError):
-        family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
-        answers = await trio.socket.getaddrinfo(door.host, door.port, family, socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
-    return []
-
-
 async def knock(ip: str, port: int) -> Knock:
     """Try to open a TCP connection, and close it."""
     family = trio.socket.AF_INET6 if ":" in ip else trio.socket.AF_INET
@@ -126,7 +115,12 @@ async def knock_at_all(host: Host, doors: Sequence[Door]) -> list[Finding]:
     """Dial each address; return a finding for each. While one reaches its peer, the others are at most warnings."""
 
     async def try_door(door: Door) -> None:
-        door.ips = await look_up(door)
+        door.ips = [] if door.is_named else [door.host]
+        if door.is_named:
+            with trio.move_on_after(RESOLVE_TIMEOUT), contextlib.suppress(OSError, UnicodeError):
+                family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
+                answers = await trio.socket.getaddrinfo(door.host, door.port, family, socket.SOCK_STREAM)
+                door.ips = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
         for ip in door.ips:
             door.knock = await knock(ip, door.port)
             if door.knock != "open":

@@ -5,7 +5,6 @@ psutil where it can, /proc (proc(5)) for what only Linux has.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import signal
 import socket
@@ -35,24 +34,12 @@ def read_proc(name: str) -> str | None:
         return None
 
 
-def write_proc(name: str, text: str) -> None:
-    """Write a file in /proc, if it exists and may be written."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            (_PROC / name).write_text(text, encoding="ascii")
-
-
 def resident_bytes(pid: int) -> int | None:
     """Return a process's resident bytes; None if it is gone, or another user's where the system keeps that secret."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return None
-
-
-def count_descriptors() -> int:
-    """Count the files and sockets that this process has open."""
-    return int(psutil.Process().num_fds())
 
 
 def count_oom_kills() -> int | None:

@@ -141,6 +141,6 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file in a `new_folder`; it is on disk on return. Raises `OSError`."""
+    """Write a whole file, or nothing; it is on disk on return. Raises `OSError`."""
     with replacing(path) as file:
         file.write(data)
