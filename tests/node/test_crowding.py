@@ -33,7 +33,7 @@ from farandole.protocol.wire.identity import public_bytes, public_key_of
 from ..patience import PATIENCE
 from .daemons import Daemon, two_that_average
 from .hosts import LOOPBACK
-from .state.test_floods import push, signed
+from .state.test_gossip import push, signed
 
 NUM_KEYS = 5_389
 """Keys that precede a real member's in the order of a hash, and more than there are places: once, they expelled it."""

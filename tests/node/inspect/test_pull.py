@@ -1,4 +1,4 @@
-"""Which of the members' checkpoints a pull takes."""
+"""Visitors: whom they dial, how long they wait, and which of the members' checkpoints a pull takes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from typing import Any
 
 import msgspec
 import pytest
+import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.errors import JoinError, PeerUnreachableError
+from farandole.node.base.nurseries import own_error
+from farandole.node.base.settings import NodeSettings
+from farandole.node.inspect import peek as visiting
 from farandole.node.inspect import pull as pulling
+from farandole.node.inspect.peek import Visit, open_visit
 from farandole.node.inspect.pull import Pull
 from farandole.node.transfers.block_file import partial_path
 from farandole.node.transfers.receiver import Conditions, Fetched
 from farandole.protocol.checkpoints.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.run.invite import Invite, encode_invite
 from farandole.protocol.run.manifest import DataConfig, EpochsConfig, Manifest
-from farandole.protocol.state.entries import CheckpointNotice
-from farandole.protocol.wire.identity import public_bytes
+from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind, Member
+from farandole.protocol.wire.identity import peer_id_of, public_bytes
 
+from ...patience import PATIENCE
+from ...protocol.authors import author_of, signed, state_of, tick_at
+from ..hosts import LOOPBACK, host_at_loopback
 from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
 from ..transfers.files import KEY as AUTHOR
 from ..transfers.files import NOBODY, checkpoint_bytes, index_of
@@ -127,3 +136,54 @@ def test_what_members_say_of_epochs_can_be_read_again_whatever_they_say(
     assert epochs is not None
     assert epochs.epoch == 3
     assert msgspec.json.decode(msgspec.json.encode(epochs), type=EpochsConfig) == epochs
+
+
+RUN = b"r" * 32
+# Nothing listens on these ports, and no peer has these keys.
+GONE = tuple(f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id_of(bytes([number]) * 32)}" for number in (1, 2))
+
+
+async def words_of_failure(home: Path, addresses: tuple[str, ...], said: list[str]) -> str:
+    """Return the error of a visit to a run whose peers cannot be reached."""
+    invite = encode_invite(Invite(RUN, addresses))
+    settings = NodeSettings(home=home, invite=invite, listen=LOOPBACK, mdns=False)
+    words = ""
+    with trio.fail_after(PATIENCE):
+        try:
+            async with open_visit(settings, said.append):
+                pass
+        except* JoinError as group:
+            words = str(own_error(group))
+    return words
+
+
+async def test_it_ends_when_all_whom_the_invite_names_have_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visiting, "DIAL_PAUSE", 0.05)
+    said: list[str] = []
+    words = await words_of_failure(tmp_path, GONE, said)
+    assert said == ["dialling whom the invite names: /ip4/127.0.0.1/tcp/1, /ip4/127.0.0.1/tcp/2"]
+    assert all(peer_id_of(bytes([number]) * 32) in words for number in (1, 2))
+    assert "farandole run invite" in words
+
+
+async def test_it_ends_when_those_who_answer_are_in_no_such_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visiting, "MANIFEST_TIMEOUT", 0.5)
+    async with host_at_loopback() as stranger:
+        words = await words_of_failure(tmp_path, (GONE[0], *stranger.addresses), [])
+    assert f"none is in run {RUN.hex()[:16]}" in words
+
+
+async def test_the_rounds_of_a_stage_are_those_of_its_live_members_that_train() -> None:
+    members = {1: Member(), 2: Member(), 3: Member(is_paused=True), 4: Member(stage=1), 5: Member()}
+    entries = [signed(number, Kind.MEMBER, 0, tick_at(Kind.MEMBER), member) for number, member in members.items()]
+    beats = [signed(n, Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 10 * n, None, 0)) for n in (1, 3, 4, 5)]
+    live = [author_of(number) for number in (1, 2, 3, 4)]
+    gossip: Any = SimpleNamespace(liveness=SimpleNamespace(live=lambda now: live), state=state_of(*entries, *beats))
+    nothing: Any = None
+    visit = Visit(nothing, nothing, b"", gossip)
+    assert visit.rounds_of(0) == [10]
+    assert visit.rounds_of(1) == [40]

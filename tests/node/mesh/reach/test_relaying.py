@@ -1,12 +1,16 @@
-"""Circuits between real hosts, on loopback: their data, their refusals, and what remains when one breaks."""
+"""Circuits between real hosts, on loopback: data, refusals, breaks, and the way from them to direct connections."""
+
+from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Reservation, Status, StopMessage
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
@@ -16,7 +20,11 @@ from farandole.node.mesh.addresses import MAX_ADDRESSES
 from farandole.node.mesh.dialler import Circuit
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.libp2p_parts import encode_delimited, receive_message
+from farandole.node.mesh.reach.punching import meet
+from farandole.node.mesh.reach.reachability import Dialback
 from farandole.node.mesh.yamux import Libp2pStream
+from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict
 from farandole.protocol.mesh.relay import (
     HOP_PROTOCOL,
     MAX_MESSAGE_BYTES,
@@ -27,7 +35,19 @@ from farandole.protocol.mesh.relay import (
 from farandole.protocol.wire.identity import peer_id_bytes, public_bytes
 
 from ....patience import PATIENCE
-from ...hosts import ECHO, echo, echoed, hang, host_at_loopback, open_home, open_relay, relayed_pair, reserve, until
+from ...hosts import (
+    ECHO,
+    echo,
+    echoed,
+    hang,
+    host_at_loopback,
+    open_home,
+    open_node,
+    open_relay,
+    relayed_pair,
+    reserve,
+    until,
+)
 
 RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
 AGREED = encode_delimited(HopMessage(type=HopMessage.STATUS, status=Status.OK))
@@ -265,3 +285,77 @@ def test_no_message_is_longer_than_allowed() -> None:
         type=HopMessage.STATUS, status=Status.OK, reservation=Reservation(expire=2**31, addrs=addresses)
     )
     assert len(encode_delimited(longest)) <= MAX_MESSAGE_BYTES
+
+
+SYNC, CONNECT = (encode_delimited(HolePunch(type=kind)) for kind in (HolePunch.SYNC, HolePunch.CONNECT))
+
+
+# Opens a host that listens, and does not announce its addresses.
+open_puncher = partial(open_node, verdict=Verdict(ReachabilityKind.PUNCHABLE))
+
+
+async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
+    async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (bob, _):
+        Dialback(relay.host)
+
+        async def echo(stream: Libp2pStream) -> None:
+            stream.is_bulk = True
+            while data := await stream.receive_some():
+                await stream.send_all(data)
+
+        bob.set_handler(ECHO, echo)
+        await alice.connect(relay.host.author, relay.host.addresses)
+        await alice.connect(bob.author, [await reserve(bob, relay.host)])
+        old = await alice.open_stream(bob.author, ECHO)
+        old.is_bulk = True
+        await until(lambda: alice.connections.path(bob.author) == bob.connections.path(alice.author) == "punched")
+        assert alice.connections.is_direct(bob.author)
+        # On connections that both have dialled, the caller of the relayed one is the client (libp2p specs, DCUtR).
+        assert all(conn.muxed.is_initiator for conn in alice.connections.of(bob.author))
+        assert not any(conn.muxed.is_initiator for conn in bob.connections.of(alice.author))
+        async with await alice.open_stream(bob.author, ECHO) as stream:
+            assert not stream.is_relayed
+            await stream.send_all(b"x")
+            assert await stream.receive_some() == b"x"
+        await old.send_all(b"still under way")
+        assert await old.receive_some() == b"still under way"
+        old.reset()
+        await until(lambda: relay.server.table.num_circuits == 0)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff\x7f", b"\x05hello", SYNC, CONNECT, b""])
+async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
+    async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (mallory, _):
+        mallory.handlers.remove(DCUTR_PROTOCOL)
+        await alice.connect(mallory.author, [await reserve(mallory, relay.host)])
+        stream = await mallory.open_stream(alice.author, DCUTR_PROTOCOL)
+        await stream.send_all(raw)
+        await stream.send_eof()
+        with contextlib.suppress(trio.BrokenResourceError):
+            while await stream.receive_some():
+                pass
+        assert mallory.author in alice.connected
+
+
+async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() -> None:
+    async with open_puncher() as (alice, _), open_puncher() as (bob, _), open_puncher() as (carol, _):
+        with bob.acceptor.expecting(carol.author, ["127.0.0.1"]):
+            await alice.connect(bob.author, bob.addresses)
+            assert bob.connections.path(alice.author) == "direct"
+
+
+async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
+    async with open_puncher() as (alice, _), open_puncher() as (bob, _):
+        with bob.acceptor.expecting(alice.author, ["127.0.0.1"]):
+            await meet(alice, bob.author, bob.own.listening[0], is_initiator=False)
+            await until(lambda: alice.connections.path(bob.author) == bob.connections.path(alice.author) == "punched")
+
+
+async def test_nobody_punches_over_a_direct_connection() -> None:
+    async with open_puncher() as (alice, _), open_puncher() as (bob, _):
+        await alice.connect(bob.author, bob.addresses)
+        with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
+            addresses = [Multiaddr("/ip4/127.0.0.1/tcp/4001").to_bytes()]
+            stream = await bob.open_stream(alice.author, DCUTR_PROTOCOL)
+            await stream.send_all(encode_delimited(HolePunch(type=HolePunch.CONNECT, ObsAddrs=addresses)))
+            await stream.receive_some()

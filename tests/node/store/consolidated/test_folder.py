@@ -1,5 +1,3 @@
-"""Checkpoints of stages become a folder with the whole model, or nothing; every problem with them is reported."""
-
 from __future__ import annotations
 
 import resource
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from farandole.node.base.exits import Exit
 from farandole.node.store.consolidated.folder import (
     CHECKPOINT_NAME,
     INDEX_NAME,
@@ -22,12 +21,15 @@ from farandole.node.store.consolidated.folder import (
     verify_hashes,
 )
 from farandole.node.store.consolidated.tensors import ConsolidatedError, open_tensors
-from farandole.protocol.run.manifest import SignedManifest
+from farandole.protocol.run.invite import Invite, encode_invite
+from farandole.protocol.run.manifest import InnerConfig, SignedManifest, decode_manifest
 from farandole.protocol.run.models import shapes_of
 from farandole.protocol.run.rules import OPTIMIZER_VECTORS
+from farandole.protocol.wire.identity import peer_id_of
 from farandole.training.engine.learner import Learner
 
-from .runs import KEY, MODELS, VECTORS, manifest_for, save_stages, trained
+from ...conftest import Cli
+from .runs import KEY, MODELS, VECTORS, manifest_for, pulled, save_stages, trained
 
 NAMES = (b"anna" * 8, b"bert" * 8, b"cora" * 8)
 
@@ -173,3 +175,52 @@ def test_a_full_disk_is_told_before_anything_is_written_or_leaves_nothing(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return pulled(manifest_for({**MODELS["own"], "num_stages": 2}), tmp_path / "model").path
+
+
+def test_resume_writes_a_manifest_that_starts_from_it(model_folder: Path, tmp_path: Path, cli: Cli) -> None:
+    run_file = tmp_path / "more.toml"
+    run_file.write_text('name = "more"\n[outer]\ncodec = "int8"\n')
+    out = tmp_path / "new.manifest"
+    resume = ("checkpoint", "resume", model_folder, run_file)
+    code, said, _ = cli(*resume, "-o", out)
+    assert code == Exit.OK
+    manifest, signed = decode_manifest(out.read_bytes())
+    assert manifest.start is not None
+    assert manifest.start.checkpoint == read_folder(model_folder).id
+    assert (manifest.name, manifest.model.num_stages, manifest.outer.codec) == ("more", 1, "int8")
+    assert signed.run_id.hex() in said
+    assert f"farandole join {out} --start {model_folder}" in said.replace("\n", " ")
+    assert "there already" in cli(*resume, "-o", out)[2]
+    run_file.write_text("model = '3M'")
+    code, _, error = cli(*resume)
+    assert (code, "more.toml: model: the checkpoint's is another one" in error) == (Exit.BAD_INPUT, True)
+
+
+def test_a_model_goes_out_and_comes_in_again(model_folder: Path, tmp_path: Path, cli: Cli) -> None:
+    export = ("checkpoint", "export", model_folder, "--to", tmp_path / "hf")
+    assert "model.safetensors" in cli(*export)[1]
+    assert cli(*export)[0] == Exit.BAD_INPUT
+    run_file = tmp_path / "more.toml"
+    run_file.write_text('name = "more"\n[model]\nnum_stages = 3\n[tokenizer]\nkind = "bytes"')
+    to, out = tmp_path / "imported", tmp_path / "imported.manifest"
+    code, _, told = cli("checkpoint", "import", tmp_path / "hf", run_file, "--to", to, "-o", out)
+    assert (code, 'codec = "int8"' in told) == (Exit.OK, True)
+    manifest, _ = decode_manifest(out.read_bytes())
+    assert manifest.model.hf is not None
+    assert manifest.model.num_stages == 3
+    assert (manifest.outer.codec, manifest.inner) == ("int8", InnerConfig())
+    verify_hashes(read_folder(to))
+
+
+def test_where_a_model_cannot_go_is_said_before_a_dial(model_folder: Path, cli: Cli) -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(b'n' * 32)}"
+    pull = ("checkpoint", "pull", encode_invite(Invite(bytes(32), (nobody,))), "--no-mdns")
+    for to, says in ((model_folder, "there already"), (Path(), "no name for a new folder")):
+        code, _, said = cli(*pull, "--to", to)
+        assert (code, says in said) == (Exit.BAD_INPUT, True)
+        assert "dialling" not in said
