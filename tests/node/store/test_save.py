@@ -1,21 +1,26 @@
-"""Saves that are killed, or that the disk refuses: afterwards there is the old checkpoint or the new one."""
-
 from __future__ import annotations
 
 import dataclasses
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from farandole.node.store.disk_space import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, text_room, used_bytes
 from farandole.node.store.folder import CheckpointFolder, Saver, index_of
 from farandole.protocol.trainer.trainer_messages import Saved
-from farandole.training.engine.blocks import content_of
-from farandole.training.engine.checkpoint import load_checkpoint
+from farandole.training.base.durable import replacing
+from farandole.training.engine.blocks import Content, content_of
+from farandole.training.engine.checkpoint import Counters, load_checkpoint
 
 from .killed_saver import LAYOUT, RUN_ID, prepare, snapshot
 
@@ -140,3 +145,130 @@ def test_a_save_for_which_there_is_no_memory_is_told_of_and_not_waited_for_ever(
     story.saver.wait()
     assert "the checkpoint of round 3 is not written: MemoryError" in story.reports[-1].problem
     assert story.save(4).problem == ""
+
+
+GB = 10**9
+
+
+ENOUGH = 4 * GB + OTHER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limit", "text_bytes", "num_kept", "has_copy"),
+    [
+        (0, 0, 2, True),
+        (ENOUGH, 0, 2, True),
+        (ENOUGH - 1, 0, 2, False),
+        (ENOUGH - GB - 1, 0, 1, False),
+        (ENOUGH, 1, 2, False),
+        (ENOUGH, GB, 2, False),
+        (ENOUGH, GB + 1, 1, False),
+        (ENOUGH, 100 * GB, 1, False),  # other runs' text stops no node
+    ],
+)
+def test_text_comes_before_the_copy_and_the_copy_is_given_up_before_the_second_newest(
+    limit: int, text_bytes: int, num_kept: int, has_copy: bool
+) -> None:
+    assert plan_disk(limit, GB, GB // 2, text_bytes) == DiskPlan(num_kept, has_copy)
+    assert text_room(ENOUGH, GB) == 2 * GB
+    assert text_room(0, GB) is None
+
+
+@given(st.integers(1, 100 * GB), st.integers(1, 10 * GB), st.integers(1, 10 * GB), st.floats(0, 1))
+def test_whatever_is_planned_fits(limit: int, own: int, copy: int, share: float) -> None:
+    text = int(share * (text_room(limit, own) or 0))
+    try:
+        plan = plan_disk(limit, own, copy, text)
+    except DiskError:
+        assert limit < OTHER_BYTES + 2 * own
+    else:
+        assert (plan.num_kept + 1) * own + 2 * plan.has_copy * copy + text + OTHER_BYTES <= limit
+
+
+def test_it_measures_as_du_does(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "file").write_bytes(os.urandom(300_000))
+    with (tmp_path / "holes").open("wb") as file:
+        file.truncate(1 << 30)
+        file.write(os.urandom(10_000))
+    os.link(tmp_path / "holes", tmp_path / "again")
+    du = int(subprocess.run(["du", "-s", "-B1", tmp_path], capture_output=True, check=True).stdout.split()[0])
+    folders = 3 * os.lstat(tmp_path).st_blocks * 512
+    assert abs(used_bytes(tmp_path) - (du - folders)) <= folders
+
+
+def test_no_room_is_the_disks_or_the_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(1_000_000))
+    Room(tmp_path, 3_000_000).check(tmp_path, 1_900_000)
+    with pytest.raises(OSError, match="--disk leaves 2 MB"):
+        Room(tmp_path, 3_000_000).check(tmp_path, 2_100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    with pytest.raises(OSError, match="are free"):
+        Room().check(tmp_path, 1)
+
+
+class Growing:
+    """A replica's snapshot of a megabyte, which measures its folder while it is written."""
+
+    num_bytes = 1_000_000
+
+    def __init__(self, round_index: int, folder: Path, measured: list[int]) -> None:
+        self.counters = Counters(round_index, round_index, 8 * round_index)
+        self._folder = folder
+        self._measured = measured
+
+    def save(self, path: Path) -> Content:
+        with replacing(path) as file:
+            file.write(os.urandom(self.num_bytes))
+            self._measured.append(used_bytes(self._folder))
+        return Content(self.num_bytes, b"h" * 32)
+
+
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_saves_never_take_more_than_was_planned(tmp_path: Path, num_kept: int) -> None:
+    folder, measured = tmp_path / "checkpoints", list[int]()
+    saver = Saver(CheckpointFolder(folder, 0), lambda saved: None, num_kept)
+    for round_index in range(1, 6):
+        growing: Any = Growing(round_index, folder, measured)
+        saver.save(growing)
+    assert max(measured) <= (num_kept + 1) * 1.05e6
+    assert used_bytes(folder) <= num_kept * 1.05e6
+    assert len(CheckpointFolder(folder, 0).files()) == num_kept
+    checkpoints = CheckpointFolder(folder, 0)
+    checkpoints.keep(checkpoints.files()[:1])
+    assert [path.name for path in CheckpointFolder(folder, 0).files()] == ["stage-0-round-5.safetensors"]
+
+
+def test_a_stages_checkpoints_come_newest_first_and_what_else_lies_there_is_none(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", 1)
+    assert folder.files() == []
+    folder.clean()
+    folder.path.mkdir()
+    for round_index in (9, 100, 11):
+        folder.file(round_index).touch()
+    index_of(folder.file(9)).touch()
+    CheckpointFolder(folder.path, 0).file(500).touch()
+    for other in ("stage-1-round-.safetensors", "stage-1-round-7.safetensors.part", "a stage-1-round-7.safetensors"):
+        (folder.path / other).touch()
+    assert folder.files() == [folder.file(100), folder.file(11), folder.file(9)]
+
+
+def test_older_ones_go_with_their_index_and_other_stages_stay(tmp_path: Path) -> None:
+    folder, other = CheckpointFolder(tmp_path, 1), CheckpointFolder(tmp_path, 0)
+    for path in (folder.file(1), folder.file(2), folder.file(3), other.file(1)):
+        path.touch()
+        index_of(path).touch()
+    folder.keep([folder.file(1), folder.file(3)])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        name for path in (folder.file(1), folder.file(3), other.file(1)) for name in (path.name, index_of(path).name)
+    }
+
+
+def test_what_killed_trainers_left_half_saved_is_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, 1)
+    kept = {folder.file(1), index_of(folder.file(1)), tmp_path / ".stage-0-round-1.safetensors.x.tmp", tmp_path / "own"}
+    left = {tmp_path / ".stage-1-round-2.safetensors.a1b2.tmp", index_of(folder.file(2))}
+    for path in kept | left:
+        path.touch()
+    folder.clean()
+    assert set(tmp_path.iterdir()) == kept

@@ -1,10 +1,10 @@
-"""The manifest: signed, self-certifying, and never out of range."""
+"""The manifest: signed, self-certifying, never out of range, and without settings that exclude each other."""
 
 from __future__ import annotations
 
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farandole.protocol.run.exclusions import EXCLUSIONS, exclusions_in, why_no_loop
 from farandole.protocol.run.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -32,6 +33,9 @@ from farandole.protocol.run.rules import (
 )
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
 from farandole.protocol.wire.identity import sign
+
+from .test_families import GPT2
+from .test_families import SIZES as GPT2_SIZES
 
 CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OWN = {"function": "a.b:c", "package": "a", "ends": {"weight": [100, 100]}}
@@ -161,3 +165,72 @@ def test_a_manifest_of_a_later_release_is_refused_with_the_remedy_once_its_signa
     body = msgspec.msgpack.encode({**msgspec.to_builtins(manifest()), "colour": "red"})
     with pytest.raises(UnknownManifestError, match="upgrade this node"):
         decode_manifest(SignedManifest(body, signed.creator, sign(CREATOR, b"farandole/manifest/1", body)).encode())
+
+
+EXTERNAL: Final = {"parameters": {"weight": [8, 8]}}
+# How a run file uses each setting of the table.
+USES: Final[dict[str, dict[str, Any]]] = {
+    "audits": {"audits": 0.1, "inner": {"deterministic": True}},
+    "model.num_stages": {"model": {**MODEL, "num_stages": 2}},
+    "model.hf": {"model": {**GPT2_SIZES, "hf": GPT2}},
+    "model.own": {"model": {**MODEL, "num_layers": 1, "num_heads": 0, "hidden": 0, "width": 0, "own": OWN}},
+    "model.external": {
+        "model": {
+            **dict.fromkeys(MODEL, 0),
+            "num_layers": 1,
+            "external": EXTERNAL,
+        }
+    },
+    "rounds.overlap": {"rounds": {"overlap": True}},
+    "rounds.partners": {"rounds": {"partners": 2}},
+    "data.epochs": {"data": {"epochs": 1}},
+    "data.mask_documents": {"data": {"mask_documents": True}},
+    "outer.codec = topk": {"outer": {"codec": "topk"}},
+    "outer.fragments": {"outer": {"fragments": 2}},
+    "outer.momentum_codec": {"outer": {"momentum_codec": "int4"}, "inner": {"optimizer": "muon"}},
+    "inner.deterministic": {"inner": {"deterministic": True}},
+    "tokenizer": {"tokenizer": {"kind": "tokenizers", "sha256": "0" * 64}},
+    "data": {"data": {"source": "text"}},
+    "inner": {"inner": {"clip": 0.5}},
+    "pipeline": {"pipeline": {"in_flight": 4}},
+}
+PAIRS: Final = [(each.setting, other, each.reason) for each in EXCLUSIONS for other in each.others]
+
+
+def manifest_with(*settings: str) -> Manifest:
+    """Return a manifest that uses the settings; of two in one section, both."""
+    described: dict[str, Any] = {"name": "a run", "model": MODEL}
+    for setting in settings:
+        for section, used in USES.get(setting, {}).items():
+            before = described.get(section) if section != "model" else None
+            described[section] = {**before, **used} if isinstance(before, dict) else used
+    return manifest_from_dict(described)
+
+
+def test_there_are_few_rows() -> None:
+    assert len(EXCLUSIONS) <= 12
+    assert len(PAIRS) == len({frozenset(pair[:2]) for pair in PAIRS})
+
+
+@pytest.mark.parametrize(("setting", "other", "reason"), PAIRS)
+def test_each_pair_is_refused_with_its_reason_and_each_setting_is_fine_alone(
+    setting: str, other: str, reason: str
+) -> None:
+    flags = [name for name in (setting, other) if name.startswith("--")]
+    for name in (setting, other):
+        assert list(exclusions_in(manifest_with(name), [name] if name in flags else [])) == []
+    words = f"{setting} and {other} exclude each other: {reason}"
+    if flags:
+        assert list(exclusions_in(manifest_with(setting, other), flags)) == [words]
+    else:
+        with pytest.raises(ManifestError) as caught:
+            manifest_with(setting, other)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"],
+)
+def test_a_run_that_depends_on_inner_steps_or_batches_takes_no_loops(setting: str) -> None:
+    assert setting in why_no_loop(manifest_with(setting))
