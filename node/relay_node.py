@@ -65,6 +65,7 @@ async def be_relay(page: Path | None, daemon: Daemon) -> None:
     target = find_target(replace(daemon.settings, invite=text), daemon.key, None, daemon.book.peers())
     public = None if page is None else await trio.to_thread.run_sync(PublicPage, page, invite.run_id)
     async with open_mesh(daemon, invite.run_id, target.peers, Limits(), target.network_key) as mesh:
+        mesh.host.gate.show(invite.run_id, b"", target.secret)  # invited members tell others nothing, in the DHT too
 
         async def refuse(params: dict[str, Any]) -> object:
             words = "a relay runs here, which is no member: type this where a member's node runs"

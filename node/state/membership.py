@@ -89,7 +89,9 @@ class Announcer:
             while True:
                 await trio.sleep(ADDRESSES_INTERVAL)
                 now = trio.current_time()
-                is_due = now - announced_at >= MEMBER_INTERVAL
+                # While a machine sleeps, intervals stand still, and what it has announced expires all the same.
+                has_expired = self.gossip.state.payload(self.host.author, Member) is None
+                is_due = has_expired or now - announced_at >= MEMBER_INTERVAL
                 self._has_new_suspects |= is_due and bool(self._suspects)  # published again before the entry expires
                 if now - reported_at >= PROGRESS_INTERVAL:
                     reported_at = now

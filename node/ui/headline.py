@@ -138,8 +138,7 @@ def _rules(status: NodeStatus, now: float) -> Iterator[Headline]:
         yield Headline("well", f"relaying for {plural(status.connected_peers, 'connected peer')}")
     company = f"with {plural(run.members_live - 1, 'other')}"
     if status.phase == "finished":
-        done = status.phase_detail.partition(";")[0] or "all rounds are done"
-        yield Headline("well", f"{done}; here {company} for those who still train")
+        yield Headline("well", f"{status.phase_detail.partition(';')[0]}; here {company} for those who still train")
     text = f"training {company}, round {status.round}, {count(status.tokens_per_second)} tokens/s"
     if status.loss is not None:
         text += f", loss {loss(status.loss)}"

@@ -9,7 +9,7 @@ player fills in:
 - an address, wherever a command says ``/ip4/...``: the last one that a relay has printed after `farandole dial`;
 - free ports for 4001, the dashboard's 8710 and 8000 of `farandole serve` (two machines may be one computer);
 - nothing for `sudo` and the environment's folder, since tests run as root or not at all, and have an environment;
-- the packages of examples, which a reader installs: they can be imported.
+- the packages of examples, which a reader installs: they can be imported; a folder of text, `text`.
 
 Examples are played with a smaller model and shorter rounds than they have (`SMALLER`), to save time.
 
@@ -141,6 +141,7 @@ def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **
     for made in (work, program.parent, folder / "home"):
         made.mkdir(parents=True)
     shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (work / "text").symlink_to(ROOT / "examples")
     for run_file in work.rglob("*.toml"):
         run_file.write_text(smaller(run_file.read_text()))
     program.write_text(f"#!{sys.executable}\n{_FARANDOLE}\n")

@@ -91,8 +91,11 @@ $ python make_base.py
 ```
 """
 soak = pytest.mark.soak
-# Pages that are generated, install something, need a GPU, or whose commands test_long runs: test_names checks them.
-ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md", "docs/install.md", "docs/learning.md"}
+# Pages that are generated, install something, need a GPU or homes, or whose commands test_long runs: test_names checks
+# them.
+ELSEWHERE = {f"docs/{name}.md" for name in ("reference", "errors", "install", "learning", "public-run")} | {
+    "BENCHMARKS.md"
+}
 AS_THEY_ARE = (
     "README.md",
     "docs/researcher.md",

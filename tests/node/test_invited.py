@@ -28,7 +28,7 @@ from farandole.protocol.state.writer import Writer
 from farandole.protocol.wire.identity import peer_id_of, public_bytes, public_key_of
 from farandole.protocol.wire.messagepack import encode
 
-from .daemons import Daemon, farandole, joined
+from .daemons import Daemon, farandole, joined, started
 from .hosts import LOOPBACK
 from .small_runs import small_manifest, write_run
 
@@ -121,6 +121,18 @@ async def refusal(home: Path, *words: str) -> str:
 
 async def members_of(daemon: Daemon) -> set[str]:
     return {row["peer_id"] for row in await daemon.ask("roster")}
+
+
+async def test_a_relay_with_an_invite_of_its_own_finds_members_that_it_cannot_dial(tmp_path: Path, texts: Path) -> None:
+    write_run(tmp_path, small_manifest(admission="invited"), creator=tmp_path / "alice")
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
+        await alice.says("step")
+        invite = decode_invite(await alice.own_invite())
+        text = encode_invite(Invite(invite.run_id, (), invite.admission))
+        async with started(tmp_path / "relay", "relay", text, "--no-mdns") as relay:
+            dial = await relay.says("farandole dial")
+            await alice.ask("dial", address=dial.split()[-1])
+            await relay.says("found", alice.name)
 
 
 async def test_an_invited_member_pulls_and_audits_by_its_data_directory_and_a_stranger_reads_what_to_do(

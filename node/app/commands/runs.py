@@ -213,10 +213,7 @@ def admit(home: Home, who: Who) -> None:
 
 @run_app.command("audit")
 @takes_settings("invite", "listen", "data", "data_field", "tokenizer")
-def audit(
-    settings: NodeSettings,
-    as_json: AsJson = False,
-) -> None:
+def audit(settings: NodeSettings, as_json: AsJson = False) -> None:
     """Replay a recent round of each member, without joining the run, and check that it is as its author says.
 
     The run must have audits, and this machine the run's text and a processor like the members'. Exit code 8 if a round

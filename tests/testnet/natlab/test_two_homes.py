@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 from farandole.testnet.natlab.namespace import NamespaceError, held, require
+from farandole.testnet.play import wrong_clock
 
 from ...documents.markdown import ROOT
 from ...documents.player import Machine, MakeMachine, a_machine, on_this_computer, open_player
@@ -21,13 +24,13 @@ EXAMPLE = "/ip4/203.0.113.7"
 NOT_PLAYED = 'not-played="needs a router with this port forwarded"'
 
 
-def in_homes(lab: Lab, kinds: dict[str, str], families: str = "4") -> MakeMachine:
+def in_homes(lab: Lab, kinds: dict[str, str], families: str = "4", **variables: str) -> MakeMachine:
     """Place each machine in a home of its kind; pages' example of a public address becomes that of the home."""
 
     def at_home(name: str, folder: Path) -> Machine:
         home = lab.add_home(kinds[name], families=families)
         address = f"/ip4/{home.address}" if families == "4" else f"/ip6/{home.host.ip}"
-        return a_machine(folder / name, {EXAMPLE: address}, home.host.enter, FARANDOLE_UPNP="true")
+        return a_machine(folder / name, {EXAMPLE: address}, home.host.enter, FARANDOLE_UPNP="true", **variables)
 
     return at_home
 
@@ -172,3 +175,30 @@ async def test_a_hotel_whose_names_lead_to_its_login_page_is_named_and_left_as_s
             await player.play(page[: page.index("On every other machine")] + again + AGAIN + IN_A_HOTEL)
             (tmp_path / "address").write_text(first.address)
             await player.shells[-2].says("averaged with")
+
+
+ON_THAT_DAY = """
+<!-- play: until -->
+```console
+$ farandole run metrics --last 1 | grep "$(date +%m-%d)"
+```
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("faketime")
+async def test_the_runbook_of_a_public_run_is_played_over_two_weeks(lab: Lab, tmp_path: Path) -> None:
+    """All clocks jump by days while the nodes run; what an owner does each day is done on three of them."""
+    page = (ROOT / "docs" / "public-run.md").read_text()
+    begin, daily, end = re.split(r"^(?=## (?:Each day|When it))", page, flags=re.MULTILINE)
+    kinds = {"here": "symmetric", "relay": "open", "volunteer": "port-restricted"}
+    usual = {"FARANDOLE_CHECKPOINT_SECONDS": "15", **wrong_clock.environment(tmp_path)}
+    async with open_player(tmp_path, in_homes(lab, kinds, **usual)) as player:
+        await player.play(begin)
+        for day, part in ((1, daily), (5, ""), (7, daily), (13, daily), (14, end)):
+            wrong_clock.set_clock(tmp_path, day * 86_400.0)
+            await player.play(ON_THAT_DAY, part)
+    home, relay = (player.machines[name].folder for name in ("here", "relay"))
+    assert [len([*day.iterdir()]) for day in home.glob("record/2*")] == [5, 5, 5]
+    curve = msgspec.json.decode((relay / "page" / "run.json").read_bytes())["overview"]["mean_loss"]
+    assert curve[-1][0] - curve[0][0] > 13 * 86_400
