@@ -46,25 +46,24 @@ class Samples:
         if not taken or taken[-1][0] - taken[0][0] < LEAST_SPAN:
             return None
         third = len(taken) // 3
-        first, last = taken[:third], taken[-third:]
-        hours = (statistics.median(at for at, _ in last) - statistics.median(at for at, _ in first)) / 3_600
+        parts = taken[:third], taken[third : 2 * third], taken[-third:]
+        hours = (statistics.median(at for at, _ in parts[2]) - statistics.median(at for at, _ in parts[0])) / 3_600
 
-        def medians(name: str) -> tuple[float, float]:
-            before, after = ([getattr(resources, name) for _, resources in part] for part in (first, last))
-            return _median(before), _median(after)
+        def medians(name: str) -> list[float]:
+            return [_median([getattr(resources, name) for _, resources in part]) for part in parts]
 
         def an_hour(name: str) -> float:
-            before, after = medians(name)
-            return (after / before - 1) / hours if before else 0.0
+            before, between, after = medians(name)
+            return min(between - before, after - between) / before / (hours / 2) if before else 0.0
 
         # A node that has finished, or restarts its trainer, has no trainer for a while.
-        has_trainer = all(any(resources.trainer_memory for _, resources in part) for part in (first, last))
+        has_trainer = all(any(resources.trainer_memory for _, resources in part) for part in parts)
         return Growth(
             hours=hours,
             memory=an_hour("memory"),
             trainer_memory=an_hour("trainer_memory") if has_trainer else None,
-            descriptors=medians("descriptors")[1] - medians("descriptors")[0],
-            tasks=medians("tasks")[1] - medians("tasks")[0],
+            descriptors=medians("descriptors")[2] - medians("descriptors")[0],
+            tasks=medians("tasks")[2] - medians("tasks")[0],
         )
 
 

@@ -107,12 +107,12 @@ def test_only_the_time_in_which_it_was_alive_counts() -> None:
     assert ledger.given == 10 + 291 + 9 + 40
 
 
-def life(hours: float, leak: float) -> Samples:
-    """Return samples a minute apart; after a warm-up in which memory doubles it grows by ``leak`` an hour."""
+def life(hours: float, leak: float, once: int = 0) -> Samples:
+    """Return samples a minute apart; after a warm-up in which memory doubles it grows by ``leak`` an hour, and once."""
     samples = Samples()
     for second in range(0, int(3_600 * hours), 60):
         cold = max(0.0, 1 - second / WARM_UP)
-        memory = round(100e6 * (1 - cold / 2) * (1 + leak * second / 3_600))
+        memory = round(100e6 * (1 - cold / 2) * (1 + leak * second / 3_600)) + once * (second > 1_440 * hours)
         samples.note(Resources(memory, 2 * memory, 40 + (second // 60) % 3, 90), float(second))
     return samples
 
@@ -127,6 +127,9 @@ def test_a_leak_is_seen_and_a_warm_up_is_none(leak: float) -> None:
     assert growth.trainer_memory == pytest.approx(leak, abs=0.001)
     assert abs(growth.descriptors) <= 1
     assert growth.tasks == 0
+    once = life(2.0, leak, once=5_000_000).growth()
+    assert once is not None
+    assert once.memory == pytest.approx(leak, abs=0.001), "allocated once"
     end = samples.taken[-1][0]
     for second in range(60, 300, 60):
         samples.note(Resources(100_000_000, None, 40, 90), end + second)
