@@ -196,7 +196,7 @@ def train(arguments: argparse.Namespace) -> int:
         home.train(Pace(arguments.seconds, arguments.step_seconds, arguments.sample_seconds), arguments.samples, run)
         if run is not None:
             status = run.status()
-            print(f"exchanges {status['exchanges_ok']} of {run.round}", flush=True)
+            print(f"exchanges {status['exchanges_ok']}, rounds {run.round}", flush=True)
     return 0
 
 

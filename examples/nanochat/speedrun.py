@@ -34,6 +34,8 @@ from nanochat_model.gpt import GPT
 from prepare import prepare
 from rich.progress import Progress
 
+import farandole
+
 HOMES: Final = 4
 # Of the text that the first step makes: small, as suits a model of d2.
 VOCABULARY, MEGABYTES = 1_024, 12.0
@@ -353,7 +355,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped; what is complete is in the last table", flush=True)
         return 130
-    except (SpeedrunError, OSError, ValueError) as error:
+    except (SpeedrunError, farandole.FarandoleError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
