@@ -12,29 +12,24 @@ node proposes to a uniformly random live peer, well before it is ready:
   `PROPOSE_UNTIL`), and accepts proposals while it waits. So groups that are out of phase with each other meet too.
 - *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. This is
   gossip averaging of the phases: the network synchronises without a clock. A partner that is let go takes its word with
-  it, so peers that never come do not pull the phases apart. Without boxes, nodes whose ends lie too far
-  apart do not pair.
+  it, so peers that never come do not pull the phases apart. Without boxes, nodes whose ends are far apart do not pair.
 - *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
-  exchanged least, named by the session's last byte. A node that is not ready yet accepts any fragment; a ready one only
-  its own.
+  exchanged least, named by the session's last byte. A node that is ready accepts no other.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``, or of two
-  rounds if these are shorter; an odd node out, or one for which no peer is free, goes on at once. In rounds with boxes
-  a partner that never exchanged with this node is left for another after `MEETING_SHARE`.
+  rounds if these are shorter; an odd node out, or one for which no peer is free, goes on at once. A partner that never
+  exchanged with this node is left for another after half of that.
 - *Meetings are remembered.* A peer whose exchange failed is asked once no other is left, for longer each time, and
   given up for any better one; a peer that is met more often than by chance waits for its turn (`.pairing_order`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
   node whose peers in turn all have partners asks each of them once more. The asked peer then gives its partner up, once
   a round and while neither is ready; that partner most often finds another peer in turn.
-- *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), the node seeks another
-  partner, once a round: half of ``exchange_seconds`` is always left for that transfer. A node that refused, or was
-  refused, does not try again. Where rounds overlap there is no second try: the next exchange is near.
-- *Doubts.* While peers break agreements, those that kept one come first, before members that take every chance have
-  them all; and one that never exchanged gets time that leaves a second try.
-- *Several partners.* Where the manifest asks for them (`RoundConfig.partners`), rounds without inner steps follow. A
-  node is ready as such a round begins, and so are the others. It does not wait for peers in inner steps.
+- *Further tries.* A ready node whose partner does not come, or whose exchange breaks, seeks another one while it would
+  still wait: half of ``exchange_seconds`` is always left for that transfer. It asks all again, for others were let down
+  too; these are ready, and soon show it. Where rounds overlap, the next begins once the partner's offer is due.
+- *Doubts.* While peers break agreements, those that kept one come first.
+- *Several partners.* Rounds without inner steps follow (`RoundConfig.partners`), in which all are ready at once.
 
-Rejected: leaving any late partner for another before the wait is over (where rounds are short most are honest, and
-five times as many rounds are taken alone); and what docs/decisions.md lists ("Finding a partner").
+Rejected: leaving any late partner early (in short rounds, five times as many are alone). docs/decisions.md has others.
 """
 
 from __future__ import annotations
@@ -70,14 +65,14 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
-from .pairing_waits import MIN_ANSWER, MIN_RETRY, WAIT_SHARE, Bond, PairingRound, Waits
+from .pairing_waits import MIN_ANSWER, MIN_RETRY, Bond, PairingRound, Waits
 
 # A replica further behind takes a peer's weights: its own would pull partners back. A newcomer's are at most this old.
 MAX_ROUNDS_BEHIND = 10
 # From a quarter on, nodes that ended the last round late are back; the last is for those whose proposals are refused.
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
-# Share of the time to an exchange's deadline in which the partner's offer must come.
-OFFER_SHARE = 0.25
+# Share of the time to an exchange's deadline in which the partner's offer must come; in a later try, most seconds.
+OFFER_SHARE, MAX_LATER_OFFER = 0.25, 2.0
 # A box moves by at most this share of its length, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
 # Among 1,000 nodes the last free ones rarely find each other, and each proposal may cost a dial: then it only accepts.
@@ -85,17 +80,16 @@ MAX_PROPOSALS = 64
 # In this last share of a round no partner is given up: it would not find another before the round ends.
 SWAP_SHARE = 0.25
 NOT_READY = "the partner was not ready in time"
-_ORDER_BYTES = 32  # a key of BLAKE3
 
 
 class _Timer(enum.Enum):
     """Timers in the order in which they fire: an overdue answer or partner frees the node to propose at that moment."""
 
-    ANSWER = "answer"
+    OTHER = "other"
     BOX = "box"
-    PARTNER = "partner"
     PROPOSE = "propose"
     PATIENCE = "patience"
+    FOLLOW = "follow"
 
 
 class Pairing:
@@ -122,6 +116,8 @@ class Pairing:
         self.current = PairingRound()
         self._waits = Waits(config, config.round_seconds or None)
         self._exchange_started_at = 0.0
+        self._following: RoundStarted | None = None
+        """The next round, while the exchange of this one may still fail for want of an offer."""
 
     @property
     def partner(self) -> bytes | None:
@@ -138,8 +134,10 @@ class Pairing:
         """Process an event and return the outputs to carry out."""
         self._outputs = []
         match event:
-            case RoundStarted(round=round_, at=at):
-                self._start_round(round_, now if at is None else at, now)
+            case RoundStarted():
+                self._following = event
+                if self.state is not State.EXCHANGING or not self._timers:
+                    self._follow(now)
             case ContributionReady(round=round_, fragment=fragment):
                 self._become_ready(round_, fragment, now)
             case PeersChanged(peers=peers):
@@ -173,14 +171,21 @@ class Pairing:
 
     # Rounds
 
-    def _start_round(self, round_: int, at: float, now: float) -> None:
+    def _follow(self, now: float) -> None:
+        """Start the next round, if the trainer has begun it."""
+        if (start := self._following) is None:
+            return
+        self._following, round_ = None, start.round
+        at = now if start.at is None else start.at
+        if self.current.failure:  # what was lost on a partner that did not come is taken off the box: phases stay
+            at -= min(at - self.current.ready_at, MAX_BOX_SHIFT * self._config.round_seconds)
         self._withdraw()
         self._timers.clear()
         self._bond = None
         self._move(State.SEEKING)
         self.round = round_
         self._order.begin(round_)
-        self.current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
+        self.current = current = PairingRound(order=self._rng.randbytes(32), started_at=at)
         takes_steps = self._config.takes_steps(round_)
         current.ends_at = None if self._waits.inner_seconds is None else at + self._waits.inner_seconds
         if not takes_steps:
@@ -215,7 +220,8 @@ class Pairing:
         """Tell the partner that this node is ready, and wait for it; less for one that never came before."""
         self._send(bond.peer, messages.Ready(bond.session))
         if not self._order.is_proven(bond.peer):
-            self._timers[_Timer.PARTNER] = now + self._waits.patience
+            half = (self.wait_ends_at - self.current.ready_at) / 2
+            self._timers[_Timer.OTHER] = now + (2 * MIN_ANSWER if self.current.failure else half)
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
@@ -231,10 +237,12 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self.current.ready_at + self._config.exchange_seconds
-        if self._order.has_doubts and not self._order.is_proven(bond.peer) and not self._config.overlap:
-            deadline = min(deadline, now + (1 - WAIT_SHARE) * self._config.exchange_seconds)
-        offer_by = now + max(OFFER_SHARE * min(deadline - now, self._waits.longest_exchange), MIN_ANSWER)
-        self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, offer_by))
+        most = MAX_LATER_OFFER if self.current.failure else (self.wait_ends_at - self.current.ready_at) / 2
+        offered = max(min(OFFER_SHARE * (deadline - now), most), MIN_ANSWER)
+        if not self._order.is_proven(bond.peer):
+            self._timers[_Timer.FOLLOW] = now + 1.25 * offered  # by then it is known to have failed
+        by = now + offered
+        self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, by))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
         if end.committed and end.clip > 0.0:
@@ -242,28 +250,33 @@ class Pairing:
         else:
             self._order.note_failure(end.peer)
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
-            return  # the round has been given up, or another one runs already
+            if not end.committed and end.round != self.round:  # another one runs already
+                self._outputs.append(GoAlone(end.round, failure(end.reason)))
+            return
         self._waits.exchange_seconds = now - self._exchange_started_at
-        if end.is_broken and not self.current.has_broken and now < self.wait_ends_at:
+        self._timers.clear()
+        if end.is_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and no other peer is free
-            self.current.has_broken = True
-            self.current.failure = self.current.failure or failure(end.reason)
+            ask_again_at = self._ask_lost_at(self._bond.peer, now)
+            self.current.let_down(failure(end.reason))
             self._num_exchanged[self.current.fragment] -= 1
             self._timers[_Timer.PATIENCE] = self.wait_ends_at
-            self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
+            self._seek_another(now, ask_again_at)
             return
         self._bond = None
         self._move(State.IDLE)
         if not end.committed:
             self._outputs.append(GoAlone(self.round, failure(end.reason)))
+        self._follow(now)
 
-    def _go_alone(self, reason: str) -> None:
+    def _go_alone(self, reason: str, now: float) -> None:
         self._timers.clear()
         self._move(State.IDLE)
         self._num_exchanged[self.current.fragment] += 1
         if self.current.failure and reason != self.current.failure:
             reason = f"{self.current.failure}, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
+        self._follow(now)
 
     # Looking for a partner
 
@@ -282,7 +295,7 @@ class Pairing:
         self._timers.pop(_Timer.PROPOSE, None)
         if self.current.is_ready:
             reason = f"no peer is {'free' if self._order.peers else 'live'}"
-            self._go_alone("this node saves its traffic" if self._is_saving else reason)
+            self._go_alone("this node saves its traffic" if self._is_saving else reason, now)
 
     def _propose(self, now: float) -> None:
         askable = self._left() - {peer for peer, at in self.current.ask_at.items() if at > now}
@@ -300,7 +313,7 @@ class Pairing:
             session = session[:-1] + bytes((self.current.fragment,))
         self._bond = Bond(peer, session, is_proposer=True)
         self.current.num_proposals += 1
-        self._timers[_Timer.ANSWER] = now + self._waits.answer
+        self._timers[_Timer.OTHER] = now + self._waits.answer
         self._move(State.PROPOSED)
         self._send(peer, messages.Propose(self._bond.session, self.current.seconds_left(now)))
 
@@ -309,7 +322,7 @@ class Pairing:
         if (fragment := self._fragment_of(bond.session)) != self.current.fragment:
             self._use_fragment(fragment)
         self._timers.pop(_Timer.PROPOSE, None)
-        self._timers.pop(_Timer.ANSWER, None)
+        self._timers.pop(_Timer.OTHER, None)
         self._move(State.MATCHED)
         if self.current.is_ready:
             if not self._config.takes_steps(self.round):  # the partner is ready within `Waits.meeting`, by its word
@@ -326,8 +339,7 @@ class Pairing:
         if self._bond.peer in self._order.peers:
             self.current.ask_at[self._bond.peer] = ask_again_at
         self._bond = None
-        self._timers.pop(_Timer.ANSWER, None)
-        self._timers.pop(_Timer.PARTNER, None)
+        self._timers.pop(_Timer.OTHER, None)
         self._end_box_at(self.current.started_at + self._config.round_seconds)  # as before the agreement
         self._move(State.SEEKING)
 
@@ -379,17 +391,12 @@ class Pairing:
             self._seek(now)
 
     def _lose(self, peer: bytes, now: float) -> None:
-        if self._bond is None or self._bond.peer != peer:
-            return
-        if self.state in (State.PROPOSED, State.MATCHED):
+        is_ours = self._bond is not None and self._bond.peer == peer
+        if is_ours and self.state in (State.PROPOSED, State.MATCHED):  # an exchange ends by itself
             self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
-        elif self.state is State.EXCHANGING:  # which ends by itself
-            self.current.lost.add(peer)
 
     def _ask_lost_at(self, peer: bytes, now: float) -> float:
-        is_first_time = peer not in self.current.lost
-        self.current.lost.add(peer)
-        return now + self._retry_after if is_first_time else math.inf
+        return math.inf if peer in self.current.ask_at else now + self._retry_after
 
     # Messages
 
@@ -458,7 +465,7 @@ class Pairing:
         match self.state:
             case State.AWAY:
                 return messages.Decline(session, "away")
-            case State.MATCHED if not self._gives_partner_up_for(peer, now):
+            case State.MATCHED if not self._gives_partner_up_for(peer, proposal.seconds_left, now):
                 if self._order.tier(peer) == 0:
                     self.current.declined.add(peer)
                 return messages.Decline(session, "matched")
@@ -477,7 +484,9 @@ class Pairing:
             case _ if self._is_saving:
                 return messages.Decline(session, "away")
         wait = self._waits.between(self.current.seconds_left(now), proposal.seconds_left)
-        patience = min(self.wait_ends_at - now, self._waits.patience)
+        is_later = self.current.failure or (proposal.seconds_left == 0.0 and self._order.has_doubts)
+        is_brief = is_later and not self._order.is_proven(peer)
+        patience = min(self.wait_ends_at - now, MIN_ANSWER if is_brief else self._waits.patience)
         if self._config.partners > 1 and proposal.seconds_left == 0.0:  # the peer will not wait for longer
             patience = min(patience, self._waits.meeting)
         if wait > patience:
@@ -487,14 +496,16 @@ class Pairing:
             return messages.Busy(session, self._retry_after)
         return messages.Agree(session, self.current.seconds_left(now))
 
-    def _gives_partner_up_for(self, peer: bytes, now: float) -> bool:
+    def _gives_partner_up_for(self, peer: bytes, seconds_left: float | None, now: float) -> bool:
         """Return whether to swap: a peer in turn asks a second time, so it has no other left, and there is time.
 
-        A partner that is put off is a last resort: it is given up for any better one.
+        A partner that is put off is a last resort: given up for any better one; a later one for one that is ready.
         """
         assert self._bond is not None
         if self._bond.peer in self._order.put_off:
             return peer in self._order.peers and self._order.tier(peer) < self._order.tier(self._bond.peer)
+        if self.current.failure and seconds_left == 0.0 and peer not in self._order.put_off:
+            return not self._bond.is_partner_ready
         may_swap = self._is_early(now) and not self._bond.is_partner_ready
         return may_swap and not self.current.has_given_up and peer in self.current.declined
 
@@ -536,12 +547,14 @@ class Pairing:
         match timer:
             case _Timer.PROPOSE:
                 self._propose(now)
-            case _Timer.ANSWER:
+            case _Timer.OTHER if self.state is State.PROPOSED:
                 self._withdraw()
                 self._seek_another(now)
+            case _Timer.FOLLOW:
+                self._follow(now)
             case _Timer.BOX:
                 self._outputs.append(FinishRound(self.round))
-            case _Timer.PARTNER:
+            case _Timer.OTHER:
                 asked, ends_at = self.current.ask_at, self.wait_ends_at
                 if any(asked.get(peer, 0.0) < ends_at for peer in self._order.peers - {self.partner}):
                     self._give_partner_up()
@@ -553,12 +566,12 @@ class Pairing:
                 elif self.state is not State.SEEKING:
                     self._withdraw()
                     self._part(math.inf)
-                self._go_alone(NOT_READY if is_matched else "no partner in time")
+                self._go_alone(NOT_READY if is_matched else "no partner in time", now)
 
     def _give_partner_up(self) -> None:
         """Withdraw from a partner that is late; its turn is used."""
         assert self._bond is not None, "the timer runs while there is a partner"
-        self.current.failure = self.current.failure or NOT_READY
+        self.current.let_down(NOT_READY)
         self._order.note_failure(self._bond.peer)
         self._order.note_meeting(self._bond.peer)
         self._withdraw()

@@ -15,10 +15,7 @@ from ..wire.timers import SetTimer, TimerFired
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """The trainer begins the inner steps of this round. Ends any agreement for an earlier round.
-
-    A running exchange goes on without this machine: where it overlaps with this round, the caller follows it.
-    """
+    """The trainer begins the inner steps of this round. Ends any agreement for an earlier round, but no exchange."""
 
     round: int
     at: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
 import itertools
@@ -83,7 +82,7 @@ class PeerOrder:
         self.phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
         """Share of a peer's period that passes before its first turn: from 0 to 1, the same for both."""
         self._turns: list[tuple[float, bytes]] | None = None
-        """When the bucket of each peer is empty, in this order: sorted once and not at each proposal."""
+        """When the bucket of each peer is empty, in this order: sorted once a round and not at each proposal."""
 
     def begin(self, round_: int) -> None:
         """Begin a round; the first one counts."""
@@ -132,11 +131,8 @@ class PeerOrder:
 
     def note_meeting(self, peer: bytes) -> None:
         """Use a peer's turn."""
-        before = self._emptied_at(peer)
-        self._record(peer).empty_at = after = max(before, self._round) + self._period
-        if self._turns is not None and peer in self.peers:
-            del self._turns[bisect.bisect_left(self._turns, (before, peer))]
-            bisect.insort(self._turns, (after, peer))
+        self._record(peer).empty_at = max(self._emptied_at(peer), self._round) + self._period
+        self._turns = None
 
     def note_failure(self, peer: bytes) -> None:
         """Put a peer off because it did not keep its word, or the exchange with it failed."""
@@ -154,8 +150,6 @@ class PeerOrder:
         self._count()
 
     def _record(self, peer: bytes) -> _Record:
-        if peer not in self._records and len(self._records) >= MAX_PEERS:
-            self._turns = None  # the oldest is forgotten
         self._records[peer] = record = self._records.get(peer) or _Record()
         return record
 

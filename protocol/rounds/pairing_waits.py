@@ -38,15 +38,10 @@ class Waits:
     """The last exchange; 0: there was none."""
 
     @property
-    def longest_exchange(self) -> float:
-        """Return ``exchange_seconds``, or two rounds if these are shorter: the next ones have partners too."""
-        round_seconds = self.config.round_seconds or self.inner_seconds or math.inf
-        return min(self.config.exchange_seconds, 2 * round_seconds)
-
-    @property
     def longest(self) -> float:
-        """Return for how long a ready node waits."""
-        return WAIT_SHARE * self.longest_exchange
+        """Return for how long a ready node waits; as if exchanges took two rounds at most: the next have partners."""
+        round_seconds = self.config.round_seconds or self.inner_seconds or math.inf
+        return WAIT_SHARE * min(self.config.exchange_seconds, 2 * round_seconds)
 
     @property
     def meeting(self) -> float:
@@ -56,7 +51,7 @@ class Waits:
     @property
     def patience(self) -> float:
         """Return for how long one partner may wait for the other at the end of a round."""
-        return (MEETING_SHARE if self.config.round_seconds else WAIT_SHARE) * self.longest_exchange
+        return self.longest * (MEETING_SHARE / WAIT_SHARE if self.config.round_seconds else 1.0)
 
     @property
     def answer(self) -> float:
@@ -111,14 +106,10 @@ class PairingRound:
     ready_at: float = math.inf
     propose_at: float = 0.0
     num_proposals: int = 0
-    has_broken: bool = False
-    """Whether the first exchange broke."""
     failure: str = ""
     """What first went wrong in this round, for people."""
     ask_at: dict[bytes, float] = field(default_factory=dict)
     """Live peer -> not before; infinity: not in this round."""
-    lost: set[bytes] = field(default_factory=set)
-    """Peers whose connection broke: it may be made again once."""
     matched: dict[bytes, bool] = field(default_factory=dict)
     """Peer in turn that declined a proposal because it has a partner -> whether it may be asked once more."""
     declined: set[bytes] = field(default_factory=set)
@@ -136,6 +127,11 @@ class PairingRound:
         if self.is_ready:
             return 0.0
         return None if self.ends_at is None else max(0.0, self.ends_at - now)
+
+    def let_down(self, reason: str) -> None:
+        """Note that a partner failed this node. All are asked again: theirs may have failed too."""
+        self.failure = self.failure or reason
+        self.ask_at.clear()
 
     def comes_first(self, peer: bytes, bond: Bond) -> bool:
         """Return whether a peer's proposals come before ours, ``bond``: half do; asking again changes nothing."""

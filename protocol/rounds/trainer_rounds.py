@@ -314,8 +314,6 @@ class TrainerRounds:
         if ended.committed:
             self._show("outer step", f"outer step of round {ended.round}")
             self.tell(messages.TakeOuterStep(ended.round, ended.peer, ended.partner_size, ended.partner_tokens))
-        elif is_overlapped:  # pairing is in the next round, and does not ask for this
-            self._go_alone(ended.round, pairing.failure(ended.reason))
         if ended.is_broken and not is_overlapped:
             self._show("pairing", f"the exchange of round {ended.round} broke", "another partner")
             decisions.outputs.append(Say(f"another partner is sought for round {ended.round}", "note"))

@@ -19,9 +19,7 @@ SEVERAL = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, 
 STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 CHOSEN = complete(Manifest("chosen", MODEL), ()).rounds
 SHORT = RoundConfig(inner_steps=0, round_seconds=2.0, exchange_seconds=4.0, overlap=True)
-WAITING = RoundConfig(inner_steps=0, round_seconds=2.0, exchange_seconds=4.0)
-MEDIUM = RoundConfig(inner_steps=0, round_seconds=4.0, exchange_seconds=8.0, overlap=True)
-ATTACKED = {"chosen": CHOSEN, "boxed": BOXED, "steps": STEPS, "short": SHORT, "waiting": WAITING, "medium": MEDIUM}
+ATTACKED = {"chosen": CHOSEN, "boxed": BOXED, "steps": STEPS, "short": SHORT, "overlapped": OVERLAPPED}
 """The rounds in which hostile members are simulated."""
 EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
 # A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
@@ -80,75 +78,56 @@ def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
     assert report.coherence > 0.9
 
 
-@pytest.mark.parametrize("rounds", [CHOSEN, BOXED, STEPS])
-def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig) -> None:
-    seconds = 60 * (rounds.round_seconds or 30.0)
-    honest = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0), seed=1)
-    attacked = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0, num_capturing=1), seed=1)
-    # Each node loses a round, then one of 3, one of 5, one of 9, and so on.
-    assert attacked.rounds > 0.8 * honest.rounds
-    assert attacked.alone <= 0.12 * attacked.rounds
-    assert chi_square(attacked.pairs, 16) < MAX_DEVIATION
-
-
-def kept(rounds: RoundConfig, num_honest: int, **hostile: Any) -> float:
+def kept(rounds: RoundConfig, num_hostile: int, **attack: Any) -> float:
     """Return how often nodes averaged with an honest one, as a share of what they do without hostile members."""
-    honest = PairingScenario(
-        num_honest, rounds, 360.0, step_seconds=(0.1, 0.1), start_spread=2.0, transfer_seconds=(0.05, 0.2)
-    )
-    return averaged(dataclasses.replace(honest, **hostile)) / averaged(honest)
+    num_honest = 3 * num_hostile + (num_hostile == 1)
+    honest = PairingScenario(num_honest, rounds, 360.0, (0.1, 0.1), start_spread=2.0, transfer_seconds=(0.05, 0.2))
+    return averaged(dataclasses.replace(honest, num_capturing=num_hostile, **attack)) / averaged(honest)
 
 
 @functools.cache
 def averaged(scenario: PairingScenario) -> int:
-    """Return how often nodes averaged with an honest one from the third minute on."""
-    return sum(count for minute, count in simulate(scenario, seed=1).averaged.items() if minute >= 3)
+    """Return how often nodes averaged with an honest one from the third minute on, in two simulations."""
+    counts = Counter[int]()
+    for seed in (1, 2):
+        counts += simulate(scenario, seed).averaged
+    return sum(count for minute, count in counts.items() if minute >= 2)
 
 
+def hostile(kind: Capturing, claimed: float | None = None, key_seconds: float = math.inf) -> dict[str, Any]:
+    return {"capturing": kind, "claimed_seconds": claimed, "key_seconds": key_seconds}
+
+
+ABSENT = [hostile("absent"), hostile("absent", 1.0), hostile("absent", 1.0, 20.0)]
+MUTE, STALLED = ([hostile(kind), hostile(kind, None, 20.0)] for kind in ("mute", "stalled"))
+ACCEPTED = (CHOSEN, BOXED, OVERLAPPED, STEPS)  # by `farandole run create`
+
+
+@pytest.mark.parametrize("attack", [*ABSENT, *MUTE])
 @pytest.mark.parametrize(
-    "hostile",
+    ("rounds", "num_hostile"),
     [
-        {"capturing": "absent"},
-        {"capturing": "absent", "claimed_seconds": 1.0},
-        {"capturing": "absent", "claimed_seconds": 1.0, "key_seconds": 20.0},
-        {"capturing": "mute"},
-        {"capturing": "mute", "key_seconds": 20.0},
-    ],
-)
-@pytest.mark.parametrize(
-    ("rounds", "num_honest", "num_absent"),
-    [
-        (CHOSEN, 12, 4),
-        (SHORT, 4, 1),
-        (WAITING, 4, 1),
-        (MEDIUM, 12, 4),
-        pytest.param(CHOSEN, 48, 16, marks=pytest.mark.soak),
+        (SHORT, 1),
+        *((rounds, 4) for rounds in ACCEPTED),
+        *(pytest.param(rounds, 16, marks=pytest.mark.soak) for rounds in ACCEPTED),
     ],
 )
 def test_members_that_never_follow_through_cost_at_most_a_tenth(
-    rounds: RoundConfig, num_honest: int, num_absent: int, hostile: dict[str, Any]
+    rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
 ) -> None:
     """They know the code: they say what harms most, propose twice to no node that waits for them, and change keys."""
-    assert kept(rounds, num_honest, num_capturing=num_absent, **hostile) >= 0.9
+    assert kept(rounds, num_hostile, **attack) >= 0.9
 
 
-@pytest.mark.parametrize("key_seconds", [math.inf, 20.0])
-@pytest.mark.parametrize("capturing", ["mute", "stalled"])
+@pytest.mark.parametrize("attack", STALLED)
 @pytest.mark.parametrize(
-    ("rounds", "num_honest", "num_hostile"),
-    [
-        (CHOSEN, 12, 4),
-        (SHORT, 4, 1),
-        (MEDIUM, 12, 4),
-        pytest.param(CHOSEN, 48, 16, marks=pytest.mark.soak),
-    ],
+    ("rounds", "num_hostile"), [(SHORT, 1), (CHOSEN, 4), pytest.param(CHOSEN, 16, marks=pytest.mark.soak)]
 )
 def test_members_that_begin_and_hold_an_exchange_cost_little(
-    rounds: RoundConfig, num_honest: int, num_hostile: int, capturing: Capturing, key_seconds: float
+    rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
 ) -> None:
-    """Each takes a whole round of a node, and a key that is left before its failure shows is a stranger's."""
-    hostile = {"num_capturing": num_hostile, "capturing": capturing, "key_seconds": key_seconds}
-    assert kept(rounds, num_honest, **hostile) >= 0.9
+    """Each takes a whole round of a node: of those of 30 s, too few are over in the third minute."""
+    assert kept(rounds, num_hostile, **attack) >= 0.9
 
 
 @pytest.mark.parametrize(
@@ -160,11 +139,11 @@ def test_what_keeps_absent_members_out_costs_honest_ones_nothing_in_short_rounds
 ) -> None:
     """Messages take up to a tenth of such a round, so a partner that is left too early is most often an honest one.
 
-    Transfers of up to three quarters of a round fail most: 3.9 % of rounds are alone.
+    Transfers of up to three quarters of a round fail most: 4 % of rounds are alone.
     """
     scenario = PairingScenario(12, SHORT, 400.0, step_seconds, start_spread=2.0, transfer_seconds=transfer_seconds)
-    report = simulate(scenario, seed=1)
-    assert report.alone <= 0.04 * report.rounds
+    reports = [simulate(scenario, seed) for seed in range(4)]
+    assert sum(report.alone for report in reports) <= 0.045 * sum(report.rounds for report in reports)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +176,10 @@ def test_who_proposes_to_all_at_once_gets_at_most_half_more_than_its_share(
     assert attacked.alone <= 0.01 * attacked.rounds
 
 
-def test_an_odd_node_out_loses_no_time() -> None:
+def test_an_odd_node_out_loses_no_time_and_fixed_steps_of_equal_speeds_pair_nearly_all() -> None:
     report = simulate(PairingScenario(9, BOXED, 3_000.0, start_spread=5.0), seed=1)
     assert report.alone == pytest.approx(report.rounds / 9, rel=0.1)
     assert report.longest_wait < 3.0
-
-
-def test_rounds_of_fixed_steps_and_equal_speeds_pair_nearly_all() -> None:
     report = simulate(PairingScenario(8, STEPS, 3_000.0, start_spread=5.0), seed=1)
     assert report.alone <= 0.01 * report.rounds
     assert chi_square(report.pairs, 8) < MAX_DEVIATION

@@ -19,7 +19,7 @@ from farandole.protocol.rounds.pairing_messages import Agree, Message, Propose, 
 from farandole.protocol.run.rules import RoundConfig
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
-ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32
+ALICE, BOB, CAROL, DAVE, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"d" * 32, b"m" * 32
 LOW, MIDDLE, HIGH = bytes(16), b"\x80" + bytes(15), b"\xff" * 16
 BOXED = RoundConfig(inner_steps=0, round_seconds=40.0, exchange_seconds=30.0)
 SEVERAL = msgspec.structs.replace(BOXED, partners=2)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.protocol.rounds.pairing import OFFER_SHARE
+from farandole.protocol.rounds.pairing import MAX_LATER_OFFER, OFFER_SHARE
 from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     ExchangeEnded,
     GoAlone,
-    PeerLost,
     PeersChanged,
     RoundStarted,
     SendMessage,
@@ -27,16 +26,33 @@ from farandole.protocol.rounds.pairing_messages import (
     Withdraw,
     encode_message,
 )
-from farandole.protocol.rounds.pairing_waits import MEETING_SHARE, WAIT_SHARE
+from farandole.protocol.rounds.pairing_waits import MEETING_SHARE, MIN_ANSWER, WAIT_SHARE
 from farandole.protocol.trainer.trainer_messages import FinishRound
 from farandole.protocol.wire.timers import TimerFired
 
-from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, STEPS, Node, matched, only_proposal, started
+from .nodes import (
+    ALICE,
+    BOB,
+    BOXED,
+    CAROL,
+    DAVE,
+    HIGH,
+    LOW,
+    MALLORY,
+    MIDDLE,
+    STEPS,
+    Node,
+    matched,
+    only_proposal,
+    started,
+)
 
 
-def begun(session: bytes, peer: bytes, at: float, *, is_initiator: bool = True) -> StartExchange:
-    """Return the start of an exchange of round 7, for which the node is ready at 40 s."""
-    offer_by = at + OFFER_SHARE * (70.0 - at)
+def begun(
+    session: bytes, peer: bytes, at: float, *, is_initiator: bool = True, is_later: bool = False
+) -> StartExchange:
+    """Return the start of an exchange of round 7, the first or a later one, for which the node is ready at 40 s."""
+    offer_by = at + (MAX_LATER_OFFER if is_later else OFFER_SHARE * (70.0 - at))
     return StartExchange(session, peer, 7, is_initiator, 70.0, offer_by)
 
 
@@ -87,9 +103,9 @@ def test_after_an_exchange_that_broke_one_other_partner_is_met_by_the_same_deadl
     alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     assert alice.sent == [(CAROL, Ready(proposal.session))]
     alice.hear(CAROL, Ready(proposal.session), 42.2)
-    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2)]
-    ended = alice.handle(ExchangeEnded(proposal.session, CAROL, is_committed, is_broken=not is_committed), 45.0)
-    assert ended == ([] if is_committed else [GoAlone(7, "the exchange failed")]), "there is no third try"
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 42.2, is_later=True)]
+    ended = alice.handle(ExchangeEnded(proposal.session, CAROL, is_committed), 45.0)
+    assert ended == ([] if is_committed else [GoAlone(7, "the exchange failed")])
 
 
 def test_an_exchange_that_was_refused_or_took_too_long_is_not_repeated() -> None:
@@ -112,15 +128,6 @@ def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_ove
     assert ended[1:] == [GoAlone(7, "the exchange failed, and the partner was not ready in time")]
 
 
-def test_a_partner_known_to_be_gone_is_not_asked_again() -> None:
-    alice, session = exchanging()
-    alice.handle(PeerLost(BOB), 41.0)
-    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
-    _, proposal = only_proposal(alice)
-    ended = alice.hear(CAROL, Decline(proposal.session, "matched"), 42.1)
-    assert ended == [GoAlone(7, "the exchange failed, and no peer is free")]
-
-
 def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
@@ -141,19 +148,49 @@ def late_partner(seconds_left: float, *, has_exchanged: bool) -> tuple[Node, byt
     return alice, session
 
 
+def let_down(seconds_left: float = 0.0) -> tuple[Node, Propose]:
+    """Return Alice, ready at 40 s, whom Bob has let down, and her proposal to Carol at 47.5 s."""
+    alice, session = late_partner(seconds_left, has_exchanged=False)
+    assert alice.handle(TimerFired(), 47.4) == []
+    alice.handle(TimerFired(), 40.0 + MEETING_SHARE * 30.0)
+    (withdrawn, (peer, proposal)) = alice.sent
+    assert (withdrawn, peer) == ((BOB, Withdraw(session)), CAROL)
+    assert isinstance(proposal, Propose)
+    return alice, proposal
+
+
 @pytest.mark.parametrize("seconds_left", [0.0, 14.0, 80_000.0])
 def test_a_partner_that_is_late_and_never_came_is_left_for_another(seconds_left: float) -> None:
-    alice, session = late_partner(seconds_left, has_exchanged=False)
-    late_at = 40.0 + MEETING_SHARE * 30.0
-    assert alice.handle(TimerFired(), late_at - 0.1) == []
-    alice.handle(TimerFired(), late_at)
-    (withdrawn, (peer, proposal)) = alice.sent
-    assert withdrawn == (BOB, Withdraw(session))
-    assert peer == CAROL
-    assert isinstance(proposal, Propose)
-    alice.hear(CAROL, Agree(proposal.session, 0.0), late_at)
-    alice.hear(CAROL, Ready(proposal.session), late_at)
-    assert alice.outputs[1:] == [begun(proposal.session, CAROL, late_at)]
+    alice, proposal = let_down(seconds_left)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 47.5)
+    alice.hear(CAROL, Ready(proposal.session), 47.5)
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 47.5, is_later=True)]
+
+
+def test_a_second_partner_has_a_moment_to_show_that_it_is_ready_and_a_ready_peer_takes_its_place() -> None:
+    alice, proposal = let_down()
+    alice.handle(PeersChanged(frozenset((BOB, CAROL, MALLORY))), 47.5)
+    alice.hear(MALLORY, Propose(LOW, 3.0), 47.5)
+    assert [type(answer) for _, answer in alice.sent] == [Busy], "it has yet to end its inner steps"
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 47.6)
+    assert alice.machine.partner == CAROL
+    alice.handle(TimerFired(), 47.6 + 2 * MIN_ANSWER)
+    (withdrawn, (peer, third)) = alice.sent
+    assert (withdrawn, peer) == ((CAROL, Withdraw(proposal.session)), MALLORY)
+    alice.hear(MALLORY, Agree(third.session, 0.0), 49.7)
+    alice.handle(PeersChanged(frozenset((BOB, CAROL, MALLORY, DAVE))), 49.7)
+    alice.hear(DAVE, Propose(LOW, 0.0), 49.8)
+    assert alice.machine.partner == DAVE
+    alice.hear(DAVE, Begin(LOW), 49.9)
+    assert alice.machine.state is State.EXCHANGING
+
+
+def test_time_lost_on_a_partner_that_did_not_come_is_taken_off_the_next_box() -> None:
+    alice, _ = let_down()
+    alice.handle(TimerFired(), 55.0)
+    assert alice.outputs[-1] == GoAlone(7, "the partner was not ready in time, and no peer is free")
+    alice.handle(RoundStarted(8), 56.0)
+    assert alice.machine.current.ends_at == 40.0 + 40.0
 
 
 def test_a_partner_that_is_late_is_awaited_if_it_has_come_before_or_nobody_else_can_be_asked() -> None:
@@ -208,7 +245,6 @@ def test_a_new_round_ends_what_was_agreed_and_unknown_sessions_are_withdrawn() -
     alice, session = matched()
     alice.handle(RoundStarted(8), 35.0)
     assert alice.sent == [(BOB, Withdraw(session))]
-    assert alice.handle(ExchangeEnded(session, BOB, committed=False), 36.0) == []
     assert alice.machine.round == 8
     alice = started()
     alice.hear(BOB, Ready(LOW), 1.0)
@@ -259,18 +295,28 @@ def test_without_boxes_ends_far_apart_do_not_pair() -> None:
     assert alice.machine.partner == BOB
 
 
-# Rounds that overlap with the exchange before them
-
-
 def test_a_round_that_began_before_its_partner_is_sought_ends_in_time() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
     alice.hear(BOB, Ready(session), 48.0)
     alice.handle(RoundStarted(8, at=40.0), 48.0)
-    assert alice.machine.current.ends_at == 80.0
-    alice.handle(
-        ExchangeEnded(session, BOB, committed=False), 60.0
-    )  # left to the caller: the machine is already in round 8
-    assert alice.outputs == []
+    assert alice.machine.round == 7, "the partner's offer may still fail to come"
+    alice.handle(TimerFired(), 48.0 + 1.25 * OFFER_SHARE * (70.0 - 48.0))
+    assert (alice.machine.round, alice.machine.current.ends_at) == (8, 80.0)
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True, round=7), 60.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
     alice.hear(BOB, Propose(LOW, 10.0), 60.0)
     assert alice.machine.partner == BOB
+
+
+def test_a_partner_that_offers_nothing_is_replaced_while_the_next_round_runs() -> None:
+    alice, session = exchanging()
+    alice.handle(RoundStarted(8, at=40.0), 40.1)
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True, round=7), 47.6)
+    peer, proposal = only_proposal(alice)
+    assert peer == CAROL
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 47.7)
+    alice.hear(CAROL, Ready(proposal.session), 47.7)
+    assert alice.outputs[1:] == [begun(proposal.session, CAROL, 47.7, is_later=True)]
+    assert alice.handle(ExchangeEnded(proposal.session, CAROL, committed=True, round=7), 49.0) == []
+    assert alice.machine.round == 8
