@@ -116,7 +116,7 @@ async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
     """Run until a first SIGINT, SIGTERM or ``farandole leave`` asks for a clean stop; a second ends it at once."""
     code = Exit.OK
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
-        async with trio.open_nursery() as nursery:
+        async with open_service_nursery() as nursery:
 
             async def watch() -> None:
                 nonlocal code
@@ -128,7 +128,6 @@ async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
 
             nursery.start_soon(watch)
             await run(daemon)
-            nursery.cancel_scope.cancel()
     return code
 
 
@@ -422,7 +421,7 @@ async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:
     """Connect to the run and return its signed manifest; None if the node is asked to leave first."""
     raw: bytes | None = None
 
-    async with trio.open_nursery() as nursery:
+    async with open_service_nursery() as nursery:
 
         async def give_up_when_leaving() -> None:
             await daemon.is_leaving.wait()
@@ -434,5 +433,4 @@ async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:
             await mesh.traffic.wait_spent(False)
         await connect_to_run(mesh.host, target, daemon.journal)
         raw = await obtain_manifest(mesh.host, target, daemon.journal)
-        nursery.cancel_scope.cancel()
     return raw

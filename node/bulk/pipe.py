@@ -412,13 +412,12 @@ class BulkPipe:
             assert arriving is not None, "what comes has a place"
             before = arriving.position
             try:
-                async with trio.open_nursery() as nursery:
+                async with open_service_nursery() as nursery:
                     nursery.start_soon(cancel_when_silent)
                     try:
                         await channel.receive(arriving)
                     except ChannelError as error:
                         logger.debug("receiving over the bulk channel broke off: %s", error)
-                    nursery.cancel_scope.cancel()
             finally:
                 self.bytes_received += arriving.position - before
             if arriving.rest:

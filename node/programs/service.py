@@ -161,11 +161,10 @@ class ProgramService:
         call: _Call | None = None
         try:
             if (calls := self._calls.get(name)) is not None:
-                async with trio.open_nursery() as nursery:
+                async with open_service_nursery() as nursery:
                     nursery.start_soon(_await_end, connection, nursery.cancel_scope)
                     with contextlib.suppress(trio.ClosedResourceError):
                         call = await calls.receive()
-                    nursery.cancel_scope.cancel()
             if call is None:
                 raise FarandoleError(f"this program does not listen to {name} any more")
             stream, _ = call

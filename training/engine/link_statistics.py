@@ -134,11 +134,11 @@ class UsualTraffic:
 
         ``is_young``: replicas may not have averaged yet.
         """
+        sender = self._senders[peer] = self._senders.get(peer) or _Sender()
         if not self._num_seen:
             self._levels.append(level)
-            self._learn(self._sender(peer), direction)
+            self._learn(sender, direction)
             return ""
-        sender = self._sender(peer)
         is_warm = self._num_seen >= NUM_WARM
         distance, cosine = level - statistics.median(self._levels), float(direction @ self._expected)
         by_level, by_cosine = max(self._level_deviation, LEAST_LEVEL), max(self._cosine_deviation, LEAST_COSINE)
@@ -169,10 +169,6 @@ class UsualTraffic:
             self._levels.append(level)
         self._learn(sender, direction)
         return ""
-
-    def _sender(self, peer: bytes) -> _Sender:
-        sender = self._senders[peer] = self._senders.get(peer) or _Sender()
-        return sender
 
     def _is_common(self, sender: _Sender) -> bool:
         """Return whether most senders deviate as this one does, which means that the model has changed."""
