@@ -72,8 +72,8 @@ class GreedyPairing:
                 self._peers = peers - {self._own}
             case MessageReceived(peer=peer, payload=payload):
                 return [*self._answer(peer, messages.decode_message(payload), now), *self._meet_next(now)]
-            case ExchangeEnded(committed=False):
-                return [GoAlone(self._round, "the exchange failed")]
+            case ExchangeEnded(committed=False, round=round_):
+                return [GoAlone(round_, "the exchange failed")]
             case TimerFired():
                 proposals = [
                     self._say(peer, messages.Propose(self._rng.randbytes(SESSION_BYTES), 0.0))
