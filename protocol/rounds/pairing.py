@@ -26,7 +26,6 @@ node proposes to a uniformly random live peer, well before it is ready:
 - *Further tries.* A ready node whose partner does not come, or whose exchange breaks, seeks another one while it would
   still wait: half of ``exchange_seconds`` is always left for that transfer. It asks all again, for others were let down
   too; these are ready, and soon show it. Where rounds overlap, the next begins once the partner's offer is due.
-- *Doubts.* While peers break agreements, those that kept one come first.
 - *Several partners.* Rounds without inner steps follow (`RoundConfig.partners`), in which all are ready at once.
 
 Rejected: leaving any late partner early (in short rounds, five times as many are alone). docs/decisions.md has others.
@@ -220,8 +219,9 @@ class Pairing:
         """Tell the partner that this node is ready, and wait for it; less for one that never came before."""
         self._send(bond.peer, messages.Ready(bond.session))
         if not self._order.is_proven(bond.peer):
-            half = (self.wait_ends_at - self.current.ready_at) / 2
-            self._timers[_Timer.OTHER] = now + (2 * MIN_ANSWER if self.current.failure else half)
+            is_half = self._config.round_seconds or self._order.has_doubts  # without boxes many are late
+            wait = (self.wait_ends_at - self.current.ready_at) / (2 if is_half else 1)
+            self._timers[_Timer.OTHER] = now + (2 * MIN_ANSWER if self.current.failure else wait)
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""

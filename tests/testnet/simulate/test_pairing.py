@@ -112,11 +112,11 @@ ACCEPTED = (CHOSEN, BOXED, OVERLAPPED, STEPS)  # by `farandole run create`
         *(pytest.param(rounds, 16, marks=pytest.mark.soak) for rounds in ACCEPTED),
     ],
 )
-def test_members_that_never_follow_through_cost_at_most_a_tenth(
+def test_members_that_never_follow_through_cost_at_most_a_tenth_or_a_fifth_of_fixed_steps(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
 ) -> None:
     """They know the code: they say what harms most, propose twice to no node that waits for them, and change keys."""
-    most = 0.13 if rounds is BOXED and num_hostile == 16 else 0.1  # where each wait also delays the next round
+    most = {BOXED: 0.13, STEPS: 0.2}.get(rounds, 0.1)  # without overlap each wait also delays the next round
     assert kept(rounds, num_hostile, **attack) >= 1 - most
 
 
