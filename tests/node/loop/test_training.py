@@ -406,11 +406,14 @@ async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None
 
 @with_rounds(RoundConfig(overlap=True))
 async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(story: Story, clock: MockClock) -> None:
+    story.exchange_seconds = 6 * EXCHANGE_SECONDS
     await story.meet(BOB)
     assert story.told() == [FOLLOWED(0, 0), FOLLOWED(1, 0)]
+    assert story.pairing.round == 0, "a partner that never exchanged may not offer anything"
+    await trio.sleep(4 * EXCHANGE_SECONDS)
     assert story.pairing.round == 1  # the next partner is sought while the exchange goes on
     assert story.pairing.state is pairing.State.SEEKING
-    await trio.sleep(2 * EXCHANGE_SECONDS)
+    await trio.sleep(4 * EXCHANGE_SECONDS)
     assert [start.round for start in story.exchanges] == [0]
     assert story.told()[2:] == [STEP(0)]
     assert story.pairing.round == 1
