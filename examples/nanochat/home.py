@@ -111,7 +111,7 @@ class Home:
             loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
             self.muon.step()
-            # Before the step that farandole acts on: what it does then comes on top of the pace.
+            # A slower machine's step; before the one that farandole acts on, whose time comes on top of the pace.
             time.sleep(max(0.0, pace.step_seconds - (time.monotonic() - began_at - seconds)))
             self.adamw.step()
             self.muon.zero_grad()

@@ -78,8 +78,11 @@ def main() -> None:
     if arguments.tokenizer is None:
         prepare(arguments.folder, arguments.text, arguments.shards, arguments.vocabulary, arguments.megabytes)
         return
+    try:
+        tokenizer = read_tokenizer(arguments.tokenizer)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = read_tokenizer(arguments.tokenizer)
     tokenizer.save(str(arguments.folder / TOKENIZER_NAME))
     print(f"{arguments.folder / TOKENIZER_NAME}: {tokenizer.get_vocab_size()} tokens, for [model] vocabulary")
 

@@ -42,6 +42,7 @@ VOCABULARY, MEGABYTES = 1_024, 12.0
 START_SECONDS: Final = 300.0
 # A loop's node says farewell when it ends.
 END_SECONDS: Final = 60.0
+# Homes are processes that say nothing of their end: how often to look at them and their logs.
 LOOK_SECONDS: Final = 0.2
 # As in `farandole testnet bench race`: from one home to another it is twice the delay.
 UP_MBIT, DOWN_MBIT, DELAY_MS = 20.0, 100.0, 25.0
@@ -259,7 +260,7 @@ def measured(way: Way, settings: Settings, texts: Texts, samples: Sequence[Path]
         raise SpeedrunError(f"{way.name}: no home has copied its weights; is --sample-seconds below --seconds?")
     curve, steps, allowed = [], 0, 0.0
     for name in progress.track(common, description=f"{way.name}: measuring"):
-        loaded = [torch.load(folder / name) for folder in samples]
+        loaded = [torch.load(folder / name, weights_only=True) for folder in samples]
         load_mean(model, [each["weights"] for each in loaded])
         seconds = max(each["seconds"] for each in loaded)
         bits = bits_per_byte(model, texts.held_out, texts.num_bytes, settings.context, settings.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
+import pickle  # of which nanochat's tokenizers are files
 import re
 import signal
 import subprocess
@@ -31,14 +31,14 @@ tokenizers = pytest.importorskip("tokenizers")
 EXAMPLE = Path(__file__).parent
 sys.path.insert(0, str(EXAMPLE))  # as its programs find each other
 
-import speedrun  # noqa: E402
-from measure import pulled_model  # noqa: E402
-from nanochat_model import files  # noqa: E402
-from nanochat_model.bits import bits_per_byte  # noqa: E402
-from nanochat_model.gpt import GPT, LOGIT_CAP, build, width_of  # noqa: E402
-from prepare import prepare  # noqa: E402
-from rich.progress import Progress  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import speedrun
+from measure import pulled_model
+from nanochat_model import files
+from nanochat_model.bits import bits_per_byte
+from nanochat_model.gpt import GPT, LOGIT_CAP, build, width_of
+from prepare import prepare
+from rich.progress import Progress
+from safetensors.torch import save_file
 
 BUILD = "nanochat_model.gpt:build"
 TEXTS = [
@@ -159,6 +159,9 @@ def test_a_pickle_that_is_no_tokenizer_runs_nothing(tmp_path: Path, monkeypatch:
     for other in others:
         with pytest.raises(pickle.UnpicklingError):
             files.from_pickle(pickle.dumps(other))
+        Path("tokenizer.pkl").write_bytes(pickle.dumps(other))
+        with pytest.raises(ValueError, match=r"tokenizer\.pkl is no tokenizer of nanochat"):
+            files.read_tokenizer(Path("tokenizer.pkl"))
     assert not Path("harmed").exists()
 
 

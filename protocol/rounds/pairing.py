@@ -79,6 +79,9 @@ MAX_PROPOSALS = 64
 # In this last share of a round no partner is given up: it would not find another before the round ends.
 SWAP_SHARE = 0.25
 NOT_READY = "the partner was not ready in time"
+# An exchange whose offer did not come has ended after this many times the time for it.
+_OFFER_GRACE = 1.25
+_ORDER_BYTES = 32  # a key of BLAKE3
 
 
 class _Timer(enum.Enum):
@@ -184,7 +187,7 @@ class Pairing:
         self._move(State.SEEKING)
         self.round = round_
         self._order.begin(round_)
-        self.current = current = PairingRound(order=self._rng.randbytes(32), started_at=at)
+        self.current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
         takes_steps = self._config.takes_steps(round_)
         current.ends_at = None if self._waits.inner_seconds is None else at + self._waits.inner_seconds
         if not takes_steps:
@@ -240,7 +243,7 @@ class Pairing:
         most = MAX_LATER_OFFER if self.current.failure else (self.wait_ends_at - self.current.ready_at) / 2
         offered = max(min(OFFER_SHARE * (deadline - now), most), MIN_ANSWER)
         if not self._order.is_proven(bond.peer):
-            self._timers[_Timer.FOLLOW] = now + 1.25 * offered  # by then it is known to have failed
+            self._timers[_Timer.FOLLOW] = now + _OFFER_GRACE * offered
         by = now + offered
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, by))
 

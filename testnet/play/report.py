@@ -26,7 +26,7 @@ class Growth(msgspec.Struct, frozen=True):
     hours: float
     """Hours between the middles of the two."""
     memory: float
-    """Share per hour (0.01 is 1 %), from third to third, the slower time: what is allocated once and stays is none."""
+    """Share per hour (0.01 is 1 %): the lesser of the growths from third to third, so one allocation is no growth."""
     trainer_memory: float | None
     descriptors: float
     """Increase of their number."""

@@ -14,6 +14,8 @@ from ..base.errors import TrainingError
 # Settings of a copy, which say nothing about what the model computes.
 _OF_A_COPY: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 MAX_INDEX_BYTES: Final = 16 * 1024 * 1024
+# The files of a model of some hundred billion parameters: all are open at a time.
+MAX_FILES: Final = 1_024
 _FILE: Final = re.compile(r"[\w.-]{1,128}\.safetensors")
 
 
@@ -42,8 +44,10 @@ def weight_files(folder: Path) -> list[Path]:
         with index.open("rb") as opened:
             raw = opened.read(MAX_INDEX_BYTES + 1)
         names = set(json.loads(raw)["weight_map"].values())
-        if len(raw) > MAX_INDEX_BYTES or not all(_FILE.fullmatch(name) for name in names):
-            raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes, or names that are no files beside it")
+        if len(raw) > MAX_INDEX_BYTES or len(names) > MAX_FILES or not all(_FILE.fullmatch(name) for name in names):
+            raise ValueError(
+                f"it has over {MAX_INDEX_BYTES} bytes or {MAX_FILES} files, or names that are no files beside it"
+            )
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise TrainingError(f"{index} says not which file has which weights: {error}") from error
     return sorted(folder / name for name in names)

@@ -6,7 +6,7 @@ As in nanochat, the last shard is for measuring and the others for training, and
 from __future__ import annotations
 
 import io
-import pickle
+import pickle  # of nanochat's tokenizers: `_Unpickler` runs nothing that they name
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +99,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a ``.json`` or ``.pkl`` file. Raises `ValueError` if it is none of nanochat's."""
-    tokenizer = from_pickle(path.read_bytes()) if path.suffix == ".pkl" else Tokenizer.from_file(str(path))
+    try:
+        tokenizer = from_pickle(path.read_bytes()) if path.suffix == ".pkl" else Tokenizer.from_file(str(path))
+    except (pickle.UnpicklingError, EOFError, LookupError) as error:
+        raise ValueError(f"{path} is no tokenizer of nanochat: {error}") from error
     if tokenizer.token_to_id(BOS) is None:
         raise ValueError(f"{path} has no token {BOS}, with which nanochat's documents begin")
     return tokenizer

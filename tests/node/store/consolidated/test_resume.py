@@ -161,6 +161,7 @@ def header(entries: object) -> bytes:
 
 _MATRIX = "transformer.h.0.attn.c_attn.weight"
 _INDEX = json.dumps({"weight_map": {"a": "../../secret.safetensors"}}).encode()
+_MANY = json.dumps({"weight_map": {str(at): f"{at}.safetensors" for at in range(1_025)}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ _INDEX = json.dumps({"weight_map": {"a": "../../secret.safetensors"}}).encode()
         (header([1]), "no safetensors file"),
         ((60_000).to_bytes(8, "little") + b"[" * 60_000, "no safetensors file"),
         (_INDEX, "says not which file"),
+        (_MANY, "says not which file"),
     ],
 )
 def test_weights_that_are_not_the_configurations_and_hostile_files_are_refused(
@@ -185,10 +187,9 @@ def test_weights_that_are_not_the_configurations_and_hostile_files_are_refused(
     """The spoilt are one of the weights, or the file of all, or an index that leads out of its folder."""
     saved_by_transformers(GPT2, tmp_path / "theirs")
     path = tmp_path / "theirs" / "model.safetensors"
-    if spoilt is _INDEX:
-        path.with_name("model.safetensors.index.json").write_bytes(_INDEX)
-    elif isinstance(spoilt, bytes):
-        path.write_bytes(spoilt)
+    if isinstance(spoilt, bytes):
+        spoils_index = spoilt in (_INDEX, _MANY)
+        (path.with_name("model.safetensors.index.json") if spoils_index else path).write_bytes(spoilt)
     else:
         weights = {**load_file(path), _MATRIX: spoilt}
         save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path)
