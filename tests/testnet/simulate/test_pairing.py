@@ -78,6 +78,18 @@ def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
     assert report.coherence > 0.9
 
 
+@pytest.mark.parametrize(("rounds", "deviation"), [(CHOSEN, MAX_DEVIATION), (BOXED, MAX_DEVIATION), (STEPS, 15.0)])
+def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig, deviation: float) -> None:
+    """Fixed steps: 13.8, since a node that was let down seeks again among the peers that are ready then."""
+    seconds = 60 * (rounds.round_seconds or 30.0)
+    honest = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0), seed=1)
+    attacked = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0, num_capturing=1), seed=1)
+    # Each node loses a round, then one of 3, one of 5, one of 9, and so on.
+    assert attacked.rounds > 0.8 * honest.rounds
+    assert attacked.alone <= 0.12 * attacked.rounds
+    assert chi_square(attacked.pairs, 16) < deviation
+
+
 def kept(rounds: RoundConfig, num_hostile: int, **attack: Any) -> float:
     """Return how often nodes averaged with an honest one, as a share of what they do without hostile members."""
     num_honest = 3 * num_hostile + (num_hostile == 1)

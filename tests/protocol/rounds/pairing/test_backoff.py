@@ -253,6 +253,18 @@ def test_many_greedy_peers_of_a_large_run_get_little_more_than_their_share_of_th
     assert 0.9 * fair < met < 1.5 * fair
 
 
+def test_a_greedy_peer_that_is_met_early_has_used_its_turn() -> None:
+    order = order_of(1_000)
+    greedy = [number.to_bytes(32, "big") for number in range(300)]
+    met = []
+    for round_ in range(100):
+        order.begin(round_)
+        met.append(min(greedy, key=order.tier))
+        order.note_meeting(met[-1])
+    assert len(set(met)) == 100
+    assert order.tier(met[0]) > 5
+
+
 def test_two_peers_agree_on_when_they_may_first_meet() -> None:
     tiers = []
     for num_peers in (20, *range(100, 10_001, 900)):
