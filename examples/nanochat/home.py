@@ -89,10 +89,10 @@ class Home:
         self.batches = texts.batches(batch, context, seed)
         self.muon, self.adamw = optimizers_of(model, self.tokens_per_step, factor)
 
-    def held_out_loss(self) -> float:
-        """Return nats a token of some held-out text."""
+    def held_out_loss(self) -> tuple[float, float]:
+        """Return nats a token of some held-out text, and its tokens a byte."""
         bits = bits_per_byte(self.model, self.texts.held_out, self.texts.num_bytes, self.context, HELD_OUT_ROWS)
-        return bits * math.log(2) / self.tokens_per_byte
+        return bits * math.log(2) / self.tokens_per_byte, self.tokens_per_byte
 
     @property
     def tokens_per_byte(self) -> float:
@@ -206,11 +206,9 @@ def joined(home: Home, run: str | Path, folder: Path | None, options: list[str])
         home.model,
         home.adamw,  # the optimizer that steps last
         run,
-        home=folder,
         evaluate=home.held_out_loss,
-        tokens_per_byte=home.tokens_per_byte,
         tokens_per_step=home.tokens_per_step,
-        options=options,
+        options=options if folder is None else [*options, "--home", str(folder)],
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import inspect
-import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from farandole.protocol.run.invite import decode_invite, is_invite
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.wire.errors import ManifestError
 from farandole.training.base.errors import TrainingError
-from farandole.training.cluster.external import Loop
+from farandole.training.cluster.external import Loop, Measure
 from farandole.training.cluster.ranks import Follower, open_ranks
 
 from ..base.control import call
@@ -43,22 +43,22 @@ class NoLoCo:
     two of them, on the parameters, in place. The loop, the data, the optimizer and its state are the caller's.
 
     ``run``: an invite, the directory that `create_run` has made, or None for the run of the node in ``home``.
-    ``home``: the node's data directory; by default the one in which a node of this run runs, or one for this run.
     A node that does not run is started, and leaves when the block ends. ``evaluate``: returns the held-out loss of the
-    present model, in nats a token; without it other members' contributions are judged by distance alone.
-    ``tokens_per_byte``: the tokens of the text that ``evaluate`` measures, over its bytes in UTF-8; with it the node
-    shows the loss in bits per byte too, which compares models with other tokenizers. ``tokens_per_step``: tokens that a
-    step counts for; they weight a pair's mean, and by default a step is one. A run whose model built-in trainers train
-    too needs them. ``recipe``: compared with the one of `create_run`.
-    ``options``: flags for ``farandole join``, such as ``["--port", "4001"]``.
+    present model, in nats a token; without it other members' contributions are judged by distance alone. It may return
+    a pair, the loss and the tokens of its text over the bytes in UTF-8: then the node shows bits per byte too, which
+    compare models with other tokenizers. ``tokens_per_step``: tokens that a step counts for; they weight a pair's mean,
+    and by default a step is one. A run whose model built-in trainers train too needs them. ``recipe``: compared with
+    the one of `create_run`.
+    ``options``: flags for ``farandole join``, such as ``["--port", "4001"]``. ``--home``, the node's data directory, is
+    by default the one in which a node of this run runs, or one for this run.
 
     Several processes of `torch.distributed`, each of which enters the block, are one member, whose node is rank 0's.
     Parameters may be cut over them in any way that makes DTensors, such as `fully_shard`.
 
     Raises `NodeError` if there is no node, another `FarandoleError` for a ``run`` that is none, is of another model or
-    takes no loops, and `ValueError` for a ``tokens_per_byte`` that is not positive. In the loop, ``optimizer.step``
-    raises `NodeError` when the node is gone; so does the block, if the node gets neither into the run nor on with the
-    download of its weights for ``timeout`` seconds, without rests. The logger ``farandole`` repeats its warnings.
+    takes no loops. In the loop, ``optimizer.step`` raises `NodeError` when the node is gone; so does the block, if the
+    node gets neither into the run nor on with the download of its weights for ``timeout`` seconds, without rests. The
+    logger ``farandole`` repeats its warnings.
     """
 
     def __init__(
@@ -67,16 +67,12 @@ class NoLoCo:
         optimizer: torch.optim.Optimizer,
         run: str | Path | None = None,
         *,
-        home: str | Path | None = None,
-        evaluate: Callable[[], float] | None = None,
-        tokens_per_byte: float | None = None,
+        evaluate: Measure | None = None,
         tokens_per_step: int | None = None,
         recipe: str = "",
         options: Sequence[str] = (),
         timeout: float = 600.0,
     ) -> None:
-        if tokens_per_byte is not None and not 0 < tokens_per_byte < math.inf:
-            raise ValueError(f"tokens_per_byte is {tokens_per_byte}: give the tokens over the bytes, such as 0.25")
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = inner  # wrappers of other libraries, such as accelerate's, call its hooks
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -85,11 +81,14 @@ class NoLoCo:
         self._ranks = ranks = open_ranks()
         # Another rank may be on a machine without the run's folder.
         run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
-        own_home = Path(home) if home is not None else folder or default_home()
-        if home is None and folder is None and run_id and await_node(own_home) != run_id.hex():
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        flags.add_argument("--home", type=Path)
+        given, others = flags.parse_known_args(options)
+        own_home = given.home or folder or default_home()
+        if given.home is None and folder is None and run_id and await_node(own_home) != run_id.hex():
             own_home = own_home / "runs" / run_id.hex()[:16]  # no node of this run is in the usual directory
         self.home = Path(ranks.of_leader(str(own_home)))
-        self._node = ChildNode(self.home, [*source, "--trainer", "external", *options])
+        self._node = ChildNode(self.home, [*source, "--trainer", "external", *others])
         self._member: Attachment | Follower
         if ranks.is_leader:
             store = NodeSettings(home=self.home).store
@@ -98,7 +97,7 @@ class NoLoCo:
                     f"which run? {self.home} knows none: give run= an invite, or a directory of farandole.create_run; "
                     "or start a node with `farandole join INVITE --trainer external`"
                 )
-            loop = Loop(model, recipe, evaluate, tokens_per_byte, tokens_per_step, ranks)
+            loop = Loop(model, recipe, evaluate, tokens_per_step, ranks)
             self._member = Attachment(self._node, run_id, loop, timeout)
             if evaluate is None:
                 logger.warning("without evaluate= others are judged by distance: what is far away counts in part")

@@ -29,7 +29,7 @@ MAX_WAITING: Final = 8
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 ANOTHER: Final = (
     "another loop is attached to this node: one trains at a time. To train with two, give this one a folder of its "
-    "own: NoLoCo(home=...)"
+    "own: NoLoCo(options=['--home', FOLDER])"
 )
 
 

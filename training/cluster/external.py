@@ -48,11 +48,11 @@ from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, who
 # Parameters of each kind in an error message.
 _MAX_NAMED: Final = 3
 
-Measure = Callable[[], float]
-"""Returns the held-out loss of the model as it is, in nats."""
+Measure = Callable[[], float | tuple[float, float]]
+"""Returns the held-out loss of the model as it is, in nats a token, or a pair: this and its text's tokens a byte."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Loop:
     """The parts of a user's loop."""
 
@@ -60,11 +60,11 @@ class Loop:
     recipe: str = ""
     evaluate: Measure | None = None
     """Returns the held-out loss of the current model; None: partners are judged by distance alone."""
-    tokens_per_byte: float | None = None
-    """Of the text that ``evaluate`` measures; None: not known."""
     tokens_per_step: int | None = None
     """Tokens of an optimizer step, which determine the share of a mean; None: 1 where only loops train."""
     ranks: Ranks = ALONE
+    tokens_per_byte: float | None = None
+    """Of the text that ``evaluate`` measured last; None: not known."""
 
 
 class LoopEnded(Exception):
@@ -79,7 +79,7 @@ class Turns:
         """Whether the user's loop is over: the engine has all later turns."""
         # The engine's questions, and None for the loop's turn; answers, and None when that is over.
         self._for_loop = SimpleQueue[Measure | None]()
-        self._for_engine = SimpleQueue[float | Exception | None]()
+        self._for_engine = SimpleQueue[float | tuple[float, float] | Exception | None]()
         self._is_over = False
         self._failure: BaseException | None = None
 
@@ -95,9 +95,9 @@ class Turns:
         while not self._is_over:
             if (question := self._for_loop.get()) is None:
                 break
-            answer: float | Exception
+            answer: float | tuple[float, float] | Exception
             try:
-                answer = float(question())
+                answer = question()
             except Exception as error:  # whatever the user's function raises is the engine's to judge
                 answer = error
             self._for_engine.put(answer)
@@ -118,7 +118,7 @@ class Turns:
             self._for_engine.get()
         return not self.has_left
 
-    def ask(self, question: Measure) -> float:
+    def ask(self, question: Measure) -> float | tuple[float, float]:
         """Have the user's thread, which waits for its turn, compute something; raises `DataError` if it cannot."""
         answer = None
         if not self.has_left:
@@ -239,9 +239,14 @@ def user_loss(loop: Loop, turns: Turns, num_windows: int = 1, key: bytes = b"") 
         raise DataError("this loop measures no held-out loss (evaluate=)")
     if not turns.has_left:
         loop.ranks.tell(Order.MEASURE)
-    loss = turns.ask(loop.evaluate)
-    if not math.isfinite(loss):
-        raise DataError(f"evaluate returned {loss}")
+    answer = turns.ask(loop.evaluate)
+    try:
+        loss, *ratio = map(float, answer if isinstance(answer, tuple) else (answer,))
+    except (TypeError, ValueError):  # whatever the user's function returns
+        loss, ratio = math.nan, []
+    if not math.isfinite(loss) or len(ratio) > 1 or not all(0 < each < math.inf for each in ratio):
+        raise DataError(f"evaluate returned {answer}: it must return nats a token, or a pair of them and tokens a byte")
+    loop.tokens_per_byte = ratio[0] if ratio else None
     return loss
 
 

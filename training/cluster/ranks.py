@@ -208,7 +208,7 @@ def synchronize(parameters: Iterable[nn.Parameter]) -> None:
 class Follower:
     """Any rank except rank 0. It obeys orders between two steps."""
 
-    def __init__(self, ranks: Ranks, module: nn.Module, evaluate: Callable[[], float] | None) -> None:
+    def __init__(self, ranks: Ranks, module: nn.Module, evaluate: Callable[[], object] | None) -> None:
         self.round = 0
         self.tokens = 0
         self.is_over = False

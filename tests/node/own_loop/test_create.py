@@ -101,13 +101,11 @@ def test_a_run_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         Invite(bytes(32), tuple(f"/ip4/192.0.2.{part}/tcp/4001/p2p/{peer_id_of(bytes(32))}" for part in range(4)))
     )
     assert len(long) > 255
-    assert farandole.NoLoCo(model, optimizer, long, home="other").home == Path("other")
+    assert farandole.NoLoCo(model, optimizer, long, options=["--port", "0", "--home=other"]).home == Path("other")
     with pytest.raises(ManifestError, match="no invite"):
         farandole.NoLoCo(model, optimizer, long[1:])
     with pytest.raises(farandole.FarandoleError, match=r"a list is no torch\.optim\.Optimizer"):
         farandole.NoLoCo(model, [optimizer], long)  # type: ignore[arg-type]  # which is refused
-    with pytest.raises(ValueError, match="tokens_per_byte"):
-        farandole.NoLoCo(model, optimizer, "farandole1abc", tokens_per_byte=0)
     farandole.create_run(model, "farandole1abc")
     assert farandole.NoLoCo(model, optimizer, "farandole1abc").home == Path("farandole1abc")
 
@@ -128,7 +126,7 @@ def test_a_loop_says_what_its_node_lacks(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ManifestError, match=r"which run.* knows none: give run= an invite"):
-        farandole.NoLoCo(model, optimizer, home=tmp_path / "new")
+        farandole.NoLoCo(model, optimizer, options=["--home", str(tmp_path / "new")])
     home = farandole.create_run(model, tmp_path / "run")
     loop = farandole.NoLoCo(model, optimizer, run=home, options=["--upload-mbit", "fast"])
     with pytest.raises(farandole.NodeError, match=r"Invalid value for '--upload-mbit'.*its output is in"), loop:

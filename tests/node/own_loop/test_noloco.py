@@ -90,7 +90,7 @@ def test_a_second_program_on_the_folder_ends_no_node_but_its_own(loop: Entered, 
     model, optimizer, joined = loop
     other = Scaled()
     second = farandole.NoLoCo(other, optimizer_of(other), run)
-    with pytest.raises(farandole.NodeError, match=r"another loop .* NoLoCo\(home="), second:
+    with pytest.raises(farandole.NodeError, match=r"another loop .* NoLoCo\(options=\['--home'"), second:
         pass
     before = joined.round
     take_steps(model, optimizer, 2 * STEPS)
@@ -177,7 +177,8 @@ def test_a_node_that_cannot_join_is_given_up_and_its_warnings_are_logged(
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no nvidia-smi
     invite = encode_invite(Invite(bytes(32), (f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}",)))
     model, home = Scaled(), tmp_path / "home"
-    loop = farandole.NoLoCo(model, optimizer_of(model), invite, home=home, timeout=4.0, options=["--only-when-idle"])
+    options = ["--only-when-idle", "--home", str(home)]
+    loop = farandole.NoLoCo(model, optimizer_of(model), invite, timeout=4.0, options=options)
     with pytest.raises(farandole.NodeError, match=r"within 4 s \(NoLoCo's timeout\): no known address answers"), loop:
         pass
     assert "the node warns: who else uses the GPU is not seen" in caplog.text

@@ -192,9 +192,15 @@ def test_evaluate_runs_in_the_users_thread_on_the_weights_that_are_judged(script
     script.engine.round_end.screen(zeros.numpy().tobytes())
     assert torch.equal(weights_of(script.module), before)
     assert set(threads) == {script._thread}
+    assert script.engine.tokens_per_byte(2) is None
 
 
-@pytest.mark.parametrize("returned", [float("nan"), "much", ValueError("no text")])
+def test_the_loss_of_a_pair_is_shown_in_bits_per_byte_too(scripts: list[Script]) -> None:
+    script = linear_script(scripts, evaluate=lambda: (2.0, 0.25))
+    assert (script.engine.evaluate(1), script.engine.tokens_per_byte(1)) == (2.0, 0.25)
+
+
+@pytest.mark.parametrize("returned", [float("nan"), "much", (1.0, 0.0), (1.0, 2.0, 3.0), ValueError("no text")])
 def test_an_evaluate_that_fails_costs_the_loss_alone(scripts: list[Script], returned: object) -> None:
     def evaluate() -> float:
         if isinstance(returned, Exception):
