@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,7 @@ RANK: Final = 16
 RUNS: Final = [complete(Manifest(model, preset(model)), ()) for model in [*PRESETS][3:]]
 
 
+@cache
 def traffic_table() -> str:
     """Return a row for each preset: an exchange in some codecs, and what a run with the chosen settings sends."""
     heads = "".join(f" {codec} |" for codec in CODECS)
@@ -51,6 +53,7 @@ def traffic_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+@cache
 def needs_table() -> str:
     """Return a row for each preset: a member's needs, with the settings that ``run create`` chooses."""
     lines = [
@@ -64,6 +67,7 @@ def needs_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+@cache
 def cards_table() -> str:
     """Return a row for each size of a GPU's memory: the largest that `farandole run plan` says it can train."""
     lines = ["| GPU | whole | with `--lean` | adapters, base in bf16 | in 4 bits | `1B` |", "|---" * 6 + "|"]

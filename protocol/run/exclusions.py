@@ -7,6 +7,7 @@ name gives. A node's setting is named by its flag.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -113,5 +114,10 @@ def is_used(manifest: msgspec.Struct, setting: str, flags: Collection[str] = ())
     given = getattr(section, name)
     if value:
         return bool(given == value)
+    return bool(given != _default_of(section.__class__, name))
+
+
+@cache  # a plan weighs thousands of manifests, and msgspec evaluates all annotations of a struct each time
+def _default_of(section: type[msgspec.Struct], name: str) -> object:
     (field,) = (field for field in msgspec.structs.fields(section) if field.name == name)
-    return bool(given != field.default)
+    return field.default
