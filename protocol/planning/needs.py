@@ -122,19 +122,17 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
     outer, rounds = manifest.outer, manifest.rounds
     num_parameters = stage_parameters(manifest.model, stage)
     num_fragment = -(-num_parameters // outer.fragments)
-    contribution = encoded_bytes(outer.codec, num_fragment, outer.topk)
+    contribution = encoded_bytes(outer.codec, num_fragment)
     num_matrices = num_parameters - (parts_of(manifest.model).ends if stage == 0 else 0)
     num_momenta = 0 if outer.momentum_codec == "none" else min(num_matrices, num_fragment)
     if num_momenta:
         contribution += encoded_bytes(outer.momentum_codec, num_momenta)
     is_cut = manifest.model.num_stages > 1
-    # Vectors of a checkpoint; of outer steps; of a fragment: before, as sent if the codec changes it, as received, and
-    # the codec's memory.
+    # Vectors of a checkpoint; of outer steps; of a fragment: before, as sent if the codec changes it, and as received.
     num_saved = len(required_vectors(outer)) + len(OPTIMIZER_VECTORS) + (outer.fragments > 1)
-    num_saved += outer.remembers_sent
-    num_outer = _NUM_OUTER + len(outer.vectors) + outer.remembers_sent
+    num_outer = _NUM_OUTER + len(outer.vectors)
     num_outer += rounds.partners > 1  # the last movement
-    num_exchanged = 2 + (outer.codec != "fp32") + outer.remembers_sent
+    num_exchanged = 2 + (outer.codec != "fp32")
     # With Muon the layers have no mean of squares. Their norms and biases do, and are not worth counting.
     spared = 0
     if manifest.inner.optimizer == "muon":

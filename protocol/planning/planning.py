@@ -63,10 +63,8 @@ GOOD_EXCHANGE: Final = 180.0
 # link) to the longest that a manifest accepts.
 STEPS: Final = tuple(map(float, (10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 300, 450, 600, 900, 1_200, 1_800, 3_600)))
 FRAGMENTS: Final = (1, 2, 4, 8, 16, 32, 64)
-# int8 lost nothing against fp32 in measurements, int4 and topk did (BENCHMARKS.md, Codecs and late outer steps).
-CODECS: Final = ("int8", "int4", "topk")
-# With this setting topk takes half the bytes of int4.
-PLANNED_TOPK: Final = 32
+# int8 lost nothing against fp32 in measurements, int4 did (BENCHMARKS.md, Codecs and late outer steps).
+CODECS: Final = ("int8", "int4")
 # Without overlap a trainer is busy for at least this share of its time.
 GOOD_BUSY_SHARE: Final = 0.9
 # Where the model is cut, an exchange that takes more seconds than this is worth the memory for two rounds at once.
@@ -264,8 +262,7 @@ def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()
 
 def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
     """Return the same run with this codec and ``fragments`` fragments; None where the run excludes that."""
-    topk = PLANNED_TOPK if codec == "topk" and manifest.outer.codec != "topk" else manifest.outer.topk
-    outer = msgspec.structs.replace(manifest.outer, codec=codec, topk=topk, fragments=fragments)
+    outer = msgspec.structs.replace(manifest.outer, codec=codec, fragments=fragments)
     try:
         return msgspec.structs.replace(manifest, outer=outer)
     except ManifestError:
@@ -353,7 +350,7 @@ def reason_for(setting: str, value: object) -> str:
             return "audits or several partners need it, or exchanges are short"
         case "outer.codec", "int8":
             return "a quarter of fp32's traffic, without a measured loss"
-        case "outer.codec" | "outer.topk", _:
+        case "outer.codec", _:
             return "int8 is too much for this line, though it learns more"
         case "inner.optimizer", "muon":
             return "learned more than AdamW in every comparison"

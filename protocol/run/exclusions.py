@@ -1,7 +1,7 @@
 """Settings that exclude each other: one table, by which manifests and nodes refuse, and which the reference prints.
 
-A setting of a manifest is named by its path and is in use where it differs from its default, or has the value that the
-name gives. A node's setting is named by its flag.
+A setting of a manifest is named by its path and is in use where it differs from its default. A node's setting is named
+by its flag.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ EXCLUSIONS: Final = (
     ),
     Exclusion(
         "audits",
-        ("rounds.overlap", "rounds.partners", "data.epochs", "outer.codec = topk"),
-        "a replay takes one outer step between two rounds, on the text that a node draws by itself, and has no memory "
-        "of what was not sent",
+        ("rounds.overlap", "rounds.partners", "data.epochs"),
+        "a replay takes one outer step between two rounds, on the text that a node draws by itself",
     ),
     Exclusion(
         "rounds.partners",
@@ -106,15 +105,11 @@ def is_used(manifest: msgspec.Struct, setting: str, flags: Collection[str] = ())
     """Return whether a setting that `EXCLUSIONS` names is in use."""
     if setting.startswith("--"):
         return setting in flags
-    path, _, value = setting.partition(" = ")
-    *sections, name = path.split(".")
+    *sections, name = setting.split(".")
     section: Any = manifest
     for part in sections:
         section = getattr(section, part)
-    given = getattr(section, name)
-    if value:
-        return bool(given == value)
-    return bool(given != _default_of(section.__class__, name))
+    return bool(getattr(section, name) != _default_of(section.__class__, name))
 
 
 @cache  # a plan weighs thousands of manifests, and msgspec evaluates all annotations of a struct each time

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -438,7 +438,10 @@ def decode_body(body: bytes) -> Manifest:
 
 
 def _converted(settings: object) -> Manifest:
-    settings = with_known(settings) if isinstance(settings, dict) else settings
+    if isinstance(settings, dict):
+        settings = with_known(settings)
+        if isinstance(outer := settings.get("outer"), Mapping) and outer.get("codec") == "topk":
+            raise UnknownManifestError("outer.codec = topk is no longer there: this run needs an earlier farandole")
     return msgspec.convert(settings, type=Manifest, strict=True)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from ..wire.safetensors import FP32_BYTES, MAX_HEADER_BYTES
 
-Codec = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
+Codec = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 MomentumCodec = Literal["none", "int8", "int4"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
@@ -61,10 +61,7 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The settings that every outer rule has: how contributions travel. Base class of the rules' settings."""
 
     codec: Codec = "fp32"
-    """How a contribution travels. With ``topk`` the means of two partners differ where only one has sent."""
-    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 64
-    """Of each 256 elements, how many the codec ``topk`` sends, in 4 + 2 topk bytes. 70 take what int4 takes and learn
-    more; 32 take half of that and learn clearly less (BENCHMARKS.md)."""
+    """How a contribution travels."""
     momentum_codec: MomentumCodec = "none"
     """How Muon's momentum travels with a contribution, to be averaged like the weights; ``none``: it stays at home."""
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
@@ -74,11 +71,6 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Names of the vectors that the rule keeps next to the slow weights: one fp32 number for each parameter, zero at
     first. They are part of every checkpoint, and a newcomer downloads them. A name that ends in ``square`` promises
     that no number is negative."""
-
-    @property
-    def remembers_sent(self) -> bool:
-        """Whether the codec keeps a vector of what it has sent."""
-        return self.codec == "topk"
 
     @property
     def momentum_gain(self) -> float:
@@ -155,7 +147,7 @@ OuterRules = NoLoCoConfig | PlainConfig | AdaptersConfig
 DEFAULT_KIND = "noloco"
 _DROPPED: Mapping[str, Mapping[str, float | None]] = {
     "inner": {"ends_rate": 1.0, "z_loss": 0.0},
-    "outer": {"drift": 0.0, "error_feedback": None},
+    "outer": {"drift": 0.0, "error_feedback": None, "topk": None},
     "screening": {"checked_share": None, "first_checks": None},
 }
 
@@ -197,13 +189,11 @@ def gamma_limit(alpha: float, momentum: Momentum = "heavy_ball") -> float:
 # The codecs in `farandole.training.outer.codec` take their sizes from here, and describe the layouts.
 
 SCALE_BYTES: Final = 4  # fp32
-TOPK_BLOCK: Final = 256  # an element's place fits in a byte
-DEFAULT_TOPK: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSize:
-    """The size of a codec that sends every element."""
+    """The size of a codec."""
 
     bits: int
     """Bits of each element."""
@@ -227,16 +217,9 @@ SIZES: Final[Mapping[str, CodecSize]] = MappingProxyType(
 )
 
 
-def topk_bytes(topk: int, num_elements: int) -> int:
-    """Return the bytes of ``topk`` elements of each block: a scale for the block, a value and a place per element."""
-    whole, rest = divmod(num_elements, TOPK_BLOCK)
-    last = SCALE_BYTES + 2 * min(topk, rest) if rest else 0
-    return whole * (SCALE_BYTES + 2 * topk) + last
-
-
-def encoded_bytes(codec: str, num_elements: int, topk: int = DEFAULT_TOPK) -> int:
+def encoded_bytes(codec: str, num_elements: int) -> int:
     """Return the bytes that ``num_elements`` fp32 numbers take in a codec of a manifest."""
-    return topk_bytes(topk, num_elements) if codec == "topk" else SIZES[codec].of(num_elements)
+    return SIZES[codec].of(num_elements)
 
 
 # The vectors of a replica's state: their names, and how many bytes they take in a checkpoint.
@@ -252,12 +235,9 @@ are the slow weights."""
 OPTIMIZER_VECTORS: Final = ("mean", "square")
 """AdamW's running means of the gradient and of its square. They would double a newcomer's download and are worth a few
 dozen steps, which a replica without them takes slowly (`farandole.training.inner.optimizer.ramp`)."""
-SENT: Final = "sent"
-"""The value of each element that the codec topk has last sent."""
 DROPPED: Final = ("error", "drift")
 """Vectors that older checkpoints may have, and nothing reads: what a codec had rounded away, and a correction."""
-# Vectors of a checkpoint in addition to the required ones: the optimizer's two, the fast weights, one of the codec, and
-# a dropped one.
+# Vectors of a checkpoint in addition to the required ones: the optimizer's two, the fast weights, and the dropped ones.
 _NUM_OPTIONAL: Final = 5
 
 

@@ -30,4 +30,4 @@ class ManifestError(FarandoleError, ValueError):
 
 
 class UnknownManifestError(ManifestError):
-    """A manifest is its creator's, and says what this version does not know: a newer one does."""
+    """A manifest is its creator's, and says what this version does not know: a newer or an older one does."""

@@ -118,10 +118,8 @@ class AdapterStack(Stack):
         views, members = self._model.views(mean), self._model.views(rows.flatten(0, 1))
         size = rows.size(1)
         for name in [name.removesuffix("A") for name in views if name.endswith(".A")]:
-            of_all = zip(
-                members[f"{name}A"].double().split(size), members[f"{name}B"].double().split(size), strict=True
-            )
-            for group, (of_a, of_b) in enumerate(of_all):
+            by_a, by_b = (members[name + part].double().split(size) for part in "AB")
+            for group, (of_a, of_b) in enumerate(zip(by_a, by_b, strict=True)):
                 a, b = merged([*zip(of_a, of_b, strict=True)], [1 / size] * size)
                 views[f"{name}A"][group], views[f"{name}B"][group] = a, b
         return mean

@@ -17,7 +17,7 @@ from farandole.training.outer.rule import OuterRule, rule_of
 from .co2 import CO2, CO2Config
 from .diloco import TWO_BITS_BYTES, DiLoCo, DiLoCoConfig
 from .gasloc import GASLoC, GASLoCConfig
-from .sparseloco import SparseLoCo, SparseLoCoConfig
+from .sparseloco import FEW_BYTES, SparseLoCo, SparseLoCoConfig
 
 _NOLOCO = NoLoCoConfig()
 _PLAIN: Final = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec="int8")
@@ -73,8 +73,10 @@ class Method:
         outer = self.outer
         if isinstance(outer, DiLoCoConfig) and outer.two_bits:
             per_element = TWO_BITS_BYTES
+        elif isinstance(outer, SparseLoCoConfig):
+            per_element = FEW_BYTES
         else:
-            per_element = encoded_bytes(outer.codec, _MANY, outer.topk) / _MANY
+            per_element = encoded_bytes(outer.codec, _MANY) / _MANY
         sent = per_element * self.exchanges / outer.fragments
         if self.momentum_codec is not None:
             sent += momenta * self.momentum_partners * encoded_bytes(self.momentum_codec, _MANY) / _MANY
@@ -100,8 +102,8 @@ class Trial:
 def methods(interval: int = 10) -> tuple[Method, ...]:
     """Return the methods that are compared."""
 
-    def nesterov(codec: Codec = "fp32", topk: int = 64, fragments: int = 1) -> NoLoCoConfig:
-        return NoLoCoConfig(momentum="nesterov", codec=codec, topk=topk, fragments=fragments)
+    def nesterov(codec: Codec = "fp32", fragments: int = 1) -> NoLoCoConfig:
+        return NoLoCoConfig(momentum="nesterov", codec=codec, fragments=fragments)
 
     half, quarter = -(-interval // 2), -(-interval // 4)
     return (
@@ -126,8 +128,6 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, bf16", "pairs", interval, nesterov("bf16")),
         Method("NoLoCo, Nesterov, fp16", "pairs", interval, nesterov("fp16")),
         Method("NoLoCo, Nesterov, int4", "pairs", interval, nesterov("int4")),
-        Method("NoLoCo, Nesterov, topk 70", "pairs", interval, nesterov("topk", topk=70)),  # int4's bytes
-        Method("NoLoCo, Nesterov, topk 32", "pairs", interval, nesterov("topk", topk=32)),
         Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov("int8"), half),
         Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov("int8"), interval),
         Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, nesterov("int8", fragments=2)),

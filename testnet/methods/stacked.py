@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from farandole.protocol.run.manifest import InnerConfig
-from farandole.protocol.run.rules import TOPK_BLOCK, Codec, OuterConfig
+from farandole.protocol.run.rules import Codec, OuterConfig
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.parameters import Layout, layout_of
 from farandole.training.data.batches import draw
@@ -45,10 +45,11 @@ from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Group, Method, Trial, rule_for
 from .diloco import DiLoCoConfig, in_two_bits
-from .sparseloco import SparseLoCo
+from .sparseloco import SparseLoCoConfig, few_of
 
 # Inner steps before the graph is captured: libraries take their memory in the first ones.
 _WARMUP_STEPS: Final = 3
+_BLOCK: Final = 256  # the longest of a codec
 
 Tokens = npt.NDArray[np.int64]
 
@@ -75,7 +76,7 @@ class Stack:
         self._num_trials = len(trials)
         self._model = _Model(modules[0].to(device), outer.codec)
         self._num_elements = self._model.num_elements
-        width = -(-self._num_elements // TOPK_BLOCK) * TOPK_BLOCK  # whole blocks, of every codec
+        width = -(-self._num_elements // _BLOCK) * _BLOCK  # whole blocks, of every codec
         self.theta = torch.zeros(len(trials) * per_trial, width, device=device)
         """Fast weights, (N, W) fp32."""
         for module, rows in zip(modules, self.theta.split(per_trial), strict=True):
@@ -274,12 +275,10 @@ class _Optimizer:
         self._gradients = gradients
         self._mean, self._square, self._update = (torch.zeros_like(theta) for _ in range(3))
         self._is_muon, decay = (torch.zeros_like(theta[:1]) for _ in range(2))
-        for flat, value_of in (
-            (self._is_muon, lambda name, _: float(name in gradients.by_muon)),
-            (decay, lambda _, view: settings.weight_decay if view.ndim > 2 else 0.0),  # (1, rows, columns)
-        ):
-            for name, view in model.views(flat).items():
-                view.fill_(value_of(name, view))
+        for name, view in model.views(self._is_muon).items():
+            view.fill_(name in gradients.by_muon)
+        for view in model.views(decay).values():
+            view.fill_(settings.weight_decay if view.ndim > 2 else 0.0)  # (1, rows, columns)
         self._factors = factors
         self._decay = factors * decay
 
@@ -306,8 +305,8 @@ class _Outer:
         self._settings = settings
         self._layout = layout
         self._rule = rule_for(settings)
-        self._is_sparse = isinstance(self._rule, SparseLoCo)
-        self._form = form_of(settings.codec, settings.topk)
+        self._is_sparse = isinstance(settings, SparseLoCoConfig)
+        self._form = form_of(settings.codec)
         self._theta = theta
         self.slow = theta.clone()
         """Slow weights, (N, W) fp32."""
@@ -317,16 +316,11 @@ class _Outer:
         )
         self._part = slice(0, 0)
         self._fast = self._exact = self._sent = theta
-        self._last = self._is_sent = torch.empty(0)
-        if settings.remembers_sent:
-            # What was last sent of each element. Of SparseLoCo's, the slow weights are what the others have.
-            own = OwnVectors(theta, self.slow, self._vectors)
-            self._last = self.slow if self._is_sparse else self._rule.contribution(own).clone()
 
     def _piece(self, flat: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return a copy (N, P) of the fragment in the rows of ``flat`` (N, W), by default in all."""
         chosen = flat[:, self._part] if rows is None else flat[rows, self._part]
-        return pad(chosen, (0, -chosen.size(1) % TOPK_BLOCK))
+        return pad(chosen, (0, -chosen.size(1) % _BLOCK))
 
     def _own(self, fast: Tensor, rows: Tensor | None = None) -> OwnVectors:
         vectors = {name: self._piece(flat, rows) for name, flat in self._vectors.items()}
@@ -341,10 +335,8 @@ class _Outer:
             self._exact = self._exact + self._piece(self._unsent)
         if isinstance(self._settings, DiLoCoConfig) and self._settings.two_bits:
             self._sent = in_two_bits(self._exact)
-        elif self._settings.remembers_sent:
-            last = self._piece(self._last)
-            self._sent = _decoded(self._exact, self._form, self._exact, last)
-            self._is_sent = ~_decoded(self._exact, self._form, torch.full_like(last, torch.nan), last).isnan()
+        elif isinstance(self._settings, SparseLoCoConfig):
+            self._sent = few_of(self._exact, self._piece(self.slow))
         elif self._settings.codec != "fp32":
             self._sent = _decoded(self._exact, self._form)
         if self._unsent is not None:
@@ -363,31 +355,25 @@ class _Outer:
                 order = (order + order.T) % size
             senders = groups[:, order].flatten(0, 1).unbind(1)  # R times (G R): the rows that each row hears
             contributions = [self._sent[each] for each in senders]
-            if self._settings.remembers_sent:  # a row takes its own for what topk has left out
-                sent, own_sent = self._is_sent, own.slow if self._is_sparse else self._sent[rows]
-                contributions = [torch.where(sent[each], self._sent[each], own_sent) for each in senders]
+            if self._is_sparse:  # a row takes its own for what was not sent
+                contributions = [torch.where(each.isnan(), own.slow, each) for each in contributions]
             if self._settings.is_lossy and self._rule.keeps_own_exact:
                 contributions = [self._exact[rows] + (each - self._sent[rows]) for each in contributions]
         self._rule.step(own, Meeting(contributions, [1 / size] * size, 0, is_late))
-        if size > 1 and self._settings.remembers_sent and not self._is_sparse:
-            sent, last = self._sent[rows], self._piece(self._last, rows)
-            self._last[rows, part] = torch.where(self._is_sent[rows], sent, last)[:, :length]
-        for flat, piece in (
-            (self.slow, own.slow),
-            *((self._vectors[name], each) for name, each in own.vectors.items()),
-        ):
-            flat[rows, part] = piece[:, :length]
+        self.slow[rows, part] = own.slow[:, :length]
+        for name, piece in own.vectors.items():
+            self._vectors[name][rows, part] = piece[:, :length]
         if is_late:
             self._theta[rows, part] += (own.slow - own.fast)[:, :length]
         else:
             self._theta[rows, part] = own.slow[:, :length]
 
 
-def _decoded(values: Tensor, form: Form, onto: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """Return what receivers who have ``onto`` decode of rows (N, W), of which they were sent ``last``."""
+def _decoded(values: Tensor, form: Form) -> Tensor:
+    """Return what receivers decode of rows (N, W)."""
     encoded = torch.empty(form.size(values.numel()), dtype=torch.uint8, device=values.device)
-    form.encode(values.flatten(), encoded, None if last is None else last.flatten())
-    decoded = torch.empty_like(values) if onto is None else onto.clone()
+    form.encode(values.flatten(), encoded)
+    decoded = torch.empty_like(values)
     form.decode(encoded, decoded.view(-1))
     return decoded
 

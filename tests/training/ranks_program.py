@@ -193,7 +193,7 @@ CASES = (
     NoLoCoConfig(codec="fp32"),
     NoLoCoConfig(codec="int8"),
     NoLoCoConfig(codec="int4", fragments=2, gamma=0.6),
-    NoLoCoConfig(codec="topk", topk=32),
+    NoLoCoConfig(codec="bf16"),
 )
 
 

@@ -124,7 +124,7 @@ class Checkpoint:
         vectors = outer.state() | self._means()
         if outer.settings.fragments > 1:
             vectors[FAST] = self._round_end.weights.flat
-        return vectors | outer.contributor.saved()
+        return vectors
 
     def _means(self) -> dict[str, Tensor]:
         return {} if self._optimizer is None else self._optimizer.state()
@@ -218,7 +218,7 @@ class Checkpoint:
         vectors = outer.state() | means
         load_start(path, self.tensors(vectors), optional=vectors.keys() - {SLOW}, partial=means.keys())
         self._round_end.weights.flat.copy_(outer.slow)
-        self._restart(Counters(0, steps, tokens), forgets=True)
+        self._restart(Counters(0, steps, tokens))
 
     @torch.no_grad()
     def begin_with(self, weights: Mapping[str, Tensor]) -> None:
@@ -227,12 +227,12 @@ class Checkpoint:
         for name, view in self.layout.views(slow).items():
             view.copy_(weights[name])
         self._round_end.weights.flat.copy_(slow)
-        self._round_end.restart(forgets=True)
+        self._round_end.restart()
 
-    def _restart(self, counters: Counters, *, forgets: bool = False) -> None:
+    def _restart(self, counters: Counters) -> None:
         totals = self._round_end.totals
         totals.round, totals.steps, totals.tokens = counters.round, counters.steps, counters.tokens
         self._begun = counters.steps, counters.tokens
-        self._round_end.restart(forgets=forgets)
+        self._round_end.restart()
         if self._optimizer is not None:  # without its means, its rate is ramped up
             self._optimizer.restart(counters.steps, counters.begun_at)

@@ -1,4 +1,4 @@
-"""Codecs for tensors on the wire: fp32, bf16, fp16, blocks of int8 or int4, or topk. The length determines the size.
+"""Codecs for tensors on the wire: fp32, bf16, fp16, or blocks of int8 or int4. The length determines the size.
 
     fp32   4 bytes an element, exact
     bf16   2 bytes an element, |x - decoded| <= 2^-8 |x| for normal numbers (rounded to the nearest)
@@ -7,8 +7,6 @@
            |x - decoded| <= scale (1/2 + 2^-15), scale = max(absmax / 127, 2^-126)      (the 2^-15: fp32's rounding)
     int4   blocks of 64 elements, each a scale (fp32) and half a byte an element: 4.5 bits an element;
            the same bound with scale = max(absmax / 7, 2^-126)
-    topk   of each 256 elements the k that moved furthest since they were last sent, as int8 with one scale, and their
-           places: 32 + 16 k bits for 256 elements; see `TopK`
 
 Bytes are little-endian. Encoding is deterministic, and decoding uses exact operations only, so both partners decode
 the same numbers from the same bytes on any machine. int8 of the weights lost nothing against fp32 in measurements of
@@ -16,8 +14,7 @@ NoLoCo (BENCHMARKS.md), at a quarter of the traffic. int4's error is larger than
 progress survives it, because own contributions stay exact (`farandole.training.outer.outer_state`). Values that are not
 finite, or so large that rounding might make them so, are refused on both ends.
 
-What other codecs cost, and why they were rejected, is in docs/decisions.md. topk is for the slowest links: where
-int8, or half of the weights in int8 twice as often, fits the connection, these learn more.
+What other codecs cost, and why they were rejected, is in docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.rules import DEFAULT_TOPK, SCALE_BYTES, SIZES, TOPK_BLOCK, CodecSize, topk_bytes
+from farandole.protocol.run.rules import SCALE_BYTES, SIZES, CodecSize
 
 from ..base.errors import CodecError
 
@@ -41,91 +38,9 @@ from ..base.errors import CodecError
 MAX_MAGNITUDE = 2.0**126
 MAX_FP16 = 65_504.0
 MIN_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals need no case of their own
-_TOPK_LEVELS = 127
 
 Result = TypeVar("Result")
 Piece = TypeVar("Piece")
-
-
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """A form with a memory: of every 256 elements, the ``k`` that moved furthest since they were last sent travel.
-
-    A block is a scale (fp32), k integers in -127..127 and their k places in the block, ascending, a byte each: 4 + 2 k
-    bytes for 256 elements; k is at most 128. The last block, of r elements, sends min(k, r) of them. For the rest the
-    receiver takes its own values, so it decodes into a copy of these. The sender remembers what it last sent of every
-    element: what is left out moves on, and has its turn when it is further off than its neighbours. That memory is
-    this codec's error feedback.
-
-    So two partners agree, to the codec's rounding, where both have sent. Where one has, the other alone moves, half the
-    way if their shares are equal; and where none has, nothing happens: their means are not one mean.
-    """
-
-    k: int
-
-    def size(self, num_elements: int) -> int:
-        """Return the bytes that ``num_elements`` take."""
-        return topk_bytes(self.k, num_elements)
-
-    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
-        """Write the ``values`` (n,) fp32 that are furthest from the ones sent ``last`` (n,), by default zeros."""
-        last = torch.zeros_like(values) if last is None else last
-        whole = len(values) - len(values) % TOPK_BLOCK
-        if whole:
-            rows = out[: self.size(whole)].view(-1, SCALE_BYTES + 2 * self.k)
-            _encode_topk(values[:whole].view(-1, TOPK_BLOCK), last[:whole].view(-1, TOPK_BLOCK), self.k, rows)
-        if rest := len(values) - whole:
-            row = out[self.size(whole) :].view(1, -1)
-            _encode_topk(values[whole:].view(1, -1), last[whole:].view(1, -1), min(self.k, rest), row)
-
-    def decode(self, data: Tensor, values: Tensor) -> None:
-        """Replace what ``data`` (size(n),) uint8 has in ``values`` (n,); raises `CodecError` if that is malformed."""
-        whole = len(values) - len(values) % TOPK_BLOCK
-        if whole:
-            rows = data[: self.size(whole)].view(-1, SCALE_BYTES + 2 * self.k)
-            _decode_topk(rows, self.k, values[:whole].view(-1, TOPK_BLOCK))
-        if rest := len(values) - whole:
-            _decode_topk(data[self.size(whole) :].view(1, -1), min(self.k, rest), values[whole:].view(1, -1))
-
-
-def _encode_topk(blocks: Tensor, last: Tensor, k: int, rows: Tensor) -> None:
-    """``blocks``, ``last`` (b, length) into ``rows`` (b, bytes of a block)."""
-    places = _furthest((blocks - last).abs_(), k)  # (b, k)
-    chosen = blocks.gather(1, places)
-    largest = torch.maximum(chosen.amax(1, keepdim=True), chosen.amin(1, keepdim=True).neg_())
-    if not bool((largest <= MAX_MAGNITUDE).all()):  # false for NaN as well, which is always chosen
-        raise CodecError("a value to be sent is not finite, or too large for topk")
-    scales = (largest / _TOPK_LEVELS).clamp_(min=MIN_SCALE)  # (b, 1)
-    rows[:, :SCALE_BYTES].copy_(scales.view(torch.uint8))
-    rows[:, SCALE_BYTES : SCALE_BYTES + k].view(torch.int8).copy_((chosen / scales).round_())
-    rows[:, SCALE_BYTES + k :].copy_(places)
-
-
-def _furthest(moves: Tensor, k: int) -> Tensor:
-    """The places (b, k) int64 of the k largest of ``moves`` (b, length), which are not negative; ascending.
-
-    Floats in the order of their bits, the place in the last eight of these: one sort of integers, for which NumPy has
-    vector instructions, and no ties. Moves that are equal to 2^-15 of their size go by their places.
-    """
-    keys = moves.view(torch.int32) & ~(TOPK_BLOCK - 1) | torch.arange(
-        moves.shape[1], dtype=torch.int32, device=moves.device
-    )
-    if keys.device.type == "cpu":
-        places = np.sort(np.sort(keys.numpy(), axis=1)[:, -k:] & (TOPK_BLOCK - 1), axis=1)
-        return torch.from_numpy(places).long()
-    return (keys.topk(k, dim=1, sorted=False).values & (TOPK_BLOCK - 1)).sort(dim=1).values.long()
-
-
-def _decode_topk(rows: Tensor, k: int, blocks: Tensor) -> None:
-    """Replace what ``rows`` (b, bytes of a block) have in ``blocks`` (b, length)."""
-    scales = rows.new_empty(len(rows), SCALE_BYTES).copy_(rows[:, :SCALE_BYTES]).view(torch.float32)  # (b, 1), aligned
-    if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / _TOPK_LEVELS * 2)).all()):
-        raise CodecError("a scale received is not a finite positive number")
-    places = rows[:, SCALE_BYTES + k :].long()  # (b, k)
-    if not bool((places[:, 1:] > places[:, :-1]).all() & (places[:, -1] < blocks.shape[1]).all()):
-        raise CodecError("places received are not ascending, or beyond their block")
-    levels = rows[:, SCALE_BYTES : SCALE_BYTES + k].view(torch.int8)
-    blocks.scatter_(1, places, levels.to(torch.float32).mul_(scales))
 
 
 # Elements encoded or decoded at a time, a multiple of every block: 2 MiB of fp32 stay in a processor's cache from one
@@ -146,7 +61,7 @@ class _Plain:
     def size(self, num_elements: int) -> int:
         return self.dtype.itemsize * num_elements
 
-    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
+    def encode(self, values: Tensor, out: Tensor) -> None:
         if not _is_within(values, self.limit):
             raise CodecError(f"a value to be sent is not finite, or too large for {self.name}")
         out.view(self.dtype).copy_(values)
@@ -175,7 +90,7 @@ class _Blocks:
     def size(self, num_elements: int) -> int:
         return self.layout.of(num_elements)
 
-    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
+    def encode(self, values: Tensor, out: Tensor) -> None:
         length, num_bytes = self.layout.block, self.size(self.layout.block)
         whole = len(values) - len(values) % length
         if whole:
@@ -226,13 +141,12 @@ class _Blocks:
         blocks.mul_(scales)
 
 
-Form = _Plain | _Blocks | TopK
+Form = _Plain | _Blocks
 """A codec's layout of numbers in bytes. All tensors of one call are on the same device.
 
 `size` returns the bytes that n elements take; whole blocks' bytes do not depend on the elements after them. `encode`
-writes values (n,) fp32 into out (size(n),) uint8; topk needs the values sent ``last`` (n,). `decode` reads data
-(size(n),) uint8 into values (n,) fp32; elements that topk did not send keep their values. Both raise `CodecError` if a
-value is not finite, or too large.
+writes values (n,) fp32 into out (size(n),) uint8, and `decode` reads data (size(n),) uint8 into values (n,) fp32. Both
+raise `CodecError` if a value is not finite, or too large.
 """
 
 _FORMS: dict[str, Form] = {
@@ -242,17 +156,15 @@ _FORMS: dict[str, Form] = {
     "int8": _Blocks(SIZES["int8"], 127),
     "int4": _Blocks(SIZES["int4"], 7),
 }
-CODECS = tuple(_FORMS)  # codecs that send every element; topk sends a part
+CODECS = tuple(_FORMS)
 
 
-def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:
+def form_of(codec: str) -> Form:
     """Return the form of a codec; raises `CodecError` if there is no codec of this name."""
-    if codec == "topk":
-        return TopK(topk)
     try:
         return _FORMS[codec]
     except KeyError:
-        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}, topk") from None
+        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}") from None
 
 
 def slices(num_elements: int, start: int = 0) -> Iterator[slice]:

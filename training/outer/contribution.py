@@ -1,7 +1,6 @@
 """The two contributions of a round: a replica's own, and its partner's.
 
-The own one is frozen, encoded slice by slice, and kept as the partner decodes it. topk remembers what it has last sent
-of every element. What no partner used was not passed on: only an outer step with a partner changes that memory.
+The own one is frozen, encoded slice by slice, and kept as the partner decodes it.
 
 The partner's is decoded and fed to the screening rule slice by slice while it arrives. When the last byte arrives, only
 the last slice remains to be processed. Decoded data is used once: another judgement, or bytes at another address,
@@ -32,13 +31,12 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.protocol.run.rules import SENT, OuterConfig
+from farandole.protocol.run.rules import OuterConfig
 
 from ..base.errors import CodecError, DataError
 from ..screening.rule import Encounter, Histories, Partner, Refuse, ScreeningRule, Verdict
 from .codec import (
     Buffer,
-    TopK,
     bytes_of,
     bytes_to_fill,
     bytes_to_read,
@@ -202,9 +200,7 @@ class Contribution:
     theta: Tensor
     """The fast weights as they were (n,)."""
     sent: Tensor
-    """The contribution as the partner decodes it (n,). Where topk left something out, the partner takes its own."""
-    memory: Tensor | None
-    """What topk has sent last of every element once a partner has used this contribution (n,)."""
+    """The contribution as the partner decodes it (n,)."""
     momentum: Tensor
     """The momenta as they were, and once they are encoded as the partner decodes them (m,)."""
 
@@ -222,16 +218,12 @@ class Contributor:
         self.momentum = momentum
         self._own = own
         self._copier = copier
-        self.form = form_of(outer.codec, outer.topk)
+        self.form = form_of(outer.codec)
         self._rule = rule
         largest = -(-len(own.fast) // outer.fragments)
         self._frozen = own.fast.new_empty(largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
         self._sent = self._frozen if is_exact else own.fast.new_empty(largest)
-        self._last: Tensor | None = None
-        if outer.remembers_sent:
-            self._last = rule.contribution(own).clone()
-        self._next_memory = None if self._last is None else own.fast.new_empty(largest)
 
     def freeze(self, part: slice) -> Contribution:
         """A contribution of one fragment of the weights, as they are now, to be encoded.
@@ -244,8 +236,7 @@ class Contributor:
             frozen.copy_(self._own.fast[part])
         momentum = frozen.new_empty(0) if self.momentum is None else self.momentum.freeze(part)
         self._copier.fork()
-        memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        return Contribution(part, frozen, sent, memory, momentum)
+        return Contribution(part, frozen, sent, momentum)
 
     def num_bytes(self, part: slice) -> int:
         """Return the encoded size of a fragment's contribution."""
@@ -299,7 +290,7 @@ class Contributor:
         return digest.digest()
 
     def _encode(self, piece: slice, place: slice, encoded: Tensor) -> None:
-        """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
+        """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode."""
         frozen, sent = self._frozen[piece], self._sent[piece]
         if not self._copier.is_aside:  # now that it is in the processor's cache
             frozen.copy_(self._own.fast[place])
@@ -308,33 +299,8 @@ class Contributor:
             return
         own = self._own.piece(place)
         sent.copy_(self._rule.contribution(replace(own, fast=frozen)))
-        if self._last is not None and self._next_memory is not None:
-            self.form.encode(sent, encoded, self._last[place])
-            self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
-            self.form.decode(encoded, sent)
-        else:
-            self.form.encode(sent, encoded)
-            self.form.decode(encoded, sent)
-
-    def passed_on(self, contribution: Contribution) -> None:
-        """Remember what a contribution left out, after a partner has used it."""
-        if self._last is not None and contribution.memory is not None:
-            last = self._last[contribution.part]
-            for piece in slices(len(last)):
-                last[piece] = contribution.memory[piece]
-
-    def restart(self, *, forgets: bool = False) -> None:
-        """Continue from weights that were just loaded; ``forgets``: with nothing remembered of earlier rounds.
-
-        topk then takes the slow weights for what was sent last, so that it sends what moves from there. If it took
-        zeros, it would send the largest weights instead.
-        """
-        if self._last is not None and (forgets or not bool(self._last.any())):
-            self._last.copy_(self._rule.contribution(replace(self._own, fast=self._own.slow)))
-
-    def saved(self) -> dict[str, Tensor]:
-        """Return vectors for this replica's own checkpoint, which no other replica needs: (n,), by name."""
-        return {} if self._last is None else {SENT: self._last}
+        self.form.encode(sent, encoded)
+        self.form.decode(encoded, sent)
 
 
 # The partner's
@@ -480,8 +446,6 @@ class PartnerContribution:
                 self._num_taken = piece.stop
                 try:
                     values = self._memory[piece]
-                    if isinstance(self._form, TopK):
-                        values.copy_(own.sent[piece])
                     self._form.decode(self._copier.fetch(bytes_to_read(source[place])), values)
                 except CodecError as error:
                     self._problem = error

@@ -221,8 +221,6 @@ class OuterState:
         for place, values in self._merged(made, contributions, weights):
             fast[place] = fast[place] + (values - whole.slow[place]) if is_late else values
             whole.slow[place] = values
-        if not is_alone:
-            self.contributor.passed_on(made)
 
     def _merged(
         self, made: Contribution, contributions: Sequence[Tensor], weights: Sequence[float]

@@ -270,12 +270,11 @@ class RoundEnd:
         if round_index - self.totals.round >= MIN_MISSED * num_fragments * self._num_partners:
             self._behind = set(range(num_fragments))
 
-    def restart(self, *, forgets: bool = False) -> None:
-        """Continue from weights, vectors and totals that were just loaded; ``forgets``: see `Contributor.restart`."""
+    def restart(self) -> None:
+        """Continue from weights, vectors and totals that were just loaded."""
         self.tokens_this_round = 0
         self._ramps.clear()
         self._forget()
-        self.outer.contributor.restart(forgets=forgets)
         self.weights.write()
 
     # The contribution

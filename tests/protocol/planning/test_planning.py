@@ -20,7 +20,7 @@ from farandole.protocol.planning.planning import (
 from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig, StartConfig
 from farandole.protocol.run.models import PRESETS, preset, stage_parameters
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.rules import DEFAULT_TOPK, Codec, NoLoCoConfig, PlainConfig, RoundConfig, encoded_bytes
+from farandole.protocol.run.rules import Codec, NoLoCoConfig, PlainConfig, RoundConfig, encoded_bytes
 from farandole.training.outer.codec import form_of
 
 HOME = Machine(USUAL_RATE, USUAL_RATE)
@@ -161,9 +161,9 @@ def test_what_a_run_file_leaves_open_is_chosen() -> None:
 def test_a_rule_that_a_run_file_means_stays(given: str) -> None:
     run = msgspec.structs.replace(RUN, outer=NoLoCoConfig(alpha=0.3))
     assert best_known(run, [given]).outer == run.outer
-    topk = msgspec.structs.replace(RUN, outer=NoLoCoConfig(codec="topk", topk=32))
-    known = best_known(topk, ["outer.codec", "outer.topk"]).outer
-    assert known == PlainConfig(codec="topk", topk=32), "settings that every rule has"
+    cut = msgspec.structs.replace(RUN, outer=NoLoCoConfig(codec="int4", fragments=2))
+    known = best_known(cut, ["outer.codec", "outer.fragments"]).outer
+    assert known == PlainConfig(codec="int4", fragments=2), "settings that every rule has"
 
 
 @pytest.mark.parametrize("name", ["start", "external"])
@@ -195,11 +195,10 @@ def sized_manifest(model: str = "125M", codec: Codec = "fp32", fragments: int = 
     return Manifest(name="a", model=sized, outer=NoLoCoConfig(codec=codec, fragments=fragments))
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("num_elements", [0, 1, 63, 64, 255, 256, 257, 100_001])
 def test_sizes_are_those_of_the_forms(codec: str, num_elements: int) -> None:
-    for topk in (DEFAULT_TOPK, 32):
-        assert encoded_bytes(codec, num_elements, topk) == form_of(codec, topk).size(num_elements)
+    assert encoded_bytes(codec, num_elements) == form_of(codec).size(num_elements)
 
 
 def test_an_exchange_needs_a_line_that_leaves_the_partner_its_share() -> None:
@@ -255,13 +254,11 @@ def test_a_stage_keeps_what_microbatches_need_and_a_version_of_its_weights_for_e
     assert num_vectors(steps=True, rounds=True) == 4
 
 
-def test_codecs_that_remember_audits_and_a_second_partner_take_more() -> None:
-    plain, remembers = needs_of(sized_manifest(codec="int8")), needs_of(sized_manifest(codec="topk"))
+def test_audits_and_a_second_partner_take_more() -> None:
+    plain = needs_of(sized_manifest(codec="int8"))
     inner = msgspec.structs.replace(sized_manifest().inner, deterministic=True)
     audited = needs_of(msgspec.structs.replace(sized_manifest(codec="int8"), inner=inner, audits=0.03))
 
-    assert remembers.on_cpu.host > plain.on_cpu.host
-    assert remembers.checkpoint_bytes == 1.25 * plain.checkpoint_bytes
     assert audited.disk_bytes == plain.disk_bytes + 5 * plain.checkpoint_bytes
     one = sized_manifest()
     two = msgspec.structs.replace(one, rounds=msgspec.structs.replace(one.rounds, partners=2))

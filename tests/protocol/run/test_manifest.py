@@ -25,14 +25,13 @@ from farandole.protocol.run.rules import (
     DEFAULT_SCREENING,
     FAST,
     OPTIMIZER_VECTORS,
-    SENT,
     SLOW,
     NoLoCoConfig,
     OuterRules,
     gamma_limit,
 )
 from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
-from farandole.protocol.wire.identity import sign
+from farandole.protocol.wire.identity import public_bytes, sign
 
 from .test_families import GPT2
 from .test_families import SIZES as GPT2_SIZES
@@ -95,7 +94,7 @@ def test_no_changed_byte_goes_unnoticed(data: st.DataObject) -> None:
         ({"inner": {"learning_rate": float("inf")}}, "learning_rate"),
         ({"inner": {"beta2": 1.0}}, "beta2"),
         ({"outer": {"codec": "zip"}}, "codec"),
-        ({"outer": {"codec": "topk", "topk": 129}}, "topk"),
+        ({"outer": {"codec": "topk"}}, "outer.codec = topk is no longer there"),
         ({"rounds": {"inner_steps": 0, "round_seconds": 0}}, "never end"),
         ({"admission": "closed"}, "admission"),
         ({"admission": ["12D3KooWnobody"]}, "no peer id"),
@@ -135,7 +134,7 @@ def test_settings_that_went_are_ignored_unless_they_made_a_difference() -> None:
     now = msgspec.to_builtins(manifest())
     went: dict[str, dict[str, Any]] = {
         "inner": {"z_loss": 0.0, "ends_rate": 1.0},
-        "outer": {"drift": 0.0, "error_feedback": True},
+        "outer": {"drift": 0.0, "error_feedback": True, "topk": 32},
         "screening": {"first_checks": 3, "checked_share": 1},
     }
     assert (
@@ -146,10 +145,24 @@ def test_settings_that_went_are_ignored_unless_they_made_a_difference() -> None:
             manifest_from_dict({**now, section: {**now[section], setting: 0.1}})
 
 
+def test_a_run_with_the_codec_that_went_is_refused_and_one_with_its_setting_alone_keeps_its_run_id() -> None:
+    settings = msgspec.to_builtins(manifest())
+
+    def signed(codec: str) -> SignedManifest:
+        body = msgspec.msgpack.encode({**settings, "outer": {**settings["outer"], "codec": codec, "topk": 64}})
+        return SignedManifest(body, public_bytes(CREATOR), sign(CREATOR, b"farandole/manifest/1", body))
+
+    same, older = decode_manifest(signed("int8").encode(), signed("int8").run_id)
+    assert same == manifest(outer={"codec": "int8"})
+    assert older.body != sign_manifest(same, CREATOR).body
+    with pytest.raises(UnknownManifestError, match="needs an earlier farandole"):
+        decode_manifest(signed("topk").encode())
+
+
 def test_vectors_of_rules_have_names_of_their_own() -> None:
     """A vector of a rule with another's name would be loaded as the other."""
     for rule in typing.get_args(OuterRules):
-        assert not {SLOW, FAST, SENT, *OPTIMIZER_VECTORS} & set(rule.vectors)
+        assert not {SLOW, FAST, *OPTIMIZER_VECTORS} & set(rule.vectors)
         assert len(set(rule.vectors)) == len(rule.vectors)
 
 
@@ -185,7 +198,6 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "rounds.partners": {"rounds": {"partners": 2}},
     "data.epochs": {"data": {"epochs": 1}},
     "data.mask_documents": {"data": {"mask_documents": True}},
-    "outer.codec = topk": {"outer": {"codec": "topk"}},
     "outer.fragments": {"outer": {"fragments": 2}},
     "outer.momentum_codec": {"outer": {"momentum_codec": "int4"}, "inner": {"optimizer": "muon"}},
     "inner.deterministic": {"inner": {"deterministic": True}},

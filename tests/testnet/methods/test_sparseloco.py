@@ -1,4 +1,4 @@
-"""SparseLoCo, with its codec: the rule alone does not choose what is sent."""
+"""SparseLoCo, with what it sends: the rule alone does not choose that."""
 
 from __future__ import annotations
 
@@ -7,33 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from farandole.testnet.methods.sparseloco import SparseLoCo, SparseLoCoConfig
-from farandole.training.outer.codec import form_of
+from farandole.testnet.methods.sparseloco import SparseLoCo, SparseLoCoConfig, few_of
 from farandole.training.outer.rule import Meeting, OwnVectors
 
 BLOCKS, BLOCK = 2, 256
-SETTINGS = SparseLoCoConfig(topk=8, learning_rate=0.9, beta=0.8)
+SETTINGS = SparseLoCoConfig(learning_rate=0.9, beta=0.8)
 
 
 class Replica:
     """The outer state of one replica, whose fast weights are its slow ones and a round's progress."""
 
     def __init__(self, start: Tensor) -> None:
-        self.slow, self.rule, self.form = start.clone(), SparseLoCo(SETTINGS), form_of(SETTINGS.codec, SETTINGS.topk)
-        self.residual = torch.zeros_like(start)
-        self.encoded = torch.empty(self.form.size(len(start)), dtype=torch.uint8)
+        self.slow, self.rule, self.residual = start.clone(), SparseLoCo(SETTINGS), torch.zeros_like(start)
 
     def contribute_after(self, progress: Tensor) -> None:
         self.own = OwnVectors(self.slow + progress, self.slow, {"residual": self.residual})
-        self.form.encode(self.rule.contribution(self.own), self.encoded, self.slow)
-
-    def decoded(self, slow: Tensor) -> Tensor:
-        values = slow.clone()
-        self.form.decode(self.encoded, values)
-        return values
+        self.sent = few_of(self.rule.contribution(self.own), self.slow)
 
     def step_with(self, senders: Sequence[Replica]) -> None:
-        received = [each.decoded(self.slow) for each in senders]
+        received = [torch.where(each.sent.isnan(), self.slow, each.sent) for each in senders]
         own_place = senders.index(self)
         self.rule.step(self.own, Meeting(received, [1 / len(received)] * len(received), own_place))
 

@@ -24,7 +24,6 @@ OUTER = [
     NoLoCoConfig(),
     NoLoCoConfig(codec="int8"),
     NoLoCoConfig(codec="int4"),
-    NoLoCoConfig(codec="topk"),
     NoLoCoConfig(fragments=3),
     PlainConfig(),
 ]

@@ -28,7 +28,7 @@ from farandole.training.engine.snapshot import SnapshotMemory
 from farandole.training.inner.optimizer import learning_rate
 from farandole.training.outer.contribution import copier_for
 
-from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, rate_of, rewrite, train
+from ..conftest import ALICE, BOB, MakeReplica, copy_without, rate_of, rewrite, train
 from .test_stage_worker import workers_of
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]
@@ -111,26 +111,6 @@ def test_a_checkpoint_gives_what_a_new_one_would_until_the_next_outer_step(make_
         assert node.checkpoint.is_in(saved.round, saved.steps) == is_enough
         node.round_end.apply(None)
         assert not node.checkpoint.is_in(saved.round, saved.steps)
-
-
-def test_what_topk_has_sent_is_saved_and_a_joiner_takes_the_slow_weights_for_it(
-    make_replica: MakeReplica, tmp_path: Path
-) -> None:
-    path = tmp_path / "checkpoint.safetensors"
-    alice, bob = make_replica(ALICE, codec="topk"), make_replica(BOB, codec="topk")
-    exchange(alice, bob)
-    alice.checkpoint.save(path)
-    resumed, newcomer, successor = (make_replica(ALICE, codec="topk") for _ in range(3))
-
-    resumed.checkpoint.load(path)
-
-    assert bits(resumed) == bits(alice)
-    assert not torch.equal(resumed.checkpoint.vectors()["sent"], resumed.round_end.outer.slow)
-    without = copy_without(path, "sent", tmp_path / "of-a-peer.safetensors")
-    newcomer.checkpoint.load(without)
-    assert torch.equal(newcomer.checkpoint.vectors()["sent"], alice.round_end.outer.slow)
-    successor.checkpoint.start_from(without, 0, 0)
-    assert torch.equal(successor.checkpoint.vectors()["sent"], alice.round_end.outer.slow)
 
 
 def test_a_vector_that_is_no_longer_used_is_ignored(make_replica: MakeReplica, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ def held_bytes() -> int:
         ("int8", 1, "adamw"),
         ("int8", 4, "adamw"),
         ("int4", 4, "adamw"),
-        ("topk", 2, "adamw"),
         ("int8", 1, "muon"),
     ],
 )

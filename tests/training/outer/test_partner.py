@@ -19,7 +19,7 @@ from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, LateCopier, MakeReplica, refusal, sent, train
 
-EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
+EVERY_CODEC = pytest.mark.parametrize("name", codec.CODECS)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ def test_the_first_piece_that_fails_is_told() -> None:
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "topk"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
 def test_a_round_has_the_same_bits_with_any_number_of_threads(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

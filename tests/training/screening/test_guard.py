@@ -408,7 +408,7 @@ def test_what_is_far_beyond_all_that_was_accepted_is_refused_without_asking_for_
     assert "away from mine" in verdict.reason
 
 
-@pytest.mark.parametrize("codec", [*CODECS, "topk"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeReplica, codec: str) -> None:
     alice, bob = (make_replica(author, screening=GuardConfig(), codec=codec) for author in (ALICE, BOB))
     for _ in range(2 * MIN_KNOWN):
