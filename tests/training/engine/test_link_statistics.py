@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.models import PRESETS, layers_of
+from farandole.protocol.run.rules import encoded_bytes
 from farandole.training.engine.link_statistics import YOUNG_ROUNDS, Direction, Kind, LinkStatistics, UsualTraffic
 from farandole.training.model.model import build_model, cross_entropy
+from farandole.training.outer.codec import decode, encode
 
 ANN, BOB, EVE = b"ann", b"bob", b"eve"
 NUM_HONEST, NUM_MORE = 400, 200
@@ -76,6 +78,12 @@ def judge(
 
 def unchanged(values: Tensor) -> Tensor:
     return values
+
+
+def in_four_bits(values: Tensor) -> Tensor:
+    sent = bytearray(encoded_bytes("int4", values.numel()))
+    encode("int4", values.flatten(), sent)
+    return decode("int4", sent, values.numel()).view_as(values)
 
 
 def noise(values: Tensor) -> Tensor:
@@ -141,13 +149,18 @@ def test_a_node_that_heard_nothing_while_levels_rose_believes_all_who_tell_it(
 
 @pytest.mark.parametrize("kind", ["activations", "gradients"])
 @pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("travel", [unchanged, in_four_bits])
 def test_what_is_falsified_is_an_outlier_within_50_microbatches(
-    passings: list[Passing], kind: Kind, attack: str
+    passings: list[Passing], kind: Kind, attack: str, travel: Callable[[Tensor], Tensor]
 ) -> None:
     """One of two senders begins in the middle; the other, who goes on, is not suspected."""
-    stats = copy.deepcopy(honest(passings, kind))
+    stats = copy.deepcopy(honest(passings, kind, travel))
+
+    def falsify(values: Tensor) -> Tensor:
+        return travel(ATTACKS[attack](values))
+
     faults = [
-        judge(stats, kind, EVE, passing, ATTACKS[attack]) if number % 2 else judge(stats, kind, ANN, passing, unchanged)
+        judge(stats, kind, EVE, passing, falsify) if number % 2 else judge(stats, kind, ANN, passing, travel)
         for number, passing in enumerate(passings[NUM_HONEST:])
     ]
     assert not any(faults[::2])
@@ -155,16 +168,16 @@ def test_what_is_falsified_is_an_outlier_within_50_microbatches(
     assert outliers[2] < 50, "three have the sender avoided"
 
 
-HONEST: dict[Kind, LinkStatistics] = {}
+HONEST: dict[tuple[Kind, Callable[[Tensor], Tensor]], LinkStatistics] = {}
 
 
-def honest(passings: list[Passing], kind: Kind) -> LinkStatistics:
+def honest(passings: list[Passing], kind: Kind, travel: Callable[[Tensor], Tensor] = unchanged) -> LinkStatistics:
     """After both senders have been honest for a while."""
-    if kind not in HONEST:
-        HONEST[kind] = statistics()
+    if (kind, travel) not in HONEST:
+        HONEST[kind, travel] = statistics()
         for number, passing in enumerate(passings[:NUM_HONEST]):
-            judge(HONEST[kind], kind, EVE if number % 2 else ANN, passing, unchanged)
-    return HONEST[kind]
+            judge(HONEST[kind, travel], kind, EVE if number % 2 else ANN, passing, travel)
+    return HONEST[kind, travel]
 
 
 def test_where_most_senders_change_at_once_the_node_begins_anew(passings: list[Passing]) -> None:

@@ -148,7 +148,7 @@ def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
     assert [worker.totals.tokens for worker in workers] == [learner.totals.tokens] * num_stages
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_lossy_activations_still_learn(deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str) -> None:
     workers = workers_of(deep, no_clip, text, 4, codec=codec)
     exact = workers_of(deep, no_clip, text, 4)
@@ -319,12 +319,13 @@ def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_
         assert not worker.step()
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
 def test_unfit_activations_are_refused_and_gradients_that_are_not_finite_are_no_step(
-    deep: ModelConfig, no_clip: InnerConfig, text: Text
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str
 ) -> None:
-    first, last = workers_of(deep, no_clip, text, 2)
+    first, last = workers_of(deep, no_clip, text, 2, codec=codec)
     good, bad = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
-    bad[:4] = b"\x00\x00\xc0\x7f"  # NaN
+    bad[:4] = b"\x00\x00\xc0\x7f"  # NaN, as a number or as a block's scale
     first.draw(0, good)
     for unfit in (bad, good[:-4]):
         with pytest.raises(ActivationError):
@@ -335,7 +336,7 @@ def test_unfit_activations_are_refused_and_gradients_that_are_not_finite_are_no_
             first.backward(0, unfit, None)
     assert not last.microbatches
     assert not first.replica.gradient.any()
-    workers = workers_of(deep, no_clip, text, 2)
+    workers = workers_of(deep, no_clip, text, 2, codec=codec)
     send_through(workers)
     for worker in workers:
         worker.settle(0, is_kept=True)
