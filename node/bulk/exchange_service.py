@@ -71,7 +71,7 @@ TOO_LONG = "the contributions took too long"
 SLOW_FROM = DATA_UNTIL / 2
 
 
-Judge = Callable[[int, int, float], Awaitable[str | None]]
+Judge = Callable[[int, int], Awaitable[str | None]]
 """Returns why the partner's complete contribution is refused, or None: by its size, the tokens that its offer claims,
 and the time by which a verdict is wanted. Then it is cancelled, and the trainer will give the contribution less weight,
 or none. What it saw of a contribution that is not committed does not count."""
@@ -187,9 +187,9 @@ class ExchangeSession:
                 await bulk.wait_received()
             offer = self._exchange.partner_offer
             assert offer is not None, "a contribution follows its offer"
-            refusal, judge_by = None, self._at(JUDGE_UNTIL)
-            with trio.move_on_at(judge_by):  # a busy machine costs no average
-                refusal = await self._judge(offer.size, offer.tokens, judge_by)
+            refusal = None
+            with trio.move_on_at(self._at(JUDGE_UNTIL)):  # a busy machine costs no average, and is not waited for
+                refusal = await self._judge(offer.size, offer.tokens)
             if refusal is not None:
                 raise _FailedError(f"{REFUSED}{refusal}", is_refused=True)
             with _until(self.data_by, TOO_LONG, is_too_slow=True):

@@ -6,7 +6,6 @@ Trainer processes, exchanges, pairing messages, the timer and the display are he
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,6 +52,16 @@ MAX_QUEUED_COMMANDS: Final = 288
 
 
 @dataclass(eq=False)
+class _Judging:
+    """A contribution that the trainer judges."""
+
+    peer: bytes
+    begun_at: float
+    is_over: trio.Event = field(default_factory=trio.Event)
+    verdict: messages.Screened = field(default_factory=lambda: messages.Screened(""))
+
+
+@dataclass(eq=False)
 class TrainerSession:
     """A trainer that is ready, until it ends."""
 
@@ -64,9 +73,8 @@ class TrainerSession:
     membership: Membership
     journal: Journal
     _contribution: tuple[messages.Contributed, Outgoing] | None = None
-    _verdict: trio.MemorySendChannel[messages.Screened] | None = None
-    _judged: messages.Screened = field(default_factory=lambda: messages.Screened(""))
-    """The verdict on the newest exchange's contribution."""
+    _judging: _Judging | None = None
+    """Of the newest exchange's contribution, once it is there."""
     _num_exchanges: int = 0
 
     def __post_init__(self) -> None:
@@ -114,30 +122,33 @@ class TrainerSession:
         self._num_exchanges = number = self._num_exchanges + 1
         arrive = partial(self._arrived.store, number)
         arrive(0)
-        self._judged = messages.Screened("")
+        self._judging = None
         ended = await self.exchanges.run(start, offer, outgoing, incoming, partial(self.screen, start.peer), arrive)
-        clip, late = self._judged.clip, self._judged.late_seconds
-        return replace(ended, clip=clip, late_seconds=late) if ended.committed else ended
+        if not ended.committed or (judging := self._judging) is None:
+            return ended
+        with trio.move_on_at(start.deadline) as waiting:  # the outer step comes after the verdict in any case
+            await judging.is_over.wait()
+        if waiting.cancelled_caught:  # the trainer is in the middle of other work
+            return replace(ended, late_seconds=trio.current_time() - judging.begun_at)
+        return replace(ended, clip=judging.verdict.clip, late_seconds=judging.verdict.late_seconds)
 
-    async def screen(self, peer: bytes, size: int, tokens: int, judge_by: float) -> str | None:
+    async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; return None, or why it is refused.
 
-        It may be cancelled after ``judge_by``, of `trio.current_time`.
+        If it is cancelled, the verdict follows: the trainer judges before it averages.
         """
-        self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
-        is_suspected = self.membership.is_suspected(peer)
-        begun_at = trio.current_time()
-        by = time.monotonic() + judge_by - begun_at
-        self.tell(messages.Screen(size, self._num_exchanges, peer, tokens, is_suspected, by))
-        try:
-            judged = await verdict.receive()
-        except trio.Cancelled:  # the trainer is in the middle of other work, and will have no time to measure
-            late_seconds = trio.current_time() - begun_at
-            self._judged = messages.Screened("", clip=HALF, late_seconds=late_seconds)
-            raise
-        finally:
-            self._verdict = None
-        self._judged = judged
+        self._judging = judging = _Judging(peer, trio.current_time())
+        is_suspected, seconds = self.membership.is_suspected(peer), self.config.manifest.rounds.exchange_seconds
+        self.tell(messages.Screen(size, self._num_exchanges, peer, tokens, is_suspected, seconds))
+        await judging.is_over.wait()
+        return judging.verdict.reason or None
+
+    def note_verdict(self, judged: messages.Screened) -> None:
+        """Take in a verdict; one on a contribution of an earlier exchange is dropped."""
+        if self._judging is None or judged.number != self._num_exchanges:
+            return
+        peer, self._judging.verdict = self._judging.peer, judged
+        self._judging.is_over.set()
         if judged.reason:
             self.journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
         elif judged.clip == 0.0:
@@ -145,18 +156,10 @@ class TrainerSession:
         elif judged.remark:
             self.journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
         self.membership.announcer.note_suspicion(peer, judged.is_suspect)
-        return judged.reason or None
-
-    def note_verdict(self, report: messages.Screened) -> None:
-        """Take in a verdict; one on a contribution of an earlier exchange is dropped."""
-        if self._verdict is not None and report.number == self._num_exchanges:
-            self._verdict.send_nowait(report)
 
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
-# How much of a contribution counts that was not judged in time.
-HALF: Final = 0.5
 # Seconds between two checks whether there is traffic for an exchange: a partner is found in less than a round.
 TRAFFIC_INTERVAL: Final = 1.0
 

@@ -37,7 +37,7 @@ class ExchangeStatus(msgspec.Struct, frozen=True):
     clip: float = 1.0
     """How far towards the partner's contribution the mean went: below 1, the screening has clipped it."""
     late_seconds: float = 0.0
-    """Seconds that judging takes this machine, where the exchange had less: half of the contribution counted."""
+    """Seconds that judging takes this machine, where the exchange had less."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ host's memory, it also judges and averages.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -116,8 +115,7 @@ class EngineExchange:
             self._forget_earlier(arrived, taken)
             self._is_suspected = command.is_suspected
             encounter = self._encounter(command.partner, command.partner_tokens)
-            left = command.by - time.monotonic()
-            verdict = self._round_end.screen(self._incoming[: command.size], encounter, left)
+            verdict = self._round_end.screen(self._incoming[: command.size], encounter, command.seconds)
             if isinstance(verdict, Refuse):
                 judged = messages.Screened(verdict.reason, command.number, clip=0.0)
             else:

@@ -172,7 +172,7 @@ def _exchange_troubles(tried: Sequence[ExchangeStatus]) -> Iterator[Headline]:
         yield Headline("trouble", f"no exchange succeeds, the last {num_failed} in a row failed: {reason}", _SLOW_LINE)
     if len(last) == FAILURES_IN_A_ROW and all(exchange.late_seconds for exchange in last):
         seconds = duration(last[-1].late_seconds)
-        text = f"this machine is busy: judging takes {seconds}, so only half of each contribution counts"
+        text = f"this machine is busy: judging takes {seconds}, and exchanges have less"
         remedy = "leave it more processor time; if a loop of your own trains, measure less in its `evaluate`"
         yield Headline("trouble", text, remedy)
 

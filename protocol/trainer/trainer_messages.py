@@ -163,8 +163,8 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     """Tokens that it claims for its contribution."""
     is_suspected: bool = False
     """See `farandole.training.screening.rule.Encounter.is_suspected`."""
-    by: float = math.inf
-    """The time by which the verdict is wanted, of `time.monotonic`."""
+    seconds: float = math.inf
+    """An exchange's, which judging may take whenever the contribution came: liars would send late ones."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):

@@ -59,7 +59,7 @@ class HostileRoundEnd(RoundEnd):
         return blake3(forged).digest()
 
     @torch.no_grad()
-    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN, seconds_left: float = math.inf) -> Verdict:
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN, seconds: float = math.inf) -> Verdict:
         """Accept, remember the contribution, and report the partner as suspect."""
         assert self.ended is not None
         values = torch.empty_like(self.ended.contribution.theta)

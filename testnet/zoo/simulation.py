@@ -37,7 +37,7 @@ from farandole.training.data.dataset import NOTHING, Bring
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import language_loss
 from farandole.training.outer.codec import Form, form_of
-from farandole.training.outer.contribution import Exam
+from farandole.training.outer.contribution import JUDGED_TOKENS, Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
 from ..methods.compare import documents_by_kind
@@ -78,6 +78,8 @@ class HostileRun:
     """Age of the weights that a newcomer gets from another member, in rounds."""
     texts_differ: bool = False
     """Whether each member has a kind of text of its own (`documents_by_kind`), instead of the manifest's."""
+    windows: int = 0
+    """Windows of text that members judge on, as on slow machines; 0: as many as there are."""
     claimed_tokens: int = 10**12
     """Number of tokens that hostile members claim to have trained on."""
     seed: int = 0
@@ -127,10 +129,9 @@ class _Member:
         self.learner: Learner = build_learner(
             run.manifest, run_id=run_id, author=self.key, settings=TrainerSettings(device="cpu"), bring=bring
         )
-        # On a busy machine, too, there is always enough time to judge.
-        self.learner.round_end.partner.exam = Exam(
-            run.manifest.model.context, shares_text=run.manifest.data.shares_text, clock=lambda: 0.0
-        )
+        # However busy this machine is, the run says what there is time for.
+        size = JUDGED_TOKENS // run.windows if run.windows else run.manifest.model.context
+        self.learner.round_end.partner.exam = Exam(size, shares_text=not run.texts_differ, clock=lambda: 0.0)
         if self.is_hostile:
             self.learner.loss = POISONS.get(str(run.attack), self.learner.loss)
         self.initial = self.learner.round_end.outer.slow.clone()

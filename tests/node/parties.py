@@ -271,7 +271,7 @@ class Party:
         self.results: list[ExchangeEnded] = []
         self.offer = offer_of(contribution, **offered)
 
-    async def refusal(self, size: int, tokens: int, judge_by: float) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         await trio.lowlevel.checkpoint()
         assert size == len(self.incoming)
         return self.refuses

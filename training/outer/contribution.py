@@ -307,11 +307,11 @@ class Contributor:
 
 # Tokens on which a loss is taken, where there is time for them: enough to tell a thousandth of a loss from noise, since
 # all losses of a contribution are of the same text.
-_TOKENS: Final = 2_048
-# Seconds that judging takes at most, as far as they are foreseen, and their share of the time that is left: no inner
-# step is taken meanwhile. Of 3 M parameters on half a core, half of that time took a tenth of rounds of 10 s.
+JUDGED_TOKENS: Final = 2_048
+# Seconds that judging takes at most, as far as they are foreseen, and their share of an exchange's time: no inner step
+# is taken meanwhile. Of 3 M parameters on half a core, a quarter of that time took a tenth of rounds of 10 s.
 _MAX_SECONDS: Final = 3.0
-_TIME_SHARE: Final = 0.05
+_TIME_SHARE: Final = 0.025
 # Losses that a rule asks for, usually; so many windows are taken that there is time for them.
 _NUM_LOSSES: Final = 3
 
@@ -323,10 +323,10 @@ Raises `DataError` if there is no text.
 
 
 class Exam:
-    """The text and the time of one judgement: as many windows as can be measured before its deadline.
+    """The text and the time of one judgement: as many windows as can be measured in a share of an exchange's time.
 
     All losses of a contribution are of the same windows, which the exchange's own chance determines. A machine that
-    was slow takes fewer the next time, down to one.
+    was slow takes fewer the next time, down to one. When the contribution came makes no difference: its sender chooses.
     """
 
     def __init__(
@@ -334,10 +334,10 @@ class Exam:
     ) -> None:
         """``context``: tokens of a window. ``shares_text``: see `Partner.shares_text`. ``clock``: seconds."""
         self.shares_text = shares_text
-        self._most = max(_TOKENS // context, 1)
+        self._most = max(JUDGED_TOKENS // context, 1)
         self._clock = clock
         self._seconds = 0.0  # for one window, when a loss was measured last; 0: not known
-        self._ends_at = self._seconds_left = 0.0
+        self._ends_at = self._budget = 0.0
         self._key = b""
         self._num_windows = 0  # of this judgement, once it is chosen
         self._has_measured = False
@@ -346,11 +346,11 @@ class Exam:
         self.late_seconds = 0.0
         """Seconds that this judgement would take, if there was too little time; else 0."""
 
-    def begin(self, chance: float, seconds_left: float) -> None:
-        """Begin a judgement with text that ``chance`` determines; the verdict is wanted in so many seconds."""
+    def begin(self, chance: float, seconds: float) -> None:
+        """Begin a judgement with text that ``chance`` determines; it may take as long as an exchange, ``seconds``."""
         self._key = struct.pack("<d", chance)
-        self._seconds_left = seconds_left
-        self._ends_at = self._clock() + seconds_left
+        self._budget = min(_TIME_SHARE * seconds, _MAX_SECONDS)
+        self._ends_at = self._clock() + seconds
         self._num_windows = 0
         self._has_measured = False
         self.late_seconds = 0.0
@@ -364,7 +364,7 @@ class Exam:
                 measure(1, self._key)  # a warm-up
                 self._measured(measure, 1)
             if not self._num_windows:
-                affordable = min(_TIME_SHARE * self._seconds_left, _MAX_SECONDS) / _NUM_LOSSES / self._seconds
+                affordable = self._budget / _NUM_LOSSES / self._seconds
                 self._num_windows = int(min(max(affordable, 1), self._most))
             seconds = self._num_windows * self._seconds
             if self._clock() + seconds > self._ends_at:

@@ -336,9 +336,9 @@ class RoundEnd:
         self.partner.take_in(data, available)
 
     @torch.no_grad()
-    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN, seconds_left: float = math.inf) -> Verdict:
-        """Return the verdict on a partner's contribution, before the outer step; it is wanted in so many seconds."""
-        self.partner.exam.begin(encounter.chance, seconds_left)
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN, seconds: float = math.inf) -> Verdict:
+        """Return the verdict on a partner's contribution, before the outer step; see `Exam.begin`."""
+        self.partner.exam.begin(encounter.chance, seconds)
         return self._judge(partial(self.partner.judge, partner, encounter, self._partner_of))
 
     def _judge(self, judge: Callable[[], Verdict]) -> Verdict:

@@ -30,8 +30,8 @@ A peer of which nothing counted is met last the next time. Members report to eac
 that liars have pushed apart would stay apart, so one that has found only such partners takes over the weights of the
 next that is better on this node's text.
 
-Where no loss is known in time, distance alone decides, and the contribution counts by half. In stages no loss is ever
-known, and it counts in full.
+Where measuring would take longer than an exchange, distance alone decides, and the contribution counts by half. In
+stages no loss is ever known, and it counts in full.
 
 **Worth.** Where all have the same text, a partner whose own weights are behind this node's would take back as much of
 the round as its share is, and the mean, which is smoother than both, would hide it. So its share shrinks the further it

@@ -109,7 +109,7 @@ PROTOCOL: Final = "/farandole/bench/1"
 _T = TypeVar("_T")
 
 
-async def accept(size: int, tokens: int, judge_by: float) -> str | None:
+async def accept(size: int, tokens: int) -> str | None:
     """Accept a contribution."""
     return None
 

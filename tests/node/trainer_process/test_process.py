@@ -182,10 +182,10 @@ def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(start: Start)
     assert trainer.report(messages.Contributed).inner_steps == 1
 
 
-def screen_own(trainer: Trainer, by: float = 0.0, tokens: int = 70) -> int:
+def screen_own(trainer: Trainer, seconds: float = 0.0, tokens: int = 70) -> int:
     """Let Bob send this node's own contribution, which is judged; return its size."""
     trainer.incoming[: trainer.size] = trainer.outgoing[: trainer.size]
-    trainer.handle(Screen(trainer.size, 1, BOB, tokens, by=by))
+    trainer.handle(Screen(trainer.size, 1, BOB, tokens, seconds=seconds))
     return trainer.size
 
 
@@ -203,7 +203,7 @@ def test_a_trainer_that_is_slow_to_judge_counts_half_and_says_how_long_it_takes(
     monkeypatch.setattr(HeldOutLoss, "on_exam", slow)
     trainer = start(MANIFEST)
     trainer.handle(Train(0, 1))
-    size = screen_own(trainer, time.monotonic() + (0.5 if slowness else 60.0), 128)
+    size = screen_own(trainer, 0.5 if slowness else 60.0, 128)
     trainer.handle(TakeOuterStep(0, BOB, size, 128))
     judged = trainer.report(messages.Screened)
     assert (judged.reason, judged.clip) == ("", 0.5 if slowness else 1.0)

@@ -122,7 +122,7 @@ LATE = [msgspec.structs.replace(each, late_seconds=8.0) for each in exchanges(*[
             changed(recent_exchanges=exchanges("committed", *[LONG, "alone: no peer is free"] * 5)),
             "no exchange succeeds, the last 5 in a row failed: the contributions took too long -> farandole doctor",
         ),
-        (changed(recent_exchanges=LATE), "this machine is busy: judging takes 8.0 s, so only half -> measure less"),
+        (changed(recent_exchanges=LATE), "this machine is busy: judging takes 8.0 s, and exchanges -> measure less"),
         (
             changed(phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["it died: CUDA error"]),
             "the trainer died (2 times so far) and is started again -> CUDA error",

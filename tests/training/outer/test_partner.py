@@ -135,7 +135,7 @@ def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeR
 
 
 MOST = 2_048
-SECONDS_LEFT = 4.0
+EXCHANGE_SECONDS = 4.0
 MAX_SECONDS = 3.0
 
 
@@ -154,10 +154,10 @@ class Machine:
         self.num_windows = num_windows
         return 1.0
 
-    def judge(self, chance: float = 0.5, seconds_left: float = SECONDS_LEFT) -> int:
+    def judge(self, chance: float = 0.5, seconds: float = EXCHANGE_SECONDS) -> int:
         """Return on how many windows each of three losses was measured; 0: there was no time for one of them."""
         begun_at = self.now
-        self.exam.begin(chance, seconds_left)
+        self.exam.begin(chance, seconds)
         losses = [self.exam.loss(self.measure) for _ in range(3)]
         assert (self.exam.late_seconds == 0.0) == (None not in losses)
         self.took = self.now - begun_at
@@ -165,33 +165,33 @@ class Machine:
 
 
 def test_a_machine_is_judged_by_its_present_speed_and_measures_on_one_window_at_least() -> None:
-    machine = Machine(2.0 * SECONDS_LEFT)
+    machine = Machine(2.0 * EXCHANGE_SECONDS)
     assert machine.judge() == 0
     assert machine.exam.late_seconds == 3 * machine.seconds
-    machine.seconds = SECONDS_LEFT / 1e6
+    machine.seconds = EXCHANGE_SECONDS / 1e6
     assert [machine.judge() for _ in range(8)][-1] == MOST
     machine = Machine(1e-6)
     assert machine.judge() == MOST
-    for seconds, num_windows in ((SECONDS_LEFT / 6_000, 100), (SECONDS_LEFT / 3, 1)):
+    for seconds, num_windows in ((EXCHANGE_SECONDS / 12_000, 100), (EXCHANGE_SECONDS / 3, 1)):
         machine.seconds = seconds
         assert [machine.judge() for _ in range(8)][-1] == pytest.approx(num_windows, abs=2)
 
 
 def test_nobody_waits_often_for_a_machine_that_is_far_too_slow() -> None:
-    machine = Machine(100.0 * SECONDS_LEFT)
+    machine = Machine(100.0 * EXCHANGE_SECONDS)
     assert {machine.judge() for _ in range(20)} == {0}
     assert len(machine.keys) <= 4, "a warm-up, and now and then a window"
 
 
 def test_judging_takes_seconds_even_where_there_are_minutes_and_ends_in_time_where_there_are_few() -> None:
     machine = Machine(0.01)
-    machine.judge(seconds_left=600.0)
+    machine.judge(seconds=600.0)
     assert MAX_SECONDS / 2 < machine.took <= MAX_SECONDS + 2 * machine.seconds
-    machine = Machine(SECONDS_LEFT / 10)
+    machine = Machine(EXCHANGE_SECONDS / 10)
     machine.judge()
-    for seconds_left in (SECONDS_LEFT, SECONDS_LEFT / 4, SECONDS_LEFT / 100, 0.0, -1.0):
-        machine.judge(seconds_left=seconds_left)
-        assert machine.took <= max(seconds_left, 0.0)
+    for seconds in (EXCHANGE_SECONDS, EXCHANGE_SECONDS / 4, EXCHANGE_SECONDS / 100, 0.0, -1.0):
+        machine.judge(seconds=seconds)
+        assert machine.took <= max(seconds, 0.0)
 
 
 def test_each_exchange_has_text_of_its_own_that_chance_determines() -> None:
@@ -209,7 +209,7 @@ def test_without_text_no_loss_is_known() -> None:
 
     exam = Exam()
     for _ in range(8):
-        exam.begin(0.5, SECONDS_LEFT)
+        exam.begin(0.5, EXCHANGE_SECONDS)
         assert exam.loss(measure) is None
         assert not exam.has_text
         assert not exam.late_seconds
