@@ -22,7 +22,7 @@ from .families import HFConfig
 from .families.base import NumLayers
 from .own_model import MAX_PARAMETERS, ExternalModel, OwnModel, problems_of
 from .roster import Roster
-from .rules import DEFAULT_SCREENING, LinkCodec, NoLoCoConfig, OuterRules, RoundConfig, ScreeningRules, with_known
+from .rules import DEFAULT_SCREENING, Codec, NoLoCoConfig, OuterRules, RoundConfig, ScreeningRules, with_known
 from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields of at most a few hundred bytes each, and for one's own module without
@@ -156,7 +156,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     microbatch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
     """Sequences; ``inner.batch_size`` is a multiple of it."""
-    codec: LinkCodec = "bf16"
+    codec: Codec = "bf16"
     """How activations and their gradients travel."""
     in_flight: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
     """Most microbatches that a node has begun and not ended; this bounds its memory."""

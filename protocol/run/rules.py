@@ -23,7 +23,6 @@ import msgspec
 from ..wire.safetensors import FP32_BYTES, MAX_HEADER_BYTES
 
 Codec = Literal["fp32", "bf16", "fp16", "int8", "int4"]
-LinkCodec = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 MomentumCodec = Literal["none", "int8", "int4"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
