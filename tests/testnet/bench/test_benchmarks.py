@@ -16,7 +16,7 @@ from farandole.node.status.round_log import RoundRecord
 from farandole.protocol.run.models import num_parameters, preset
 from farandole.testnet.bench import exchange, hostile, join, nat, report, save
 from farandole.testnet.bench.hostile import FloodResult
-from farandole.testnet.bench.nat import ALL_PAIRS, Pair, PairResult, measure_pair
+from farandole.testnet.bench.nat import ALL_PAIRS, PairResult, measure_pair
 from farandole.testnet.bench.process import BenchError, open_worker, open_workers, worker_command
 from farandole.testnet.bench.report import PAGE, RESULTS, Claim, KeptResult, open_bench, page
 from farandole.testnet.bench.stages import Turn, claims_of, turn_of, wrong
@@ -103,15 +103,6 @@ def test_on_a_slow_line_a_newcomer_uses_it_and_the_others_rounds_hardly_notice(t
     assert figures["rounds_slower"] <= 0.05
 
 
-# Both must send at once; only by relay; two NATs in a row, one that admits all; a home with hardly any way out.
-CHARACTERISTIC = (
-    ("port-restricted", "port-restricted"),
-    ("symmetric", "port-restricted"),
-    ("carrier", "full-cone"),
-    ("https-only", "firewall"),
-)
-
-
 def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     good = PairResult("firewall", "carrier", "punched", "punched", 12.0, 12.2, "bulk", 0.4)
     late = PairResult("firewall", "carrier", "punched", "relayed", 31.0, None, "relayed stream", 5.4)
@@ -129,23 +120,14 @@ def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     assert document["tables"][0]["rows"][1] == "firewall / carrier | punched | punched | 12.0 | 12.2 | bulk | 0.4"
 
 
-def check(pairs: tuple[Pair, ...], folder: Path) -> None:
-    for pair in pairs:
-        row = measure_pair(pair, folder)
-        assert row.failure == "", row.name
-        assert (row.path == "relayed") == (row.theory == "relayed"), row.name
-        assert (row.way == "relayed stream") == (row.theory == "relayed"), row.name
-
-
-@pytest.mark.usefixtures("full_networks")
-def test_homes_that_no_plain_socket_connects_exchange_by_relay(tmp_path: Path) -> None:
-    check(CHARACTERISTIC[1:2], tmp_path / "play")
-
-
 @pytest.mark.soak
 @pytest.mark.usefixtures("full_networks")
 def test_all_pairs_connect_and_exchange(tmp_path: Path) -> None:
-    check(ALL_PAIRS, tmp_path / "play")
+    for pair in ALL_PAIRS:
+        row = measure_pair(pair, tmp_path / "play")
+        assert row.failure == "", row.name
+        assert (row.path == "relayed") == (row.theory == "relayed"), row.name
+        assert (row.way == "relayed stream") == (row.theory == "relayed"), row.name
 
 
 def rounds(*seconds: float, held: float = 0.0, write: float = 1.0) -> list[dict[str, float]]:
