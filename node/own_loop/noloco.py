@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -78,6 +78,7 @@ class NoLoCo:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TrainingError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer")
         self._model, self._optimizer = model, optimizer
+        self._optimizers = WeakSet[torch.optim.Optimizer]()  # that have taken steps in this block
         self._ranks = ranks = open_ranks()
         # Another rank may be on a machine without the run's folder.
         run_id, source, folder = _find_run(run) if ranks.is_leader else (b"", [], None)
@@ -97,12 +98,12 @@ class NoLoCo:
                     f"which run? {self.home} knows none: give run= an invite, or a directory of farandole.create_run; "
                     "or start a node with `farandole join INVITE --trainer external`"
                 )
-            loop = Loop(model, recipe, evaluate, tokens_per_step, ranks)
+            loop = Loop(model, recipe, evaluate, tokens_per_step, ranks, optimizers=self._optimizers)
             self._member = Attachment(self._node, run_id, loop, timeout)
             if evaluate is None:
                 logger.warning("without evaluate= others are judged by distance: what is far away counts in part")
         else:
-            self._member = Follower(ranks, model, evaluate)
+            self._member = Follower(ranks, model, evaluate, self._optimizers)
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._pid = 0  # of the process that has entered the block
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # since the last one of ours
@@ -137,6 +138,7 @@ class NoLoCo:
 
     def _step_taken(self, optimizer: torch.optim.Optimizer, *step: object) -> None:
         """Note a step of any optimizer in this process. Raises `FarandoleError` if the run cannot follow it."""
+        self._optimizers.add(optimizer)
         if optimizer is not self._optimizer:
             self._steps_of_others[optimizer] = count = self._steps_of_others.get(optimizer, 0) + 1
             if count == MAX_STEPS_OF_OTHERS:

@@ -59,14 +59,7 @@ EXCLUSIONS: Final = (
     ),
     Exclusion(
         LOOP,
-        (
-            STAGES,
-            "inner.deterministic",
-            "data.epochs",
-            "data.mask_documents",
-            "rounds.partners",
-            "outer.momentum_codec",
-        ),
+        (STAGES, "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"),
         "a member's own loop brings its own model, text and inner steps, and takes steps before each exchange",
     ),
     Exclusion("--recompute", OTHER_MODELS, "these models' layers are computed by code of others"),

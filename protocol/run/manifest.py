@@ -293,7 +293,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"admission names {peer_id!r}, which is no peer id"
     if not rounds.inner_steps and not rounds.round_seconds:
         yield "rounds.inner_steps and rounds.round_seconds are both 0: a round would never end"
-    if manifest.outer.momentum_codec != "none" and manifest.inner.optimizer != "muon":
+    if manifest.outer.momentum_codec != "none" and manifest.inner.optimizer != "muon" and model.external is None:
         yield f"outer.momentum_codec is {manifest.outer.momentum_codec}: only inner.optimizer = muon has a momentum"
     if model.external is not None:
         if model != ModelConfig(1, 0, 0, 0, 0, 0, external=model.external):

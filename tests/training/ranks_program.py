@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 from torch import distributed, nn
+from torch.optim import SGD
+from torch.optim.optimizer import Optimizer
 
 from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.run.own_model import ExternalModel
-from farandole.protocol.run.rules import NoLoCoConfig
+from farandole.protocol.run.rules import NoLoCoConfig, OuterRules, PlainConfig
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.cluster.ranks import (
     Follower,
@@ -71,9 +73,11 @@ def forward(module: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 
 @torch.no_grad()
-def step(module: nn.Module) -> None:
-    """Take an inner step of which each element has the same result, however the parameters are cut."""
+def step(module: nn.Module, optimizer: Optimizer) -> None:
+    """Take an inner step of which each element has the same result, however parameters and momenta are cut."""
     for parameter in module.parameters():
+        momentum = optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        local_of(momentum).add_(local_of(parameter), alpha=0.5)
         local_of(parameter).mul_(1.03125)
 
 
@@ -95,22 +99,24 @@ class Loss:
         return self.values[-1]
 
 
-def follow(ranks: Ranks, module: nn.Module, loss: Loss | None) -> None:
+def follow(ranks: Ranks, module: nn.Module, optimizer: Optimizer, loss: Loss | None) -> None:
     """Do what rank 0 does in `play_rounds`, as another rank."""
-    follower = Follower(ranks, module, loss)
+    follower = Follower(ranks, module, loss, [optimizer])
     follower.begin()
     while not follower.is_over:
-        step(module)
+        step(module, optimizer)
         follower.step_taken()
 
 
-def lead(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, loss: Loss | None) -> tuple[str, list[float]]:
+def lead(
+    module: nn.Module, optimizer: Optimizer, outer: OuterRules, ranks: Ranks, loss: Loss | None
+) -> tuple[str, list[float]]:
     """Play rounds in another thread, as a node does, and answer in this one, as a loop does."""
     turns = Turns()
 
     def play() -> tuple[str, list[float]]:
         try:
-            return play_rounds(module, outer, ranks, loss, turns)
+            return play_rounds(module, optimizer, outer, ranks, loss, turns)
         finally:
             turns.end()
 
@@ -120,7 +126,7 @@ def lead(module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, loss: Loss | None
         return playing.result()
 
 
-def manifest_of(module: nn.Module, outer: NoLoCoConfig) -> Manifest:
+def manifest_of(module: nn.Module, outer: OuterRules) -> Manifest:
     """Return the manifest of a run of the module."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
     model = ModelConfig(1, 0, 0, 0, 0, 0, external=ExternalModel(shapes))
@@ -128,7 +134,7 @@ def manifest_of(module: nn.Module, outer: NoLoCoConfig) -> Manifest:
 
 
 def play_rounds(
-    module: nn.Module, outer: NoLoCoConfig, ranks: Ranks, loss: Loss | None, turns: Turns
+    module: nn.Module, optimizer: Optimizer, outer: OuterRules, ranks: Ranks, loss: Loss | None, turns: Turns
 ) -> tuple[str, list[float]]:
     """Rounds with another member, of which one is late and one refused; in between, continue from a checkpoint.
 
@@ -136,7 +142,8 @@ def play_rounds(
     contribution was used.
     """
     manifest = manifest_of(module, outer)
-    engine = ExternalEngine(Loop(module, evaluate=loss, ranks=ranks), manifest, turns, run_id=RUN_ID)
+    loop = Loop(module, evaluate=loss, ranks=ranks, optimizers=[optimizer])
+    engine = ExternalEngine(loop, manifest, turns, run_id=RUN_ID)
     other = build()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -145,7 +152,7 @@ def play_rounds(
     hashed, final, clips = blake3(), list[int](), list[float]()
     for round_index in range(3):
         ranks.tell(Order.STEP)
-        step(module)
+        step(module, optimizer)
         engine.round_end.count_step(1)
         fragment = round_index % outer.fragments
         sent, received = bytearray(engine.round_end.contribution_bytes), bytearray(partner.round_end.contribution_bytes)
@@ -189,11 +196,12 @@ def hash_of(parameters: Iterable[torch.Tensor]) -> str:
     return blake3(b"".join(each.detach().float().numpy().tobytes() for each in parameters)).hexdigest()
 
 
-CASES = (
+CASES: tuple[OuterRules, ...] = (
     NoLoCoConfig(codec="fp32"),
     NoLoCoConfig(codec="int8"),
     NoLoCoConfig(codec="int4", fragments=2, gamma=0.6),
     NoLoCoConfig(codec="bf16"),
+    PlainConfig(codec="int8", momentum_codec="int4"),
 )
 
 
@@ -210,16 +218,17 @@ def main(kind: str, judges: str, rank: int, num_ranks: int, file: str) -> None:
         module = build().to(dtype)
         if kind != "plain":
             cut(module, kind, num_ranks)
-            forward(module, dtype)  # after it FSDP2 keeps the root's parameters whole
+        optimizer = SGD(module.parameters(), lr=1e-3)
+        forward(module, dtype)  # after it FSDP2 keeps the root's parameters whole
         ranks, loss = open_ranks(), Loss(module) if judges == "losses" else None
         if ranks.is_leader:
             for outer in CASES:
-                made, used = lead(module, outer, ranks, loss)
+                made, used = lead(module, optimizer, outer, ranks, loss)
                 hashes.append(made)
                 clips += used
             ranks.tell(Order.OVER)
         else:
-            follow(ranks, module, loss)
+            follow(ranks, module, optimizer, loss)
         computed, oracle = forward(module, dtype), build().to(dtype)
         reshard(module)
         with torch.no_grad():

@@ -14,13 +14,14 @@ same. A loop begins with the weights of the run's seed. It neither saves nor loa
 trainer that continues from a loop's checkpoint begins with fresh ones (`farandole.training.inner.optimizer.ramp`).
 
 Buffers (such as the running statistics of batch normalisation) and the optimizer's state are not averaged: they stay
-the user's.
+the user's. Only where a run averages Muon's momentum does the loop's, whatever optimizer of the loop keeps it
+(`UserMomentum`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from farandole.protocol.run.exclusions import why_no_loop
 from farandole.protocol.run.manifest import Manifest
@@ -40,10 +42,12 @@ from ..base.errors import DataError, TrainingError
 from ..base.parameters import Layout, check_can_be_averaged
 from ..engine.engine import Engine, Until
 from ..engine.snapshot import Checkpoint
+from ..inner.optimizer import LOOK_AHEAD, orthogonalised, rms_factor
 from ..model.stages import build_module
+from ..outer.momentum import Ahead, Momentum
 from ..outer.outer_state import FastWeights
 from ..outer.round_end import RoundEnd
-from .ranks import ALONE, Order, Ranks, parameters_of, reshard, synchronize, whole_of
+from .ranks import ALONE, MOMENTA, Order, Ranks, matrices_in, momenta_of, parameters_of, reshard, synchronize, whole_of
 
 # Parameters of each kind in an error message.
 _MAX_NAMED: Final = 3
@@ -65,6 +69,8 @@ class Loop:
     ranks: Ranks = ALONE
     tokens_per_byte: float | None = None
     """Of the text that ``evaluate`` measured last; None: not known."""
+    optimizers: Collection[Optimizer] = ()
+    """Those that have taken steps: one of them has the momenta of the matrices."""
 
 
 class LoopEnded(Exception):
@@ -209,10 +215,7 @@ class UserParameters:
         if any(present.get(name) is not each for name, each in zip(self._names, self._parameters, strict=True)):
             raise TrainingError("the model's parameters were replaced: enter a new NoLoCo with a new optimizer of them")
         self._ranks.tell(Order.READ)
-        synchronize(self._parameters)  # the user's thread may queue its work on any stream
-        for parameter, view in zip(self._parameters, self._layout.views(flat).values(), strict=True):
-            view.copy_(whole_of(parameter))
-        synchronize(self._parameters)
+        _copy_whole(self._parameters, self._layout.views(flat).values())
         if self._dropped is not None:
             flat.add_(self._dropped)
 
@@ -228,6 +231,67 @@ class UserParameters:
                 torch.sub(view, rounded.to(view), out=self._layout.views(self._dropped)[name])
         reshard(self._module)
         synchronize(self._parameters)
+
+
+def _copy_whole(tensors: Sequence[Tensor], views: Iterable[Tensor]) -> None:
+    """Copy tensors, of which other ranks may have parts, to views of a flat vector."""
+    synchronize(tensors)  # the user's thread may queue its work on any stream
+    for tensor, view in zip(tensors, views, strict=True):
+        view.copy_(whole_of(tensor))
+    synchronize(tensors)
+
+
+class UserMomentum(Momentum):
+    """The momenta that a loop's optimizers keep of the matrices, copied to a flat vector like ``like`` (n,) and back.
+
+    `torch.optim.Muon` keeps a running mean, as a built-in trainer does; others may keep a sum, and all members alike.
+    ``parameters``: the run's, by name.
+    """
+
+    def __init__(
+        self, loop: Loop, parameters: Mapping[str, nn.Parameter], layout: Layout, manifest: Manifest, like: Tensor
+    ) -> None:
+        self._loop, outer = loop, manifest.outer
+        self._matrices = matrices_in(loop.model, parameters)
+        places = [layout.places()[name] for name in self._matrices]
+        mean, parts, keep = torch.zeros_like(like), layout.fragments(outer.fragments), manifest.inner.momentum
+        self._views = [mean[place].view_as(each) for place, each in zip(places, self._matrices.values(), strict=True)]
+        super().__init__(mean, places, outer.momentum_codec, keep, parts, like, self._move_ahead)
+
+    def _read(self) -> list[Tensor]:
+        """Copy the momenta as they are to the flat vector; returns them."""
+        momenta = momenta_of(self._matrices.values(), self._loop.optimizers)
+        self._loop.ranks.tell(Order.READ, MOMENTA)
+        _copy_whole(momenta, self._views)
+        return momenta
+
+    def freeze(self, part: slice) -> Tensor:
+        """See `Momentum.freeze`. Raises `TrainingError` if the loop's optimizers keep no momenta."""
+        self._read()
+        return super().freeze(part)
+
+    def average(self, part: slice, own: Tensor, share: float, num_late: int, losses: tuple[Ahead, Ahead]) -> None:
+        """See `Momentum.average`."""
+        momenta = self._read()  # inner steps may have changed them since
+        super().average(part, own, share, num_late, losses)
+        self._loop.ranks.tell(Order.WRITE, MOMENTA)
+        for momentum, view in zip(momenta, self._views, strict=True):
+            self._loop.ranks.set_parameter(momentum, view.to(momentum.device, momentum.dtype))
+        synchronize(momenta)
+
+    def _move_ahead(self, weights: Tensor) -> None:
+        """Move weights (n,) by `LOOK_AHEAD` of the optimizers' steps along the momenta, as they are in the vector."""
+        groups = [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]
+        by_matrix = {id(each): group for group in groups for each in group["params"]}
+        for matrix, view, place in zip(self._matrices.values(), self._views, self.places, strict=True):
+            if (group := by_matrix.get(id(matrix))) is None:
+                continue
+            step, rate = view, LOOK_AHEAD * float(group["lr"])
+            if "ns_steps" in group:  # a Muon; its original rate is of singular values, not of elements
+                step, (rows, columns) = orthogonalised(view), view.shape
+                matches = group.get("adjust_lr_fn") == "match_rms_adamw"
+                rate *= rms_factor(rows, columns) if matches else math.sqrt(max(1.0, rows / columns))
+            weights[place].view_as(view).sub_(step.to(weights), alpha=rate)
 
 
 def user_loss(loop: Loop, turns: Turns, num_windows: int = 1, key: bytes = b"") -> float:
@@ -293,12 +357,16 @@ class ExternalEngine(Engine):
         theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
         users.read(theta)
         device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
+        momentum = None
+        if manifest.outer.momentum_codec != "none":
+            momentum = UserMomentum(loop, parameters, layout, manifest, theta)
         round_end = RoundEnd(
             FastWeights(theta, users),
             layout,
             manifest.outer,
             manifest.screening,
             measure=partial(user_loss, loop, turns),
+            momentum=momentum,
         )
         checkpoint = Checkpoint(round_end, run_id, device, schedule_tokens=usual)
         super().__init__(device, round_end, checkpoint)

@@ -9,8 +9,8 @@ each rank its part of the result. After each step of the optimizer every rank as
 of them between the same two steps:
 
     BEGIN    the names of the parameters follow
-    READ     make the parameters whole for rank 0, one after another
-    WRITE    take the parameters from rank 0, one after another
+    READ     make the parameters, or their momenta, whole for rank 0, one after another
+    WRITE    take the parameters, or their momenta, from rank 0, one after another
     MEASURE  all compute the held-out loss
     STEP     go on with the loop, until after the next step
     OVER     no more orders will come; `FAILED`: nor can the loop go on
@@ -23,15 +23,17 @@ from __future__ import annotations
 import enum
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer
 
 from ..base.errors import TrainingError
+from ..inner.optimizer import matrices_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 MAX_REST: Final = timedelta(days=365)
 # Numbers of one order, each exact in fp64.
 MAX_NUMBERS: Final = 2
+# The number of `Order.READ` and `Order.WRITE` where they are of momenta.
+MOMENTA: Final = 1.0
 Given = TypeVar("Given")
 # What `torch.compile` puts in front of the names of the module that it wraps.
 _COMPILED: Final = "_orig_mod."
@@ -104,8 +108,8 @@ class Ranks:
         self.tell(Order.BEGIN)
         self.of_leader(list(names))
 
-    def set_parameter(self, parameter: nn.Parameter, whole: Tensor | None = None) -> None:
-        """Set a parameter, or this rank's part of it, to what rank 0 gives; every rank calls it at the same time.
+    def set_parameter(self, parameter: Tensor, whole: Tensor | None = None) -> None:
+        """Set a parameter or momentum, or this rank's part, to what rank 0 gives; every rank calls it at the same time.
 
         ``whole``: rank 0's, of the parameter's shape, dtype and device.
         """
@@ -184,7 +188,30 @@ def parameters_of(module: nn.Module, *, with_frozen: bool = False) -> dict[str, 
     }
 
 
-def whole_of(parameter: nn.Parameter) -> Tensor:
+def matrices_in(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return those of a run's ``parameters``, by name, whose momenta travel: the matrices that Muon steps."""
+    by_muon = matrices_of(module)
+    found = {id(parameter) for name, parameter in module.named_parameters() if name in by_muon}
+    return {name: parameter for name, parameter in parameters.items() if id(parameter) in found}
+
+
+def momenta_of(matrices: Collection[nn.Parameter], optimizers: Collection[Optimizer]) -> list[Tensor]:
+    """Return the momenta of matrices as they are, to be changed in place; zeros where a matrix has none yet.
+
+    ``optimizers``: those that have taken steps. Raises `TrainingError` if they keep none.
+    """
+    states = [[of.state[each] for of in optimizers if each in of.state] for each in matrices]
+    kept = [next((state["momentum_buffer"] for state in each if "momentum_buffer" in state), None) for each in states]
+    if optimizers and all(momentum is None for momentum in kept):
+        names = ", ".join(sorted(type(each).__name__ for each in optimizers))
+        raise TrainingError(
+            f"this run averages Muon's momentum, and {names} keeps none: step matrices with torch.optim.Muon, or with "
+            "another optimizer that keeps a momentum_buffer"
+        )
+    return [torch.zeros_like(each) if own is None else own for each, own in zip(matrices, kept, strict=True)]
+
+
+def whole_of(parameter: Tensor) -> Tensor:
     """A parameter with the parts that other ranks have; every rank asks for it at the same time."""
     cut = cut_of(parameter)
     return parameter if cut is None else cut.full_tensor()
@@ -199,7 +226,7 @@ def cut_of(parameter: Tensor) -> DTensor | None:
     return parameter if isinstance(parameter, DTensor) else None
 
 
-def synchronize(parameters: Iterable[nn.Parameter]) -> None:
+def synchronize(parameters: Iterable[Tensor]) -> None:
     """Wait for what is queued on their GPUs."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
         torch.cuda.synchronize(device)
@@ -208,14 +235,22 @@ def synchronize(parameters: Iterable[nn.Parameter]) -> None:
 class Follower:
     """Any rank except rank 0. It obeys orders between two steps."""
 
-    def __init__(self, ranks: Ranks, module: nn.Module, evaluate: Callable[[], object] | None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        module: nn.Module,
+        evaluate: Callable[[], object] | None,
+        optimizers: Collection[Optimizer] = (),
+    ) -> None:
+        """``optimizers``: as in `momenta_of`."""
         self.round = 0
         self.tokens = 0
         self.is_over = False
         self._ranks = ranks
         self._module = module
         self._evaluate = evaluate
-        self._parameters: list[nn.Parameter] = []
+        self._optimizers = optimizers
+        self._parameters: dict[str, nn.Parameter] = {}
 
     def begin(self) -> None:
         """Obey until rank 0 lets the loop begin."""
@@ -242,18 +277,21 @@ class Follower:
                     names = self._ranks.of_leader(list[str]())
                     if missing := [name for name in names if name not in found]:
                         raise TrainingError(f"the model of this rank lacks {missing[0]}, which that of rank 0 has")
-                    self._parameters = [found[name] for name in names]
+                    self._parameters = {name: found[name] for name in names}
                 case Order.READ | Order.WRITE:
+                    tensors: list[Tensor] = [*self._parameters.values()]
+                    if numbers[0]:
+                        tensors = momenta_of(matrices_in(self._module, self._parameters).values(), self._optimizers)
                     with torch.no_grad():
-                        synchronize(self._parameters)
-                        for parameter in self._parameters:
+                        synchronize(tensors)
+                        for tensor in tensors:
                             if order is Order.READ:
-                                whole_of(parameter)
+                                whole_of(tensor)
                             else:
-                                self._ranks.set_parameter(parameter)
+                                self._ranks.set_parameter(tensor)
                         if order is Order.WRITE:
                             reshard(self._module)
-                            synchronize(self._parameters)
+                            synchronize(tensors)
                 case Order.MEASURE:
                     if self._evaluate is None:
                         raise TrainingError("evaluate= is to be given to every rank, or to none")

@@ -100,7 +100,7 @@ class Momentum:
         clip = min(1.0, MAX_DISTANCE * length / distance)
         correction = received.sub_(own).mul_(share * clip * self._keep**num_late)
         here, ahead = losses
-        now, own_ahead = here(), ahead()
+        own_ahead = None if (now := here()) is None else ahead()
         if now is None or own_ahead is None:
             correction.mul_(UNKNOWN_SHARE)
         self._add(part, correction)

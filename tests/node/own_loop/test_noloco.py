@@ -169,6 +169,22 @@ def test_lbfgs_forgets_its_steps_at_an_outer_step(tmp_path: Path) -> None:
     assert 1 in memory
 
 
+def test_a_run_that_averages_momenta_takes_them_from_the_loops_optimizers(tmp_path: Path) -> None:
+    model = Scaled()
+    rounds, outer = {"inner_steps": STEPS, "round_seconds": 0}, {"codec": "int8", "momentum_codec": "int4"}
+    run = farandole.create_run(model, tmp_path / "run", rounds=rounds, outer=outer)
+    muon, others = torch.optim.Muon([model.weight]), torch.optim.SGD([model.bias, model.scale], lr=0.01)
+    with farandole.NoLoCo(model, others, run) as joined:
+        while joined.round < 2:
+            model.zero_grad()
+            model.loss().backward()
+            muon.step()
+            others.step()
+    loop = farandole.NoLoCo(model, optimizer := optimizer_of(model), run)
+    with pytest.raises(TrainingError, match="SGD keeps none"), loop:
+        take_steps(model, optimizer, 2 * STEPS)
+
+
 def test_a_node_that_cannot_join_is_given_up_and_its_warnings_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,7 +199,6 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "data.epochs": {"data": {"epochs": 1}},
     "data.mask_documents": {"data": {"mask_documents": True}},
     "outer.fragments": {"outer": {"fragments": 2}},
-    "outer.momentum_codec": {"outer": {"momentum_codec": "int4"}, "inner": {"optimizer": "muon"}},
     "inner.deterministic": {"inner": {"deterministic": True}},
     "tokenizer": {"tokenizer": {"kind": "tokenizers", "sha256": "0" * 64}},
     "data": {"data": {"source": "text"}},
@@ -217,6 +216,14 @@ def manifest_with(*settings: str) -> Manifest:
             before = described.get(section) if section != "model" else None
             described[section] = {**before, **used} if isinstance(before, dict) else used
     return manifest_from_dict(described)
+
+
+def test_momentum_is_averaged_of_muon_or_of_loops_optimizers() -> None:
+    averaged = {"outer": {"momentum_codec": "int4"}}
+    for described in ({"inner": {"optimizer": "muon"}, "model": MODEL}, USES["model.external"]):
+        assert manifest_from_dict({"name": "a run", **described, **averaged}).outer.momentum_codec == "int4"
+    with pytest.raises(ManifestError, match=r"only inner\.optimizer = muon has"):
+        manifest_from_dict({"name": "a run", "model": MODEL, **averaged})
 
 
 def test_there_are_few_rows() -> None:

@@ -292,7 +292,7 @@ def of_one_process(judges: str) -> list[list[str]]:
 def test_however_a_model_is_cut_its_member_sends_judges_and_learns_the_same_bits(
     kind: str, num_ranks: int, judges: str, tmp_path: Path
 ) -> None:
-    """fp32, int8, fragments of int4, bf16; for weights in fp32 and in bf16."""
+    """fp32, int8, fragments of int4, bf16, momenta; for weights in fp32 and in bf16."""
     [[leader, judged], *others] = play(kind, num_ranks, tmp_path, judges)
     [expected, expected_judged] = of_one_process(judges)
     assert leader == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.manifest import InnerConfig
-from farandole.protocol.run.rules import PlainConfig, encoded_bytes
+from farandole.protocol.run.rules import DEFAULT_SCREENING, PlainConfig, ScreeningRules, encoded_bytes
 from farandole.training.engine.learner import Learner
 from farandole.training.inner.optimizer import matrices_of
 from farandole.training.outer import codec
 from farandole.training.outer.momentum import MAX_DISTANCE
 from farandole.training.screening.rule import Encounter
 
-from ..conftest import ALICE, BOB, MakeReplica, refusal, sent, train
+from ...tolerance import TOLERANT
+from ..conftest import ALICE, BOB, MakeReplica, copy_without, exchange, refusal, sent, train
 
 KEEP = 0.9
 
@@ -28,10 +30,12 @@ def pair(make_replica: MakeReplica, inner: InnerConfig, monkeypatch: pytest.Monk
     return make_pair(make_replica, inner)
 
 
-def make_pair(make_replica: MakeReplica, inner: InnerConfig, fragments: int = 1) -> tuple[Learner, Learner]:
+def make_pair(
+    make_replica: MakeReplica, inner: InnerConfig, fragments: int = 1, screening: ScreeningRules = TOLERANT
+) -> tuple[Learner, Learner]:
     muon = msgspec.structs.replace(inner, optimizer="muon", momentum=KEEP)
     outer = PlainConfig(codec="int8", momentum_codec="int4", fragments=fragments)
-    alice, bob = (make_replica(author, inner_settings=muon, rule=outer) for author in (ALICE, BOB))
+    alice, bob = (make_replica(author, inner_settings=muon, rule=outer, screening=screening) for author in (ALICE, BOB))
     for node in (alice, bob):
         train(node)
     return alice, bob
@@ -111,6 +115,28 @@ def test_fragments_have_their_own(make_replica: MakeReplica, inner: InnerConfig)
     assert torch.equal(after[0], before[0])
     assert torch.equal(after[2], before[2])
     torch.testing.assert_close(after[1], before[1] + 0.5 * difference)
+
+
+def test_a_newcomer_gets_its_partners_at_their_first_meeting_and_spoils_none(
+    make_replica: MakeReplica, inner: InnerConfig, tmp_path: Path
+) -> None:
+    """It downloads none with its weights: that would double the download, and nothing of it is left soon."""
+    alice, bob = make_pair(make_replica, inner, screening=DEFAULT_SCREENING)
+    exchange(alice, bob)
+    alice.checkpoint.save(tmp_path / "whole")
+    newcomer, _ = make_pair(make_replica, inner, screening=DEFAULT_SCREENING)
+    newcomer.checkpoint.load(copy_without(tmp_path / "whole", ("mean", "square"), tmp_path / "fetched"))
+    newcomer.round_end.catch_up(newcomer.totals.round + 2)
+    assert not momentum(newcomer).any()
+    train(newcomer)
+    train(bob)
+    before, of_bob = momentum(newcomer), momentum(bob)
+
+    exchange(newcomer, bob, (newcomer.round_end.tokens_claimed, 300))
+
+    length = float(before.norm() * of_bob.norm())
+    assert float(momentum(newcomer) @ of_bob) > float(before @ of_bob) + 0.1 * length
+    assert torch.equal(momentum(bob), of_bob)
 
 
 @pytest.mark.parametrize("lie", [-1.0, -100.0, 1e30])
