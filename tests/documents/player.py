@@ -158,7 +158,7 @@ def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **
         "FARANDOLE_DEVICE": "cpu",
         "FARANDOLE_UPNP": "false",
         "FARANDOLE_HEARTBEAT_SECONDS": "1",
-        "FARANDOLE_STEP_SECONDS": "0.1",  # leaves processor time to other tests
+        "FARANDOLE_STEP_SECONDS": "0.2",  # leaves processor time to other tests
         "FARANDOLE_CHECKPOINT_SECONDS": "3",
         "FARANDOLE_DASHBOARD_PORT": ports.get("8710", "8710"),
     }
