@@ -144,7 +144,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="WORDS",
-            help="Method with this name, or all that contain it; repeatable. `--methods list` lists all.",
+            help="Method with this name, or all that contain it; repeatable. `list` lists all, `search` tries more.",
         ),
     ] = None,
     rates: Annotated[

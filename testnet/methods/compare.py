@@ -41,7 +41,7 @@ from farandole.training.model.model import build_model
 
 from ..report.section import Grid, setting
 from ..simulate.plays import play_all
-from .baselines import Method, Trial, methods
+from .baselines import Method, Trial, methods, searched
 from .stacked import Stack, train
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
@@ -94,9 +94,9 @@ class Result:
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
     """Return the methods with one of these names, or whose names contain one of the words; all of them without words.
 
-    Raises `DataError` if a word is in no name.
+    Those that a search tries come only by their names. Raises `DataError` if a word is in no name.
     """
-    every = methods(interval)
+    every = [*methods(interval), *(searched(interval) if "search" in " ".join(words) else ())]
     chosen = set[str]()
     for word in words:
         names = [method.name for method in every if word == method.name]

@@ -4,7 +4,7 @@ All replicas have the same slow weights phi and send their outer gradient theta 
 
     G    = learning_rate mean_j(theta_j - phi)
     m   <- alpha m + G
-    phi <- phi + G + alpha m  (Nesterov, as published), or phi + m (heavy ball)
+    phi <- phi + G + alpha m
 
 This is `torch.optim.SGD` on phi with the gradient -mean_j(theta_j - phi). Means over a part of the replicas would let
 their slow weights drift apart, since nothing here pulls them together; `noloco` has the term that does.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from farandole.protocol.run.rules import Momentum, OuterConfig
+from farandole.protocol.run.rules import OuterConfig
 from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.outer.rule import Meeting, OuterRule, OwnVectors
 
@@ -29,7 +29,6 @@ class DiLoCoConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind", tag
     learning_rate: float = 0.7
     alpha: float = 0.9
     """Share of the momentum that an outer step keeps."""
-    momentum: Momentum = "nesterov"
     error_feedback: bool = False
     two_bits: bool = False
     """Outer gradients travel as `in_two_bits`, whatever the codec."""
@@ -38,7 +37,7 @@ class DiLoCoConfig(OuterConfig, frozen=True, kw_only=True, tag_field="kind", tag
 
 
 class DiLoCo(OuterRule):
-    """DiLoCo, with Nesterov's momentum or heavy ball."""
+    """DiLoCo, with Nesterov's momentum."""
 
     keeps_own_exact = False  # the slow weights of all replicas stay equal
 
@@ -54,10 +53,7 @@ class DiLoCo(OuterRule):
         momentum = own.vectors["momentum"]
         progress = self._settings.learning_rate * meeting.mean()
         momentum.mul_(self._settings.alpha).add_(progress)
-        if self._settings.momentum == "heavy_ball":
-            own.slow.add_(momentum)
-        else:
-            own.slow.add_(progress.add_(self._settings.alpha * momentum))
+        own.slow.add_(progress.add_(self._settings.alpha * momentum))
 
 
 # Of a normal distribution, the four numbers that lose least (Max, 1960: table I), and where the outer two begin.
