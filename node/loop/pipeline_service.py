@@ -66,7 +66,7 @@ PROGRESS_BYTES = wire.DATA_BYTES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Worker:
-    """One trainer process; ``size``: bytes of one microbatch's activations, and of their gradient."""
+    """One trainer process; ``size``: bytes of one microbatch's activations, or of their gradient if that is larger."""
 
     stage: int
     size: int
@@ -250,6 +250,7 @@ class PipelineService:
         self.links: dict[int, ActivationLink] = {}
         self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * self._manifest.model.num_stages  # live, of each stage
         self._hello = wire.Hello(run_id, 0, wire.shape_hash(self._manifest))
+        self._sizes = wire.link_bytes(self._manifest)
         self._avoidance = Avoidance()
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
@@ -328,9 +329,11 @@ class PipelineService:
             case machine.LinkClosed(number) if number in links:
                 links[number].close()
             case machine.ReceiveInto(number, slot) if number in links:
-                worker.incoming(slot)[:] = links[number].link.landed
+                landed = links[number].link.landed
+                worker.incoming(slot)[: len(landed)] = landed
             case machine.Send(number, message, slot) if number in links:
-                links[number].send(message, None if slot is None else worker.outgoing(slot))
+                link = links[number]
+                link.send(message, None if slot is None else worker.outgoing(slot)[: link.link.size])
             case _ if isinstance(output, messages.Command):
                 worker.send(output)
 
@@ -350,7 +353,7 @@ class PipelineService:
         try:
             with trio.fail_after(GREETING_TIMEOUT):
                 stream = await self._host.open_stream(peer, ACTIVATIONS_PROTOCOL, GREETING_TIMEOUT)
-                link = ActivationLink(wire.Link(True, hello, worker.size), stream, self._shaping, self._channels)
+                link = ActivationLink(wire.Link(True, hello, self._sizes), stream, self._shaping, self._channels)
                 await link.greet(hello)
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
             if self._worker is worker:
@@ -367,7 +370,7 @@ class PipelineService:
             await stream.aclose()
             return
         hello = msgspec.structs.replace(self._hello, stage=worker.stage)
-        link = ActivationLink(wire.Link(False, hello, worker.size), stream, self._shaping, self._channels)
+        link = ActivationLink(wire.Link(False, hello, self._sizes), stream, self._shaping, self._channels)
         try:
             with trio.fail_after(GREETING_TIMEOUT):
                 await link.greet(wire.Welcome(0))

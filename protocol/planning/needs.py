@@ -171,7 +171,7 @@ def needs_of_stage(manifest: Manifest, stage: int, *, recomputes: bool = False) 
         on_gpu=on_gpu,
         all_on_gpu=all_on_gpu,
         lean_on_gpu=on_gpu if is_cut else lean_on_gpu,
-        hop_bytes=2 * encoded_bytes(manifest.pipeline.codec, manifest.model.width) if is_cut else 0,
+        hop_bytes=sum(encoded_bytes(codec, manifest.model.width) for codec in manifest.pipeline.codecs if is_cut),
     )
 
 

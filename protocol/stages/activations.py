@@ -6,8 +6,8 @@
 The upstream node opens the stream, which is a pipe (`farandole.protocol.exchange.pipe`). It may have as many
 microbatches in flight as the downstream node has given it credits, which are slots of memory: so every queued
 microbatch has a slot. The n-th `Forward` is microbatch n of the link, and announces a transfer: its data. So does a
-`Gradient`. All data have one size, which both nodes know from the run's settings: no size that a peer sends is ever
-allocated.
+`Gradient`. All data of a direction have one size, which both nodes know from the run's settings: no size that a peer
+sends is ever allocated.
 
 A microbatch ends by the downstream node's `Dropped`, or by the upstream node's `Settled`, which says whether its
 gradient counts at all stages or at none. The two may cross, and so may `Settled` and a gradient: a node that has ended
@@ -30,6 +30,7 @@ import msgspec
 
 from ..exchange.pipe import BULK_FROM, CHUNK_BYTES, Pipe
 from ..run.manifest import Manifest
+from ..run.rules import encoded_bytes
 from ..state.entries import Key, Sha256, Small
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.messagepack import PRINTABLE, MessageDecoder, encode
@@ -147,10 +148,19 @@ class DataReceived:
 Event = Control | DataReceived
 
 
+def link_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Return the bytes of one microbatch's activations, and of their gradient."""
+    num_elements = manifest.pipeline.microbatch_size * manifest.model.context * manifest.model.width
+    forward, back = manifest.pipeline.codecs
+    return encoded_bytes(forward, num_elements), encoded_bytes(back, num_elements)
+
+
 def shape_hash(manifest: Manifest) -> bytes:
-    """Return a hash, 32 bytes, of the activations' shape (B, T, C) and their codec."""
+    """Return a hash, 32 bytes, of the activations' shape (B, T, C) and their codecs."""
     model, pipeline = manifest.model, manifest.pipeline
     shape = f"{pipeline.microbatch_size}x{model.context}x{model.width} {pipeline.codec}"
+    if pipeline.gradient_codec is not None:
+        shape += f" {pipeline.gradient_codec}"
     return hashlib.sha256(f"farandole/activations/1\n{shape}".encode()).digest()
 
 
@@ -183,16 +193,17 @@ class Link:
     `RemoteProtocolError`: close the stream. `LocalProtocolError`: the message may not be sent now.
     """
 
-    def __init__(self, is_upstream: bool, hello: Hello, size: int) -> None:
-        """``size``: bytes of one microbatch's activations, and of their gradient."""
+    def __init__(self, is_upstream: bool, hello: Hello, sizes: tuple[int, int]) -> None:
+        """``sizes``: see `link_bytes`."""
         self.is_upstream = is_upstream
         self.is_open = False
         """Whether both sides have greeted."""
         self.num_forwarded = 0
         self.credits = 0
         """Total number of microbatches that may be forwarded."""
-        self.size = size
-        self.pipe = Pipe(is_upstream, max_message_bytes=MAX_CONTROL_BYTES, is_large=size >= BULK_FROM)
+        self.size, self._size_in = sizes if is_upstream else sizes[::-1]
+        """Bytes of one microbatch's data that this side sends."""
+        self.pipe = Pipe(is_upstream, max_message_bytes=MAX_CONTROL_BYTES, is_large=max(sizes) >= BULK_FROM)
         self._hello = hello
         self._has_hello = False
         self._steps: dict[int, Transit] = {}
@@ -325,7 +336,7 @@ class Link:
             self.pipe.offer(index, self.size)
             self._sending = index
         else:
-            self.landed = self.landed or bytearray(self.size)
+            self.landed = self.landed or bytearray(self._size_in)
             self.pipe.expect(index, memoryview(self.landed))
 
     def _arrive(self, index: int) -> None:

@@ -279,7 +279,7 @@ class World(Simulation):
                 return
             number = next(self._numbers)
             ends = {
-                author: wire.Link(is_upstream, HELLO, SIZE)
+                author: wire.Link(is_upstream, HELLO, (SIZE, SIZE))
                 for author, is_upstream in ((node.author, True), (peer, False))
             }
             self.wires[number] = Wire(number, node, other, is_return, ends)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.run.rules import encoded_bytes
+from farandole.protocol.stages.activations import link_bytes
 from farandole.protocol.trainer.trainer_messages import (
     InnerStepTaken,
     Settle,
@@ -196,7 +197,7 @@ class StageWorker(Engine):
         self.versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
         self.sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
-        self.activation_bytes = encoded_bytes(pipeline.codec, math.prod(self._shape))
+        self.activation_bytes = max(link_bytes(manifest))
         self.memory = memoryview(b"")
         """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)
@@ -321,7 +322,7 @@ class StageWorker(Engine):
         loss = self._add_tail(microbatch, last, 1.0)
         microbatch.last = last.detach()
         assert last.grad is not None
-        self._encode(last.grad, out)
+        self._encode(last.grad, out, is_gradient=True)
         return loss
 
     def backward(self, slot: int, data: Buffer, out: Buffer | None, *, sender: bytes = b"") -> None:
@@ -330,7 +331,7 @@ class StageWorker(Engine):
         ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
         """
         microbatch = self.microbatches[slot]
-        y_gradient = self._decode(data)
+        y_gradient = self._decode(data, is_gradient=True)
         mark = microbatch.mark if sender else None
         if mark is not None and (
             fault := self.statistics.judge_gradient(sender, y_gradient, mark, self.round_end.totals.round)
@@ -339,7 +340,7 @@ class StageWorker(Engine):
         x_gradient = self._add(microbatch, y_gradient)
         microbatch.y, microbatch.y_gradient = None, y_gradient
         if out is not None and x_gradient is not None:
-            self._encode(x_gradient, out)
+            self._encode(x_gradient, out, is_gradient=True)
 
     def settle(self, slot: int, is_kept: bool) -> None:
         """Finish a microbatch: keep its gradient in the sum, or remove what the sum has of it."""
@@ -434,19 +435,19 @@ class StageWorker(Engine):
             raise OutlierError(fault)
         return activations.requires_grad_()
 
-    def _decode(self, data: Buffer) -> Tensor:
+    def _decode(self, data: Buffer, *, is_gradient: bool = False) -> Tensor:
         """Return activations (B, T, C), or their gradient; raises `ActivationError` if they are unfit."""
+        codec, num_elements = self._pipeline.codecs[is_gradient], math.prod(self._shape)
+        data = data[: encoded_bytes(codec, num_elements)]  # a place is as large as the larger of both
         try:
-            return decode(self._pipeline.codec, data, math.prod(self._shape), self.device.torch_device).view(
-                self._shape
-            )
+            return decode(codec, data, num_elements, self.device.torch_device).view(self._shape)
         except CodecError as error:
             raise ActivationError(f"activations that cannot be used: {error}") from error
 
-    def _encode(self, values: Tensor, out: Buffer) -> None:
+    def _encode(self, values: Tensor, out: Buffer, *, is_gradient: bool = False) -> None:
         """Raise `ActivationError` if the values (B, T, C) cannot be encoded."""
         try:
-            encode(self._pipeline.codec, values.float().flatten(), out)
+            encode(self._pipeline.codecs[is_gradient], values.float().flatten(), out)
         except CodecError as error:
             raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
 

@@ -61,7 +61,7 @@ class Line(MemoryStream):
 
 class Alice:
     def __init__(self, stream: trio.abc.Stream, size: int) -> None:
-        self.link = Link(True, HELLO, size)
+        self.link = Link(True, HELLO, (size, size))
         self.memory = bytearray(size)
         self._stream = stream
 
@@ -101,7 +101,7 @@ class Bob:
         self.is_routed = trio.Event()
         self.has_ended = trio.Event()
         self.line = Line(stream)
-        self.link = ActivationLink(Link(False, HELLO, size), self.line, shaping, cast("Any", channels))
+        self.link = ActivationLink(Link(False, HELLO, (size, size)), self.line, shaping, cast("Any", channels))
 
     async def run(self) -> None:
         await self.link.greet(Welcome(1))
@@ -223,7 +223,10 @@ async def test_who_stops_amid_data_loses_the_link(
 async def upstream_of(size: int) -> AsyncIterator[tuple[ActivationLink, Link, trio.StapledStream]]:
     """Open a link from this node to one downstream; yield it with the other's end, which has heard its greeting."""
     near, far = trio.testing.memory_stream_pair()
-    link, theirs = ActivationLink(Link(True, HELLO, size), Line(far), Shaping()), Link(False, HELLO, size)
+    link, theirs = (
+        ActivationLink(Link(True, HELLO, (size, size)), Line(far), Shaping()),
+        Link(False, HELLO, (size, size)),
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.greet, HELLO)
         theirs.pipe.receive_data(await near.receive_some())

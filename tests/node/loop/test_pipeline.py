@@ -43,12 +43,12 @@ Values = npt.NDArray[np.float32]
 RUN_ID = b"r" * 32
 
 
-def manifest_of(num_stages: int, context: int = 16, width: int = 16) -> Manifest:
+def manifest_of(num_stages: int, context: int = 16, width: int = 16, **pipeline: str) -> Manifest:
     return small_manifest(
         model=TINY | {"num_layers": 4, "width": width, "context": context, "num_stages": num_stages},
         inner={"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0, "deterministic": True},
         rounds={},
-        pipeline={"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
+        pipeline={"codec": "fp32", "microbatch_size": 4, "in_flight": 4, **pipeline},
         data={"source": "text", "held_out": 0.2},
     )
 
@@ -180,6 +180,20 @@ async def test_nodes_of_one_stage_each_learn_what_one_learns(tmp_path: Path, num
     assert all(torch.equal(learnt[name], slow[name]) for name in slow)
 
 
+async def test_gradients_travel_between_nodes_in_fewer_bytes_than_activations(tmp_path: Path) -> None:
+    manifest = manifest_of(2, gradient_codec="int4")
+    with trio.fail_after(PATIENCE):
+        async with open_nodes(manifest, tmp_path) as nodes, trio.open_nursery() as nursery:
+            for stage, node in enumerate(nodes):
+                nursery.start_soon(node.run, manifest, stage, 1)
+    counts = [node.service.counts for node in nodes]
+    assert [(each.kept, each.dropped, each.refused) for each in counts] == [(1, 0, 0)] * 2
+    texts = Bring((tmp_path / "texts",))
+    author, settings = nodes[0].host.author, TrainerSettings(device="cpu")
+    alone = build_learner(manifest, run_id=RUN_ID, author=author, settings=settings, bring=texts)
+    assert nodes[0].loss == pytest.approx(float(alone.learn()), rel=1e-6), "the way there is exact"
+
+
 async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: Path) -> None:
     manifest = manifest_of(2)
     with trio.fail_after(PATIENCE):
@@ -196,7 +210,7 @@ async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: 
                 Hello(RUN_ID, 1, b"x" * 32),  # other shapes, or another codec
             ):
                 neighbour = await nodes[0].host.open_stream(nodes[1].host.author, ACTIVATIONS_PROTOCOL)
-                await neighbour.send_all(Link(True, hello, 1).send(hello))
+                await neighbour.send_all(Link(True, hello, (1, 1)).send(hello))
                 assert await neighbour.receive_some() == b""
             status = nodes[1].service.status()
             assert status is not None

@@ -232,6 +232,8 @@ def test_a_stage_needs_what_its_own_parameters_do() -> None:
     assert needs.hop_bytes == 2 * 2 * 1_024  # bf16, there and back
     small = msgspec.structs.replace(cut, pipeline=PipelineConfig(codec="int4"))
     assert needs_of(small).hop_bytes == 2 * (1_024 // 2 + 4 * 1_024 // 64)
+    small = msgspec.structs.replace(cut, pipeline=PipelineConfig(gradient_codec="int4"))
+    assert needs_of(small).hop_bytes == 2 * 1_024 + 1_024 // 2 + 4 * 1_024 // 64
     assert needs_of(whole).hop_bytes == 0
 
 

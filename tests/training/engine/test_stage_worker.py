@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.run.manifest import InnerConfig, ModelConfig, PipelineConfig
-from farandole.protocol.run.rules import RoundConfig
+from farandole.protocol.run.rules import RoundConfig, encoded_bytes
 from farandole.training.base.device import choose_device
 from farandole.training.base.errors import ActivationError, DataError, NoSliceError, TrainingError
 from farandole.training.data.dataset import Sampler, Text
@@ -148,13 +148,41 @@ def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
     assert [worker.totals.tokens for worker in workers] == [learner.totals.tokens] * num_stages
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
-def test_lossy_activations_still_learn(deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str) -> None:
-    workers = workers_of(deep, no_clip, text, 4, codec=codec)
+@pytest.mark.parametrize(("codec", "back"), [("bf16", None), ("int8", None), ("int4", None), ("int8", "int4")])
+def test_lossy_activations_still_learn(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str, back: str | None
+) -> None:
+    workers = workers_of(deep, no_clip, text, 4, codec=codec, gradient_codec=back)
     exact = workers_of(deep, no_clip, text, 4)
     losses = [(learn(workers), learn(exact)) for _ in range(STEPS)]
     assert losses[-1][0] == pytest.approx(losses[-1][1], rel=0.02)
     assert losses[-1][0] < losses[0][0]
+
+
+@pytest.mark.parametrize(("codec", "back"), [("fp32", "int4"), ("int4", "fp32")])
+def test_gradients_travel_in_their_own_codec(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str, back: str
+) -> None:
+    """Each passes in its own bytes, in places that hold the larger of both, and what lies behind it is not read."""
+    exact, rounded = (workers_of(deep, no_clip, text, 2, codec="fp32", gradient_codec=each) for each in ("fp32", back))
+    first, last = workers_of(deep, no_clip, text, 2, codec=codec, gradient_codec=back)
+    num_elements = no_clip.batch_size * deep.context * deep.width
+    assert first.activation_bytes == 4 * num_elements
+    places = [bytearray(b"\xff" * first.activation_bytes) for _ in range(4)]
+    first.draw(0, places[0])
+    last.forward(0, places[0], places[1])
+    first.tail(0, places[1], places[2])
+    last.backward(0, places[2], places[3])
+    first.backward(0, places[3], None)
+
+    sizes = [encoded_bytes(each, num_elements) for each in (codec, codec, back, back)]
+    for place, size in zip(places, sizes, strict=True):
+        assert place[size:] == b"\xff" * (len(place) - size)
+        assert any(place[:size])
+    if codec == "fp32":
+        assert send_through(rounded) == send_through(exact), "the way there is exact"
+        assert torch.equal(first.replica.gradient, rounded[0].replica.gradient)
+        assert not torch.equal(first.replica.gradient, exact[0].replica.gradient)
 
 
 def test_microbatches_add_up_to_the_batch(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:

@@ -20,9 +20,9 @@ FORWARD = wire.Forward(ticket=b"t" * wire.TICKET_BYTES, origin=b"o" * 32, round=
 class Side:
     """One end of a link, with data to send, and the data that were received last."""
 
-    def __init__(self, is_upstream: bool, size: int = SIZE) -> None:
-        self.link = wire.Link(is_upstream, HELLO, size)
-        self.data = memoryview(random.Random(is_upstream).randbytes(size))
+    def __init__(self, is_upstream: bool, size: int = SIZE, gradient_size: int = 0) -> None:
+        self.link = wire.Link(is_upstream, HELLO, (size, gradient_size or size))
+        self.data = memoryview(random.Random(is_upstream).randbytes(self.link.size))
         self.num_sent = 0
         self.memory = b""
         self.size = size
@@ -69,9 +69,9 @@ def next_event(link: wire.Link) -> wire.Event | None:
     return None
 
 
-def pair(credits: int = 4, size: int = SIZE) -> tuple[Side, Side]:
+def pair(credits: int = 4, size: int = SIZE, gradient_size: int = 0) -> tuple[Side, Side]:
     """Return Alice and Bob after both have greeted."""
-    alice, bob = Side(wire.UPSTREAM, size), Side(wire.DOWNSTREAM, size)
+    alice, bob = Side(wire.UPSTREAM, size, gradient_size), Side(wire.DOWNSTREAM, size, gradient_size)
     assert bob.hear(alice.say(HELLO)) == [HELLO]
     assert alice.hear(bob.say(wire.Welcome(credits))) == [wire.Welcome(credits)]
     assert alice.link.is_open

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from farandole.protocol.exchange.pipe import CHUNK_FRAME_BYTES
-from farandole.protocol.run.manifest import Manifest, manifest_from_dict
+from farandole.protocol.run.manifest import Manifest, PipelineConfig, manifest_from_dict
 from farandole.protocol.stages import activations as wire
 from farandole.protocol.wire.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.wire.framing import frame
@@ -27,6 +27,18 @@ def test_there_and_back_however_the_stream_is_cut(piece: int) -> None:
     assert bob.hear(alice.say(wire.Settled(0, is_kept=True)), piece) == [wire.Settled(0, is_kept=True)]
     assert alice.hear(bob.say(wire.Credits(2)), piece) == [wire.Credits(2)]
     assert alice.link.open == bob.link.open == {}
+
+
+def test_a_gradient_may_be_smaller_than_its_activations_and_no_more_of_it_is_taken() -> None:
+    alice, bob = pair(gradient_size=wire.DATA_BYTES)
+    forward(alice, bob)
+    give_back(alice, bob, 0)
+    assert (len(bob.memory), len(alice.memory)) == (SIZE, wire.DATA_BYTES)
+    assert alice.memory == bob.data
+    assert bob.memory == alice.data
+    forward(alice, bob)
+    with pytest.raises(RemoteProtocolError):  # as much as the activations
+        alice.hear(lie(wire.Gradient(1)) + lying_data(wire.DATA_BYTES, wire.DATA_BYTES) + lying_data(1, SIZE - 1))
 
 
 def test_other_frames_come_between_data() -> None:
@@ -67,9 +79,11 @@ def test_what_is_told_of_a_microbatchs_shape() -> None:
         pipeline = {"codec": codec, "microbatch_size": microbatch_size}
         return manifest_from_dict({**run, "model": model | changes, "pipeline": pipeline})
 
-    same = wire.shape_hash(manifest())
+    same_run = manifest()
+    same = wire.shape_hash(same_run)
     others = [manifest(width=64), manifest(context=33), manifest(microbatch_size=3), manifest(codec="int8")]
-    assert len({same, *map(wire.shape_hash, others)}) == 5
+    others.append(msgspec.structs.replace(same_run, pipeline=PipelineConfig(2, "bf16", "int8")))
+    assert len({same, *map(wire.shape_hash, others)}) == 6
 
 
 def test_a_gradient_that_is_dropped_on_its_way_is_none_and_what_still_goes_forward_may_be_given_up() -> None:
