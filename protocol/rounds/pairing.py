@@ -17,7 +17,8 @@ node proposes to a uniformly random live peer, well before it is ready:
   exchanged least, named by the session's last byte. A node that is ready accepts no other.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds``, or of two
   rounds if these are shorter; an odd node out, or one for which no peer is free, goes on at once. A partner that never
-  exchanged with this node is left for another after half of that.
+  exchanged with this node is left for another after half of that; while others fail, after an eighth of the inner
+  steps, and its exchange may take four times the last one.
 - *Meetings are remembered.* A peer whose exchange failed is asked once no other is left, for longer each time, and
   given up for any better one; a peer that is met more often than by chance waits for its turn (`.pairing_order`).
 - *Swaps.* Few peers are in turn at the start, and random proposals among few peers leave out a tenth of the nodes. A
@@ -64,7 +65,7 @@ from .pairing_events import (
     failure,
 )
 from .pairing_order import PeerOrder
-from .pairing_waits import MIN_ANSWER, MIN_RETRY, Bond, PairingRound, Waits
+from .pairing_waits import ANSWER_SHARE, MIN_ANSWER, MIN_RETRY, Bond, PairingRound, Waits
 
 # A replica further behind takes a peer's weights: its own would pull partners back. A newcomer's are at most this old.
 MAX_ROUNDS_BEHIND = 10
@@ -72,6 +73,8 @@ MAX_ROUNDS_BEHIND = 10
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
 # Share of the time to an exchange's deadline in which the partner's offer must come; in a later try, most seconds.
 OFFER_SHARE, MAX_LATER_OFFER = 0.25, 2.0
+# While others fail, an exchange with a peer that never completed one may take this many times the last one.
+USUAL_TIMES = 4.0
 # A box moves by at most this share of its length, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
 # Among 1,000 nodes the last free ones rarely find each other, and each proposal may cost a dial: then it only accepts.
@@ -222,9 +225,14 @@ class Pairing:
         """Tell the partner that this node is ready, and wait for it; less for one that never came before."""
         self._send(bond.peer, messages.Ready(bond.session))
         if not self._order.is_proven(bond.peer):
-            is_half = self._config.round_seconds or self._order.has_doubts  # without boxes many are late
-            wait = (self.wait_ends_at - self.current.ready_at) / (2 if is_half else 1)
-            self._timers[_Timer.OTHER] = now + (2 * MIN_ANSWER if self.current.failure else wait)
+            wait = self.wait_ends_at - self.current.ready_at
+            if self.current.failure:
+                wait = 2 * MIN_ANSWER
+            elif self._order.has_doubts:
+                wait = self._waits.answer
+            elif self._config.round_seconds:  # without boxes many are late
+                wait /= 2
+            self._timers[_Timer.OTHER] = now + wait
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
@@ -240,10 +248,13 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self.current.ready_at + self._config.exchange_seconds
-        most = MAX_LATER_OFFER if self.current.failure else (self.wait_ends_at - self.current.ready_at) / 2
+        usual, is_proven = self._waits.exchange_seconds, self._order.is_proven(bond.peer)
+        if is_brief := usual > 0.0 and not is_proven and self._order.has_doubts:
+            deadline = min(deadline, now + max(USUAL_TIMES * usual, MIN_ANSWER))
+        most = MAX_LATER_OFFER if self.current.failure or is_brief else (self.wait_ends_at - self.current.ready_at) / 2
         offered = max(min(OFFER_SHARE * (deadline - now), most), MIN_ANSWER)
-        if not self._order.is_proven(bond.peer):
-            self._timers[_Timer.FOLLOW] = now + _OFFER_GRACE * offered
+        if not is_proven:
+            self._timers[_Timer.FOLLOW] = deadline if is_brief else now + _OFFER_GRACE * offered
         by = now + offered
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, by))
 
@@ -256,7 +267,8 @@ class Pairing:
             if not end.committed and end.round != self.round:  # another one runs already
                 self._outputs.append(GoAlone(end.round, failure(end.reason)))
             return
-        self._waits.exchange_seconds = now - self._exchange_started_at
+        if end.committed:
+            self._waits.exchange_seconds = now - self._exchange_started_at
         self._timers.clear()
         if end.is_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and no other peer is free
@@ -430,7 +442,7 @@ class Pairing:
                 self._seek_another(now)
             case messages.Withdraw() if bond is not None and self.state is State.MATCHED:
                 if not self._is_early(now):
-                    self._order.note_failure(peer)
+                    self._order.note_withdrawal(peer)
                 self._seek_another(now)
             case messages.Ready(session=session) if bond is None or is_answer:
                 self._send(peer, messages.Withdraw(session))
@@ -487,11 +499,11 @@ class Pairing:
             case _ if self._is_saving:
                 return messages.Decline(session, "away")
         wait = self._waits.between(self.current.seconds_left(now), proposal.seconds_left)
-        is_later = self.current.failure or (proposal.seconds_left == 0.0 and self._order.has_doubts)
-        is_brief = is_later and not self._order.is_proven(peer)
-        patience = min(self.wait_ends_at - now, MIN_ANSWER if is_brief else self._waits.patience)
+        is_brief = not self._order.is_proven(peer) and (self.current.failure or self._order.has_doubts)
+        patience = min(self.wait_ends_at - now, self._waits.answer if is_brief else self._waits.patience)
         if self._config.partners > 1 and proposal.seconds_left == 0.0:  # the peer will not wait for longer
             patience = min(patience, self._waits.meeting)
+        patience *= 1 - ANSWER_SHARE  # the peer may be a little later than it says
         if wait > patience:
             return messages.Busy(session, max(wait - patience, self._retry_after))
         # a peer that this node has not heard of yet may be of another stage

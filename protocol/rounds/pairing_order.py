@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from ..wire.latest import Latest
 
-# A refused contribution, a partner that was not ready in time, withdrew late or proposed again instead, a broken
-# exchange: each costs a round, and none proves malice. It puts a peer off for some rounds, twice as many after each
-# failure, more if it never exchanged; a committed exchange ends that and forgives half of the failures. Among peers
-# that are put off, those with fewer failures come first: else a peer that never comes is soon as good as honest ones.
+# A refused contribution, a partner that was not ready in time or proposed again instead, a broken exchange: each costs
+# a round, and none proves malice. It puts a peer off for some rounds, twice as many after each failure, more if it
+# never exchanged and did not just withdraw late; a committed exchange ends that and forgives half of the failures. Of
+# peers that are put off, those with fewer failures come first: else one that never comes is soon as good as any other.
 # Strangers came after this node and never exchanged with it: one that fails puts all off, so fresh keys buy nothing.
-# Where many founders fail, the untried ones are put off, for the same loss would come from each that never comes.
+# Where many founders fail, all that never exchanged are put off, for the same loss would come from each.
 #
 # A peer that proposes early to all at once would be everyone's partner in each round. So each node counts: a peer may
 # have `FAIR_SHARE` of the meetings that chance would give it, at most `FAIR_BURST` at once. No proofs are needed.
@@ -33,8 +33,8 @@ FIRST_ROUNDS, MAX_FAILURES = 2, 8
 # A failure counts for as many if no exchange with the peer was committed yet: 32 rounds, then 256.
 FAILURES_OF_UNPROVEN = 5
 ROUNDS_OF_STRANGERS = 64  # after a stranger's failure; each stranger that exchanges halves what is left
-# The broken agreements that make a node wary, for each peer that kept one. It then meets untried founders last, once it
-# has so many others, or half of all: with 4 one in ten finds no partner among them, more come later.
+# The broken agreements that make a node wary, for each peer that kept one. It then meets founders that kept none last,
+# once it has so many others, or half of all: with 4 one in ten finds no partner among them, more come later.
 BROKEN_SHARE, ENOUGH_PROVEN = 0.25, 6
 # How often a peer may be met, as a share of chance (once in as many rounds as there are peers), and how often at once.
 FAIR_SHARE, FAIR_BURST = 1.05, 2
@@ -58,8 +58,8 @@ class _Record:
     empty_at: float | None = None
     """The round in which its bucket of meetings is empty; None: there was no meeting."""
 
-    def fail(self, round_: int) -> None:
-        self.failures = min(self.failures + (1 if self.is_proven else FAILURES_OF_UNPROVEN), MAX_FAILURES)
+    def fail(self, round_: int, count: int) -> None:
+        self.failures = min(self.failures + count, MAX_FAILURES)
         self.until = round_ + 1 + (FIRST_ROUNDS << (self.failures - 1))
 
 
@@ -77,7 +77,7 @@ class PeerOrder:
         self._founders: frozenset[bytes] = frozenset()  # here when this node came; others are strangers until proven
         self._records = Latest[bytes, _Record](MAX_PEERS)
         self._strangers_until = 0  # the round from which strangers are as good as any other
-        self._untried: Set[bytes] = frozenset()  # live founders that neither exchanged nor failed
+        self._unproven: Set[bytes] = frozenset()  # live founders that never exchanged
         self._num_proven = self._num_broken = 0  # live peers that exchanged, and live founders that only failed
         self.phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
         """Share of a peer's period that passes before its first turn: from 0 to 1, the same for both."""
@@ -111,7 +111,7 @@ class PeerOrder:
         if self._round < self._strangers_until:
             found |= {peer for peer in self.peers if self._is_stranger(peer)}
         if self.is_wary:
-            found |= self._untried
+            found |= self._unproven
         return found
 
     def nearest(self, peers: Set[bytes]) -> tuple[float, Iterable[bytes]]:
@@ -136,10 +136,14 @@ class PeerOrder:
 
     def note_failure(self, peer: bytes) -> None:
         """Put a peer off because it did not keep its word, or the exchange with it failed."""
-        self._record(peer).fail(self._round)
+        self._record(peer).fail(self._round, 1 if self.is_proven(peer) else FAILURES_OF_UNPROVEN)
         if self._is_stranger(peer):
             self._strangers_until = self._round + 1 + ROUNDS_OF_STRANGERS
         self._count()
+
+    def note_withdrawal(self, peer: bytes) -> None:
+        """Put a peer off for a round or two because it withdrew late: honest ones do for a better partner."""
+        self._record(peer).fail(self._round, 1)
 
     def note_success(self, peer: bytes) -> None:
         """Forgive a peer half of its failures: an exchange with it was committed."""
@@ -158,9 +162,9 @@ class PeerOrder:
 
     def _count(self) -> None:
         proven = {peer for peer in self.peers if self.is_proven(peer)}
-        unproven = (self.peers & self._founders) - proven
-        self._untried = {peer for peer in unproven if peer not in self._records or not self._records[peer].failures}
-        self._num_proven, self._num_broken = len(proven), len(unproven) - len(self._untried)
+        broken = {peer for peer, record in self._records.items() if record.failures >= FAILURES_OF_UNPROVEN}
+        self._unproven = (self.peers & self._founders) - proven
+        self._num_proven, self._num_broken = len(proven), len(self._unproven & broken)
 
     @property
     def has_doubts(self) -> bool:
@@ -170,16 +174,17 @@ class PeerOrder:
 
     @property
     def is_wary(self) -> bool:
-        """Return whether founders that are untried are put off."""
+        """Return whether founders that never exchanged are put off."""
         has_enough = self._num_proven >= min(ENOUGH_PROVEN, (len(self.peers) + 1) // 2)
-        return has_enough and bool(self._untried) and self.has_doubts
+        return has_enough and self.has_doubts
 
     def _level(self, peer: bytes) -> int:
-        """Return 0, or how many failures of a peer count now; one more if strangers or the untried are put off."""
-        record, is_stranger = self._records.get(peer), self._is_stranger(peer)
-        failures = record.failures if record is not None and self._round < record.until else 0
-        is_doubted = (is_stranger and self._round < self._strangers_until) or (peer in self._untried and self.is_wary)
-        return failures + is_doubted
+        """Return 0, or how many failures of a peer count now; more if strangers or, before them, the unproven count."""
+        record = self._records.get(peer)
+        is_doubted = self.is_wary and peer in self._unproven
+        failures = record.failures if record is not None and (is_doubted or self._round < record.until) else 0
+        is_strange = self._round < self._strangers_until and self._is_stranger(peer)
+        return failures + (FAILURES_OF_UNPROVEN if is_strange else is_doubted)
 
     @property
     def _period(self) -> float:

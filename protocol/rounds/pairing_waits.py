@@ -35,7 +35,7 @@ class Waits:
     inner_seconds: float | None
     """The last round's inner steps; None: not known yet."""
     exchange_seconds: float = 0.0
-    """The last exchange; 0: there was none."""
+    """The last committed exchange; 0: there was none."""
 
     @property
     def longest(self) -> float:
