@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.manifest import Manifest
-from farandole.protocol.run.rules import encoded_bytes
 from farandole.protocol.stages.activations import link_bytes
 from farandole.protocol.trainer.trainer_messages import (
     InnerStepTaken,
@@ -197,7 +196,10 @@ class StageWorker(Engine):
         self.versions = _Versions(module, replica, are_kept=pipeline.overlap or manifest.rounds.overlap)
         self.sums = _Sums(replica, overlap=pipeline.overlap)
         self._shape = (pipeline.microbatch_size, model.context, model.width)
-        self.activation_bytes = max(link_bytes(manifest))
+        sizes = link_bytes(manifest)
+        self._codecs = tuple(zip(pipeline.codecs, sizes, strict=True))
+        """Codec and bytes of a microbatch's activations, and of their gradient."""
+        self.activation_bytes = max(sizes)
         self.memory = memoryview(b"")
         """Shared memory: slot i has incoming activations at 2 i `activation_bytes`, and outgoing ones after them."""
         self.statistics = LinkStatistics(model.width, device.torch_device)
@@ -437,17 +439,16 @@ class StageWorker(Engine):
 
     def _decode(self, data: Buffer, *, is_gradient: bool = False) -> Tensor:
         """Return activations (B, T, C), or their gradient; raises `ActivationError` if they are unfit."""
-        codec, num_elements = self._pipeline.codecs[is_gradient], math.prod(self._shape)
-        data = data[: encoded_bytes(codec, num_elements)]  # a place is as large as the larger of both
-        try:
-            return decode(codec, data, num_elements, self.device.torch_device).view(self._shape)
+        codec, size = self._codecs[is_gradient]
+        try:  # a place in memory is as large as the larger of both
+            return decode(codec, data[:size], math.prod(self._shape), self.device.torch_device).view(self._shape)
         except CodecError as error:
             raise ActivationError(f"activations that cannot be used: {error}") from error
 
     def _encode(self, values: Tensor, out: Buffer, *, is_gradient: bool = False) -> None:
         """Raise `ActivationError` if the values (B, T, C) cannot be encoded."""
         try:
-            encode(self._pipeline.codecs[is_gradient], values.float().flatten(), out)
+            encode(self._codecs[is_gradient][0], values.float().flatten(), out)
         except CodecError as error:
             raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
 
