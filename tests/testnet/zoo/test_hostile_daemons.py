@@ -59,15 +59,16 @@ def test_a_member_that_overshoots_costs_the_others_little(tmp_path: Path) -> Non
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("num_honest", "num_hostile", "round_seconds"), [(4, 1, 4.0), (6, 2, 10.0)])
+@pytest.mark.parametrize(("num_honest", "num_hostile"), [(4, 1), (6, 2)])
 async def test_members_that_agree_and_never_come_cost_the_others_at_most_a_tenth_of_their_averages(
-    num_honest: int, num_hostile: int, round_seconds: float, tmp_path: Path
+    num_honest: int, num_hostile: int, tmp_path: Path
 ) -> None:
-    rounds = {"inner_steps": 0, "round_seconds": round_seconds, "exchange_seconds": round_seconds, "overlap": True}
+    """Two plays of 30 rounds of 4 s, the later half of which counts, with time to spare for two cores."""
+    rounds = {"inner_steps": 0, "round_seconds": 4.0, "exchange_seconds": 4.0, "overlap": True}
 
     async def averaged(folder: Path, **hostile: object) -> float:
         """Return the share of rounds with a partner from the 15th on."""
-        settings = {"nodes": num_honest, "rounds": 40, "min_partners": 1, "start_together": True, "step_seconds": 0.1}
+        settings = {"nodes": num_honest, "rounds": 30, "min_partners": 1, "start_together": True, "step_seconds": 0.3}
         scenario = parse_scenario({"run": {**RUN, "rounds": rounds}, **hostile, "timeout": 2 * PATIENCE, **settings})
         report = await Testnet(scenario, folder, silent).play()
         assert report.reasons == []

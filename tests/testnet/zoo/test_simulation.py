@@ -10,23 +10,28 @@ import pytest
 from farandole.protocol.checkpoints.sketches import NEAR
 from farandole.protocol.run.manifest import InnerConfig, Manifest
 from farandole.protocol.run.rules import GuardConfig, NoLoCoConfig, PlainConfig, RoundConfig, ScreeningRules
-from farandole.testnet.bench.attacker import CASES, CHOSEN, COMPARED
+from farandole.testnet.bench.attacker import CASES, CHOSEN, COMPARED, Case
 from farandole.testnet.bench.members import manifest_of
 from farandole.testnet.methods.compare import MODEL
 from farandole.testnet.zoo import simulation
 from farandole.testnet.zoo.optimised import FIRST, Policy, search
 from farandole.testnet.zoo.simulation import HostileOutcome, HostileRun, play
+from farandole.training.outer.contribution import LEAST_TOKENS
 
 from ...tolerance import TOLERANT
 
+# Windows on which a busy machine judges.
+BUSY = LEAST_TOKENS // MODEL.context
 STRICT = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
 
 
-def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1, rounds: int = 8) -> HostileOutcome:
+def outcome_of(
+    attack: str, screening: ScreeningRules, hostile: int = 1, rounds: int = 8, windows: int = 0
+) -> HostileOutcome:
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=80, batch_size=8)
     outer = NoLoCoConfig(codec="bf16")
     manifest = Manifest("hostile", MODEL, inner=inner, outer=outer, screening=screening)
-    return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=rounds, steps=5))
+    return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=rounds, steps=5, windows=windows))
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +61,26 @@ def test_with_the_guard_a_liar_does_little(attack: str, clean: HostileOutcome) -
     assert attacked.loss < 1.1 * clean.loss
 
 
-def test_a_member_that_descends_on_a_loss_costs_little(clean: HostileOutcome) -> None:
-    """The one that adapts to the guard's verdicts; `make soak` plays others that descend on a loss."""
-    attacked = outcome_of("adaptive", GuardConfig())
+@pytest.mark.parametrize("windows", [0, BUSY])
+def test_a_member_that_descends_on_a_loss_costs_little(windows: int, clean: HostileOutcome) -> None:
+    """The one that adapts to the guard's verdicts, also where its victims are busy."""
+    attacked = outcome_of("adaptive", GuardConfig(), windows=windows)
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.015 * clean.loss
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("windows", [0, BUSY])
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.settings)
 @pytest.mark.parametrize("attack", ["exam-0.2", "exam-0.5", "exam-1", "adaptive", "colluding"])
-def test_two_of_eight_that_study_the_guard_cost_little(attack: str) -> None:
-    """By what is unlike the text that members once judged on; over three seeds."""
+def test_two_of_eight_that_study_the_guard_cost_little(attack: str, case: Case, windows: int) -> None:
+    """By what is unlike the text that members once judged on; over three seeds, on fast and on busy machines."""
     above = []
     for seed in range(3):
-        alone = HostileRun(manifest_of(25, seed, GuardConfig()), rounds=25, seed=seed)
+        alone = replace(case.alone(25, seed), windows=windows)
         attacked = play(replace(alone, attack=attack, hostile=2))
-        assert (attacked.honest_refused, attacked.honest_clipped) == (0, 0)
+        assert attacked.honest_refused == 0
+        assert windows or case.settings == CHOSEN or attacked.honest_clipped == 0
         above.append(attacked.loss / play(alone).loss - 1)
     assert sum(above) / len(above) < 0.015
 
@@ -91,6 +100,14 @@ def test_members_whose_texts_differ_bear_a_liar() -> None:
     assert alone.loss < play(replace(run, rounds=1)).loss
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.2 * alone.loss
+
+
+@pytest.mark.parametrize("windows", [0, BUSY])
+def test_honest_members_of_a_young_run_that_is_chosen_by_default_count_in_full(windows: int) -> None:
+    alone = next(case for case in CASES if case.settings == CHOSEN).alone(rounds=25, seed=0)
+    young = play(replace(alone, honest=3, rounds=10, windows=windows))
+    assert young.honest_exchanges > 0
+    assert (young.honest_clipped, young.honest_refused) == (0, 0)
 
 
 def test_equal_runs_have_equal_outcomes(clean: HostileOutcome) -> None:
