@@ -237,7 +237,7 @@ _CHOSEN: Final = frozenset(
     {
         *("inner.optimizer", "inner.learning_rate", "inner.warmup_steps"),
         *("outer.codec", "outer.fragments"),
-        *("rounds.round_seconds", "rounds.exchange_seconds", "rounds.overlap"),
+        *("rounds.round_seconds", "rounds.exchange_seconds", "rounds.overlap", "pipeline.codec"),
     }
 )
 _RUN_HEADER: Final = "| key | value | default | meaning |"

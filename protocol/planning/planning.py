@@ -47,6 +47,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "rounds.round_seconds": "as short as the line, or audits, allow: short rounds learn more",
     "model.num_stages": "the whole model is too large for a member's memory",
     "pipeline.recompute": "takes less memory for a stage's activations",
+    "pipeline.codec": "half of bf16's traffic between stages, without a measured loss",
     "pipeline.in_flight": "takes less memory for a stage's activations",
 }
 # Settings of an outer rule that any rule has: they say nothing of which rule a run file means.
@@ -232,11 +233,18 @@ def _cuts(manifest: Manifest, given: Collection[str], num_members: int | None) -
     for num_stages in range(2, min(most, MAX_PLANNED_STAGES) + 1):
         model = msgspec.structs.replace(manifest.model, num_stages=num_stages, stage_layers=())
         try:
-            cut = _in_little_memory(msgspec.structs.replace(manifest, model=model))
+            cut = _in_little_memory(_with_small_links(msgspec.structs.replace(manifest, model=model), given))
             needs_of(cut)
         except ManifestError:  # it cannot be cut so
             continue
         yield cut
+
+
+def _with_small_links(manifest: Manifest, given: Collection[str]) -> Manifest:
+    """Return a run in stages whose activations travel in int8, which lost nothing (docs/decisions.md)."""
+    if "pipeline.codec" in given:
+        return manifest
+    return msgspec.structs.replace(manifest, pipeline=msgspec.structs.replace(manifest.pipeline, codec="int8"))
 
 
 def _in_little_memory(manifest: Manifest) -> Manifest:
@@ -301,7 +309,7 @@ def _step(seconds: float) -> float:
 
 
 def best_known(manifest: Manifest, given: Collection[str]) -> Manifest:
-    """Return a manifest with the best known outer rule, inner optimizer and learning rate.
+    """Return a manifest with the best known outer rule, inner optimizer, learning rate and codec of activations.
 
     ``given``: the settings in the run file, such as ``outer.alpha``; they stay, and so does what they are for: a run
     file with a momentum keeps the rule that has one, and one with a learning rate its optimizer. Runs that start from a
@@ -323,7 +331,8 @@ def best_known(manifest: Manifest, given: Collection[str]) -> Manifest:
         if "inner.warmup_steps" not in given:
             chosen["warmup_steps"] = round(WARMUP_SHARE * inner.total_steps)
         inner = msgspec.structs.replace(inner, **chosen)
-    return msgspec.structs.replace(manifest, outer=outer, inner=inner)
+    known = msgspec.structs.replace(manifest, outer=outer, inner=inner)
+    return known if model.num_stages == 1 else _with_small_links(known, given)
 
 
 def learning_rate_for(size: int, *, is_muon: bool) -> float:

@@ -157,6 +157,17 @@ def test_what_a_run_file_leaves_open_is_chosen() -> None:
     assert best_known(RUN, ["inner.learning_rate"]).inner.optimizer == RUN.inner.optimizer
 
 
+def test_activations_travel_in_int8_where_the_model_is_cut_and_nothing_else_is_said() -> None:
+    cut = msgspec.structs.replace(RUN, model=msgspec.structs.replace(RUN.model, num_stages=2))
+    assert best_known(cut, ()).pipeline == PipelineConfig(codec="int8")
+    assert best_known(cut, ["pipeline.codec"]).pipeline == cut.pipeline
+    large = msgspec.structs.replace(RUN, model=preset("1B"))
+    small = Machine(USUAL_RATE, USUAL_RATE, memory=16 * 10**9)
+    assert plan(large, small).manifest.model.num_stages > 1
+    assert plan(large, small).manifest.pipeline.codec == "int8"
+    assert plan(large, small, ["pipeline.codec"]).manifest.pipeline.codec == "bf16"
+
+
 @pytest.mark.parametrize("given", ["outer.kind", "outer.alpha", "outer.gamma", "outer.momentum"])
 def test_a_rule_that_a_run_file_means_stays(given: str) -> None:
     run = msgspec.structs.replace(RUN, outer=NoLoCoConfig(alpha=0.3))
