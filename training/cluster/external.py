@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -273,18 +273,24 @@ class UserMomentum(Momentum):
     def average(self, part: slice, own: Tensor, share: float, num_late: int, losses: tuple[Ahead, Ahead]) -> None:
         """See `Momentum.average`."""
         momenta = self._read()  # inner steps may have changed them since
+        shares = (float(group["momentum"]) for group in self._groups() if group and "momentum" in group)
+        self._keep = next(shares, self._keep)
         super().average(part, own, share, num_late, losses)
         self._loop.ranks.tell(Order.WRITE, MOMENTA)
         for momentum, view in zip(momenta, self._views, strict=True):
             self._loop.ranks.set_parameter(momentum, view.to(momentum.device, momentum.dtype))
         synchronize(momenta)
 
-    def _move_ahead(self, weights: Tensor) -> None:
-        """Move weights (n,) by `LOOK_AHEAD` of the optimizers' steps along the momenta, as they are in the vector."""
+    def _groups(self) -> list[dict[str, Any] | None]:
+        """Return the settings with which the optimizers step each matrix; None: they do not."""
         groups = [group for optimizer in self._loop.optimizers for group in optimizer.param_groups]
         by_matrix = {id(each): group for group in groups for each in group["params"]}
-        for matrix, view, place in zip(self._matrices.values(), self._views, self.places, strict=True):
-            if (group := by_matrix.get(id(matrix))) is None:
+        return [by_matrix.get(id(matrix)) for matrix in self._matrices.values()]
+
+    def _move_ahead(self, weights: Tensor) -> None:
+        """Move weights (n,) by `LOOK_AHEAD` of the optimizers' steps along the momenta, as they are in the vector."""
+        for group, view, place in zip(self._groups(), self._views, self.places, strict=True):
+            if group is None:
                 continue
             step, rate = view, LOOK_AHEAD * float(group["lr"])
             if "ns_steps" in group:  # a Muon; its original rate is of singular values, not of elements

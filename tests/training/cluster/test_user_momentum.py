@@ -100,7 +100,7 @@ def decoded(own: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("judges", [False, True])
 @pytest.mark.parametrize(
-    "optimizer", [torchs_muon, lambda matrices: SGD(matrices, 1e-3, momentum=KEEP)], ids=["Muon", "SGD"]
+    ("optimizer", "keep"), [(torchs_muon, KEEP), (lambda matrices: SGD(matrices, 1e-3, momentum=0.5), 0.5)]
 )
 @pytest.mark.parametrize("late_steps", [0, 2])
 def test_a_loops_momentum_and_a_built_in_trainers_move_towards_each_other(
@@ -109,6 +109,7 @@ def test_a_loops_momentum_and_a_built_in_trainers_move_towards_each_other(
     manifest: Manifest,
     text: Text,
     optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    keep: float,
     late_steps: int,
     judges: bool,
 ) -> None:
@@ -129,7 +130,7 @@ def test_a_loops_momentum_and_a_built_in_trainers_move_towards_each_other(
     before = script.momentum
     script.meet(of_loop)
 
-    share = 0.5 * clip * KEEP**late_steps * (1.0 if judges else UNKNOWN_SHARE)
+    share = 0.5 * clip * keep**late_steps * (1.0 if judges else UNKNOWN_SHARE)
     moved = script.momentum - before
     torch.testing.assert_close(moved, share * difference, rtol=1e-4, atol=1e-6)
     bob.round_end.apply(contribution, Encounter(ALICE, 1, 1), own_first=False)
