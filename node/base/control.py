@@ -11,14 +11,14 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import trio
 
 from farandole.protocol.wire.errors import FarandoleError
 
-from .system.sockets import bound_socket, connect, serve_door
+from .system.sockets import TaskStatus, bound_socket, connect, serve_door
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024
@@ -28,10 +28,6 @@ MAX_RESPONSE_BYTES: Final = 16 * 1024 * 1024
 MAX_CONNECTIONS: Final = 32
 REQUEST_TIMEOUT: Final = 30.0
 IDLE_TIMEOUT: Final = 300.0
-
-if TYPE_CHECKING:
-    # libp2p installs trio-typing's stubs, which hide trio's own types from checkers and keep this one elsewhere.
-    from trio_typing import TaskStatus
 
 Handler = Callable[[dict[str, Any]], Awaitable[object]]
 

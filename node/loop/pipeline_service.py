@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import trio
@@ -37,14 +37,12 @@ from ..base.bandwidth import Shaping
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream
+from ..base.system.sockets import TaskStatus
 from ..bulk.negotiation import BulkService
 from ..bulk.pipe import BulkPipe, Outgoing, Patience
 from ..mesh.host import Host
 from ..state.messenger import Messenger
 from ..status.status import PipelineStatus
-
-if TYPE_CHECKING:
-    from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
 

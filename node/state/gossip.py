@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -42,12 +41,10 @@ from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream, counted
+from ..base.system.sockets import TaskStatus
 from ..mesh.host import Host
 from .messenger import Messenger
 from .store import Store, StoreError
-
-if TYPE_CHECKING:
-    from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -22,10 +21,8 @@ from farandole.protocol.wire.identity import short_name
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.streams import READ_BYTES, counted
-
-if TYPE_CHECKING:
-    from ..mesh.host import Host
-    from ..mesh.yamux import Libp2pStream
+from ..mesh.host import Host
+from ..mesh.yamux import Libp2pStream
 
 logger = logging.getLogger(__name__)
 

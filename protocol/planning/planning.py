@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
@@ -255,26 +256,16 @@ def _in_little_memory(manifest: Manifest) -> Manifest:
 
 def _plan_line(manifest: Manifest, machine: Machine, given: Collection[str] = ()) -> Plan:
     """Choose codec and fragments: the first pair with short exchanges, else the first that fits, else the smallest."""
-    outer = manifest.outer
-    found = [
-        _timed(variant, machine, given)
-        for codec in ([outer.codec] if "outer.codec" in given else CODECS)
-        for fragments in ([outer.fragments] if "outer.fragments" in given else FRAGMENTS)
-        if (variant := _travels(manifest, codec, fragments)) is not None
-    ]
+    outer, found = manifest.outer, list[Plan]()
+    for codec in [outer.codec] if "outer.codec" in given else CODECS:
+        for fragments in [outer.fragments] if "outer.fragments" in given else FRAGMENTS:
+            travels = msgspec.structs.replace(outer, codec=codec, fragments=fragments)
+            with suppress(ManifestError):  # the run excludes that
+                found.append(_timed(msgspec.structs.replace(manifest, outer=travels), machine, given))
     fitting = [plan for plan in found if not plan.lacks_line]
     short = [plan for plan in fitting if plan.manifest.rounds.exchange_seconds <= GOOD_EXCHANGE]
     choice = next(iter(short or fitting), None)
     return choice or min(found, key=lambda plan: plan.needs.rate, default=judge(manifest, machine))
-
-
-def _travels(manifest: Manifest, codec: str, fragments: int) -> Manifest | None:
-    """Return the same run with this codec and ``fragments`` fragments; None where the run excludes that."""
-    outer = msgspec.structs.replace(manifest.outer, codec=codec, fragments=fragments)
-    try:
-        return msgspec.structs.replace(manifest, outer=outer)
-    except ManifestError:
-        return None
 
 
 def _timed(manifest: Manifest, machine: Machine, given: Collection[str]) -> Plan:

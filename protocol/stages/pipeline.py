@@ -280,7 +280,8 @@ class Pipeline:
                 self._arrive(number, link, message)
             case wire.Gradient(index) if index in link.open:
                 microbatch = link.open[index]
-                if microbatch.step is (LinkStep.OUT if self._stage else LinkStep.HOME_OUT):
+                awaited_at = LinkStep.OUT if self._stage else LinkStep.HOME_OUT
+                if microbatch.step is awaited_at and not microbatch.is_held_out:
                     microbatch.step, microbatch.sender = LinkStep.RETURNING, link.peer
                     return
                 self._leave(microbatch.onward)

@@ -40,7 +40,7 @@ from farandole.training.inner.optimizer import (
     orthogonalised,
     rms_factor,
 )
-from farandole.training.outer.codec import Form, form_of
+from farandole.training.outer.codec import FORMS, Form
 from farandole.training.outer.rule import Meeting, OwnVectors
 
 from .baselines import Group, Method, Trial, rule_for
@@ -114,7 +114,7 @@ class Stack:
     @torch.no_grad()
     def send_momenta(self, codec: Codec) -> None:
         """Send Muon's momenta, for the next `average_momenta`."""
-        self._sent_momenta = _decoded(self.momenta, form_of(codec))
+        self._sent_momenta = _decoded(self.momenta, FORMS[codec])
 
     @torch.no_grad()
     def average_momenta(self, groups: Sequence[Sequence[int]], fade: float = 1.0) -> None:
@@ -306,7 +306,7 @@ class _Outer:
         self._layout = layout
         self._rule = rule_for(settings)
         self._is_sparse = isinstance(settings, SparseLoCoConfig)
-        self._form = form_of(settings.codec)
+        self._form = FORMS[settings.codec]
         self._theta = theta
         self.slow = theta.clone()
         """Slow weights, (N, W) fp32."""

@@ -36,7 +36,7 @@ from farandole.training.data.batches import Batches
 from farandole.training.data.dataset import NOTHING, Bring
 from farandole.training.engine.learner import Learner, build_learner
 from farandole.training.model.model import language_loss
-from farandole.training.outer.codec import Form, form_of
+from farandole.training.outer.codec import FORMS, Form
 from farandole.training.outer.contribution import JUDGED_TOKENS, Exam
 from farandole.training.screening.rule import Encounter, Refuse
 
@@ -278,7 +278,7 @@ class _Play:
             encounters.append(Encounter(other.key, tokens[index], tokens[1 - index], member.chance, suspected))
         for index, member in enumerate(pair):
             if member.is_hostile:
-                other, form = pair[1 - index], form_of(run.manifest.outer.codec)
+                other, form = pair[1 - index], FORMS[run.manifest.outer.codec]
                 slow = member.learner.round_end.outer.slow.clone()
                 taken = partial(_taken, other, encounters[1 - index], form)
                 insight = Insight(member.learner, taken, self._generator, self._common)

@@ -249,8 +249,7 @@ class StageWorker(Engine):
         Microbatches are consecutive parts of the batches that a learner of the whole model would have. Raises
         `NoSliceError` if there is none now, `DataError` if too little is held out.
         """
-        if self.sampler is None:
-            raise TrainingError("only stage 0 draws data")
+        assert self.sampler is not None, "only stage 0 draws data"
         size = self._pipeline.microbatch_size
         num_parts = self.sampler.batch_size // size
         microbatch = self._new_microbatch(is_following, held_out)
@@ -380,8 +379,6 @@ class StageWorker(Engine):
         return is_fit
 
     def _new_microbatch(self, is_following: bool, held_out: int | None) -> _Microbatch:
-        if is_following and not self._pipeline.overlap:
-            raise TrainingError("inner steps do not overlap in this run")
         number = self.sums.number + is_following if held_out is None else _HELD_OUT
         return _Microbatch(self.versions.newest(self.sums.last), number, held_out or 0)
 
@@ -468,9 +465,7 @@ def build_stage_worker(
 
     Raises `DataError` if the text or tokenizer is unfit, `TrainingError` if the device or stage does not exist.
     """
-    sampler = None
-    if stage == 0:
-        sampler = build_sampler(manifest, run_id, author, bring)
+    sampler = build_sampler(manifest, run_id, author, bring) if stage == 0 else None
     worker = StageWorker(
         build_stage(manifest.model, manifest.seed, stage, settings.allow_model),
         manifest,

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from farandole.protocol.run.rules import SCALE_BYTES, SIZES, CodecSize
 
@@ -92,14 +93,12 @@ class _Blocks:
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         length, num_bytes = self.layout.block, self.size(self.layout.block)
-        whole = len(values) - len(values) % length
-        if whole:
-            self._encode_blocks(values[:whole].view(-1, length), out[: self.size(whole)].view(-1, num_bytes))
-        if whole < len(values):  # the last block's zeros are not sent
-            block = torch.nn.functional.pad(values[whole:], (0, length - (len(values) - whole)))
-            row = out.new_empty(1, num_bytes)
-            self._encode_blocks(block.view(1, -1), row)
-            out[self.size(whole) :].copy_(row[0, : len(out) - self.size(whole)])
+        if not (missing := -len(values) % length):
+            self._encode_blocks(values.view(-1, length), out.view(-1, num_bytes))
+        else:  # zeros complete the last block, and are not sent
+            blocks = pad(values, (0, missing)).view(-1, length)
+            self._encode_blocks(blocks, rows := out.new_empty(len(blocks), num_bytes))
+            out.copy_(rows.view(-1)[: len(out)])
 
     def _encode_blocks(self, blocks: Tensor, rows: Tensor) -> None:
         """Encode ``blocks`` (b, length) into ``rows`` (b, bytes of a block)."""
@@ -117,15 +116,12 @@ class _Blocks:
 
     def decode(self, data: Tensor, values: Tensor) -> None:
         length, num_bytes = self.layout.block, self.size(self.layout.block)
-        whole = len(values) - len(values) % length
-        if whole:
-            self._decode_blocks(data[: self.size(whole)].view(-1, num_bytes), values[:whole].view(-1, length))
-        if whole < len(values):
-            rest = data[self.size(whole) :]
-            row = torch.nn.functional.pad(rest, (0, num_bytes - len(rest)))
-            block = values.new_empty(1, length)
-            self._decode_blocks(row.view(1, -1), block)
-            values[whole:].copy_(block[0, : len(values) - whole])
+        if not len(values) % length:
+            self._decode_blocks(data.view(-1, num_bytes), values.view(-1, length))
+        else:
+            rows = pad(data, (0, -len(data) % num_bytes)).view(-1, num_bytes)
+            self._decode_blocks(rows, blocks := values.new_empty(len(rows), length))
+            values.copy_(blocks.view(-1)[: len(values)])
 
     def _decode_blocks(self, rows: Tensor, blocks: Tensor) -> None:
         """Decode ``rows`` (b, bytes of a block) into ``blocks`` (b, length)."""
@@ -149,22 +145,14 @@ writes values (n,) fp32 into out (size(n),) uint8, and `decode` reads data (size
 raise `CodecError` if a value is not finite, or too large.
 """
 
-_FORMS: dict[str, Form] = {
+FORMS: dict[str, Form] = {
     "fp32": _Plain("fp32", torch.float32),
     "bf16": _Plain("bf16", torch.bfloat16),
     "fp16": _Plain("fp16", torch.float16, MAX_FP16),
     "int8": _Blocks(SIZES["int8"], 127),
     "int4": _Blocks(SIZES["int4"], 7),
 }
-CODECS = tuple(_FORMS)
-
-
-def form_of(codec: str) -> Form:
-    """Return the form of a codec; raises `CodecError` if there is no codec of this name."""
-    try:
-        return _FORMS[codec]
-    except KeyError:
-        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}") from None
+CODECS = tuple(FORMS)
 
 
 def slices(num_elements: int, start: int = 0) -> Iterator[slice]:
@@ -202,7 +190,7 @@ def encode(codec: str, values: Tensor, out: Buffer) -> int:
 
     Raises `CodecError` if a value is not finite (or beyond `MAX_MAGNITUDE`, `MAX_FP16`), or ``out`` is too small.
     """
-    form = form_of(codec)
+    form = FORMS[codec]
     target = bytes_to_fill(form.size(values.numel()), out)
     for part in slices(values.numel()):
         form.encode(values[part].cpu(), target[bytes_of(form, part)])
@@ -214,7 +202,7 @@ def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | s
 
     Raises `CodecError` if the length of ``data`` is not the size of n elements, or a value is not finite.
     """
-    form = form_of(codec)
+    form = FORMS[codec]
     source = np.frombuffer(data, dtype=np.uint8)
     if len(source) != form.size(num_elements):
         raise CodecError(f"{num_elements} elements take {form.size(num_elements)} bytes, not {len(source)}")

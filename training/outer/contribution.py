@@ -36,11 +36,11 @@ from farandole.protocol.run.rules import OuterConfig
 from ..base.errors import CodecError, DataError
 from ..screening.rule import Encounter, Histories, Partner, Refuse, ScreeningRule, Verdict
 from .codec import (
+    FORMS,
     Buffer,
     bytes_of,
     bytes_to_fill,
     bytes_to_read,
-    form_of,
     in_order,
     one_thread,
     slices,
@@ -218,7 +218,7 @@ class Contributor:
         self.momentum = momentum
         self._own = own
         self._copier = copier
-        self.form = form_of(outer.codec)
+        self.form = FORMS[outer.codec]
         self._rule = rule
         largest = -(-len(own.fast) // outer.fragments)
         self._frozen = own.fast.new_empty(largest)

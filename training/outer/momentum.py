@@ -25,7 +25,7 @@ from typing import Final
 
 from torch import Tensor
 
-from .codec import Form, form_of, slices
+from .codec import FORMS, Form, slices
 
 # Honest momenta are about as long as each other, and mostly noise: their distance is about 1.4 times their length, that
 # of one's own and its reverse 2.
@@ -56,7 +56,7 @@ class Momentum:
     look_ahead: Callable[[Tensor], None] = lambda weights: None
 
     def __post_init__(self, codec: str, parts: Sequence[slice], like: Tensor) -> None:
-        self.form: Form = form_of(codec)
+        self.form: Form = FORMS[codec]
         largest = max((self.num_elements(part) for part in parts), default=0)
         self._own, self._received = like.new_empty(largest), like.new_empty(largest)
 

@@ -24,7 +24,9 @@ from farandole.protocol.wire.errors import FarandoleError
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing's stubs, which hide trio's own types from checkers and keep this one elsewhere.
-    from trio_typing import TaskStatus
+    from trio_typing import TaskStatus as TaskStatus
+else:
+    from trio import TaskStatus
 
 LOOPBACK: Final = "127.0.0.1"
 # The errors of listening on :: where a system has no IPv6, or has it turned off.

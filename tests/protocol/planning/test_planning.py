@@ -21,7 +21,7 @@ from farandole.protocol.run.manifest import InnerConfig, Manifest, ModelConfig, 
 from farandole.protocol.run.models import PRESETS, preset, stage_parameters
 from farandole.protocol.run.own_model import ExternalModel
 from farandole.protocol.run.rules import Codec, NoLoCoConfig, PlainConfig, RoundConfig, encoded_bytes
-from farandole.training.outer.codec import form_of
+from farandole.training.outer.codec import FORMS
 
 HOME = Machine(USUAL_RATE, USUAL_RATE)
 GB = 1_000_000_000
@@ -209,7 +209,7 @@ def sized_manifest(model: str = "125M", codec: Codec = "fp32", fragments: int = 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("num_elements", [0, 1, 63, 64, 255, 256, 257, 100_001])
 def test_sizes_are_those_of_the_forms(codec: str, num_elements: int) -> None:
-    assert encoded_bytes(codec, num_elements) == form_of(codec).size(num_elements)
+    assert encoded_bytes(codec, num_elements) == FORMS[codec].size(num_elements)
 
 
 def test_an_exchange_needs_a_line_that_leaves_the_partner_its_share() -> None:

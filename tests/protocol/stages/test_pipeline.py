@@ -335,6 +335,17 @@ def test_unfit_activations_are_dropped_and_the_next_are_taken() -> None:
     assert machine.ReceiveInto(1, 0) in pipeline.handle(machine.Received(1, wire.DataReceived(1)), 0.2)
 
 
+def test_who_sends_the_gradient_of_held_out_text_is_hung_up_on() -> None:
+    """There is none: a trainer would add it to another microbatch's inner step, or end."""
+    pipeline = open_pipeline(1)
+    pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
+    pipeline.handle(machine.Received(2, wire.Credits(8)), 0.0)
+    pipeline.handle(machine.Received(1, wire.Forward(b"a", b"origin", 20, 5.0, is_held_out=True)), 0.0)
+    pipeline.handle(machine.Received(1, wire.DataReceived(0)), 0.0)
+    pipeline.handle(Worked(), 0.1)
+    assert machine.LinkClosed(2) in pipeline.handle(machine.Received(2, wire.Gradient(0)), 0.2)
+
+
 def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     pipeline = open_pipeline(2)  # the last stage: the next hop is the origin
     pipeline.handle(arriving(b"a"), 0.0)
