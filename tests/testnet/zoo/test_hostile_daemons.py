@@ -69,7 +69,8 @@ async def test_members_that_agree_and_never_come_cost_the_others_at_most_a_tenth
     async def averaged(folder: Path, **hostile: object) -> float:
         """Return the share of rounds with a partner from the 15th on."""
         settings = {"nodes": num_honest, "rounds": 30, "min_partners": 1, "start_together": True, "step_seconds": 0.3}
-        scenario = parse_scenario({"run": {**RUN, "rounds": rounds}, **hostile, "timeout": 2 * PATIENCE, **settings})
+        waits = {"timeout": 2 * PATIENCE, "wedged_after": PATIENCE}
+        scenario = parse_scenario({"run": {**RUN, "rounds": rounds}, **hostile, **waits, **settings})
         report = await Testnet(scenario, folder, silent).play()
         assert report.reasons == []
         homes = (folder / "nodes" / f"{node.index:02d}" for node in report.nodes)
