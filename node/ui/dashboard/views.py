@@ -8,6 +8,8 @@ then takes every other new one.
 from __future__ import annotations
 
 import math
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,24 +37,35 @@ Point = tuple[float, float]
 
 @dataclass(slots=True)
 class Curve:
-    """Points (x, y) with growing x, thinned out when there are too many."""
+    """Points (x, y) with growing x, thinned out when there are too many.
+
+    They are in arrays: as small objects of their own, which stay, they keep a process from returning what is freed
+    around them.
+    """
 
     max_points: int
-    points: list[Point] = field(default_factory=list)
+    _xs: array[float] = field(default_factory=lambda: array("d"))
+    _ys: array[float] = field(default_factory=lambda: array("d"))
     _stride: int = 1
     _skipped: int = 0
 
+    @property
+    def points(self) -> list[Point]:
+        """The points, the oldest first."""
+        return [*zip(self._xs, self._ys, strict=True)]
+
     def add(self, x: float, y: float) -> None:
         """Add a newer point; one that is not newer or not finite is left out."""
-        if not math.isfinite(y) or (self.points and x <= self.points[-1][0]):
+        if not math.isfinite(y) or (self._xs and x <= self._xs[-1]):
             return
         self._skipped += 1
-        if self.points and self._skipped < self._stride:
+        if self._xs and self._skipped < self._stride:
             return
         self._skipped = 0
-        self.points.append((x, y))
-        if len(self.points) >= self.max_points:
-            del self.points[1::2]
+        self._xs.append(x)
+        self._ys.append(y)
+        if len(self._xs) >= self.max_points:
+            del self._xs[1::2], self._ys[1::2]
             self._stride *= 2
 
 
@@ -93,14 +106,18 @@ class RunHistory:
         for member in members:
             if not member.is_live:
                 continue
-            peer, before = member.peer_id, self._last_rounds.get(member.peer_id)
+            peer, partner = (
+                sys.intern(member.peer_id),
+                sys.intern(member.last_partner),
+            )  # of many meetings
+            before = self._last_rounds.get(peer)
             self._last_rounds[peer] = member.round
             if member.loss is not None:
                 curve = self.losses[peer] = self.losses.get(peer) or Curve(MAX_POINTS_A_NODE)
                 curve.add(member.round, member.loss)
-            met = member.round, frozenset((peer, member.last_partner))
-            if before not in (None, member.round) and member.last_partner and met not in self.meetings:
-                self.meetings[met] = NodeMeeting(now, member.round, peer, member.last_partner)
+            met = member.round, frozenset((peer, partner))
+            if before not in (None, member.round) and partner and met not in self.meetings:
+                self.meetings[met] = NodeMeeting(now, member.round, peer, partner)
 
 
 # More curves in one picture are a blur; the page draws these, and the mean of all.
