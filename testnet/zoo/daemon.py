@@ -70,6 +70,7 @@ class GreedyPairing:
                 self._is_free = True
             case PeersChanged(peers=peers):
                 self._peers = peers - {self._own}
+                return []  # no training loop may run yet
             case MessageReceived(peer=peer, payload=payload):
                 return [*self._answer(peer, messages.decode_message(payload), now), *self._meet_next(now)]
             case ExchangeEnded(committed=False, round=round_):

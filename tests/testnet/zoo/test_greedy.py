@@ -28,7 +28,7 @@ OWN, ALICE, BOB = (bytes((number,)) * 32 for number in range(3))
 
 def greedy(*, does_exchange: bool) -> GreedyPairing:
     pairing = GreedyPairing(OWN, RoundConfig(), random.Random(0), does_exchange=does_exchange)
-    pairing.handle(PeersChanged(frozenset({OWN, ALICE, BOB})), 0.0)
+    assert not pairing.handle(PeersChanged(frozenset({OWN, ALICE, BOB})), 0.0), "no training loop may run yet"
     pairing.handle(RoundStarted(0), 0.0)
     return pairing
 
