@@ -73,8 +73,6 @@ MAX_ROUNDS_BEHIND = 10
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
 # Share of the time to an exchange's deadline in which the partner's offer must come; in a later try, most seconds.
 OFFER_SHARE, MAX_LATER_OFFER = 0.25, 2.0
-# While others fail, an exchange with a peer that never completed one may take this many times the last one.
-USUAL_TIMES = 4.0
 # A box moves by at most this share of its length, so that no partner can stretch a round endlessly.
 MAX_BOX_SHIFT = 0.5
 # Among 1,000 nodes the last free ones rarely find each other, and each proposal may cost a dial: then it only accepts.
@@ -224,15 +222,19 @@ class Pairing:
     def _await_partner(self, bond: Bond, now: float) -> None:
         """Tell the partner that this node is ready, and wait for it; less for one that never came before."""
         self._send(bond.peer, messages.Ready(bond.session))
-        if not self._order.is_proven(bond.peer):
+        if self._is_brief_with(bond.peer):
+            self._timers[_Timer.OTHER] = now + self._waits.answer
+        elif not self._order.is_proven(bond.peer):  # without boxes many are late
             wait = self.wait_ends_at - self.current.ready_at
-            if self.current.failure:
-                wait = 2 * MIN_ANSWER
-            elif self._order.has_doubts:
-                wait = self._waits.answer
-            elif self._config.round_seconds:  # without boxes many are late
-                wait /= 2
-            self._timers[_Timer.OTHER] = now + wait
+            self._timers[_Timer.OTHER] = now + wait / (2 if self._config.round_seconds else 1)
+
+    def _is_brief_with(self, peer: bytes) -> bool:
+        """Return whether a peer gets little time: it never exchanged, and others fail, or one has in this round."""
+        return not self._order.is_proven(peer) and (bool(self.current.failure) or self._order.has_doubts)
+
+    def _patience_with(self, peer: bytes, now: float) -> float:
+        patience = self._waits.answer if self._is_brief_with(peer) else self._waits.patience
+        return min(self.wait_ends_at - now, patience)
 
     def _begin_if_both_ready(self, now: float) -> None:
         """Begin the exchange as the proposer; the partner follows. So neither awaits one that has just given up."""
@@ -248,13 +250,14 @@ class Pairing:
         self._exchange_started_at = now
         self._order.note_meeting(bond.peer)
         deadline = self.current.ready_at + self._config.exchange_seconds
-        usual, is_proven = self._waits.exchange_seconds, self._order.is_proven(bond.peer)
-        if is_brief := usual > 0.0 and not is_proven and self._order.has_doubts:
-            deadline = min(deadline, now + max(USUAL_TIMES * usual, MIN_ANSWER))
-        most = MAX_LATER_OFFER if self.current.failure or is_brief else (self.wait_ends_at - self.current.ready_at) / 2
+        is_proven = self._order.is_proven(bond.peer)
+        if is_doubted := not is_proven and self._order.has_doubts:
+            deadline = min(deadline, now + self._waits.brief_exchange)
+        is_brief = is_doubted or self.current.failure
+        most = MAX_LATER_OFFER if is_brief else (self.wait_ends_at - self.current.ready_at) / 2
         offered = max(min(OFFER_SHARE * (deadline - now), most), MIN_ANSWER)
         if not is_proven:
-            self._timers[_Timer.FOLLOW] = deadline if is_brief else now + _OFFER_GRACE * offered
+            self._timers[_Timer.FOLLOW] = deadline if is_doubted else now + _OFFER_GRACE * offered
         by = now + offered
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline, by))
 
@@ -263,12 +266,12 @@ class Pairing:
             self._order.note_success(end.peer)
         else:
             self._order.note_failure(end.peer)
+        if end.committed:
+            self._waits.exchange_seconds = end.seconds
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
             if not end.committed and end.round != self.round:  # another one runs already
                 self._outputs.append(GoAlone(end.round, failure(end.reason)))
             return
-        if end.committed:
-            self._waits.exchange_seconds = now - self._exchange_started_at
         self._timers.clear()
         if end.is_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and no other peer is free
@@ -429,7 +432,12 @@ class Pairing:
             case messages.Propose():
                 self._receive_proposal(peer, message, now)
             case messages.Agree(seconds_left=seconds_left) if is_answer and bond is not None:
-                self._agree(bond, seconds_left, now)
+                wait = self._waits.between(self.current.seconds_left(now), seconds_left)
+                if (late := wait - self._patience_with(peer, now)) <= 0.0:
+                    self._agree(bond, seconds_left, now)
+                else:  # by its own word
+                    self._withdraw()
+                    self._seek_another(now, ask_again_at=now + max(late, MIN_RETRY))
             case messages.Agree(session=session) if bond is None:
                 self._send(peer, messages.Withdraw(session))
             case messages.Decline(reason=reason) if is_answer:
@@ -499,8 +507,7 @@ class Pairing:
             case _ if self._is_saving:
                 return messages.Decline(session, "away")
         wait = self._waits.between(self.current.seconds_left(now), proposal.seconds_left)
-        is_brief = not self._order.is_proven(peer) and (self.current.failure or self._order.has_doubts)
-        patience = min(self.wait_ends_at - now, self._waits.answer if is_brief else self._waits.patience)
+        patience = self._patience_with(peer, now)
         if self._config.partners > 1 and proposal.seconds_left == 0.0:  # the peer will not wait for longer
             patience = min(patience, self._waits.meeting)
         patience *= 1 - ANSWER_SHARE  # the peer may be a little later than it says

@@ -184,7 +184,7 @@ class PeerOrder:
         is_doubted = self.is_wary and peer in self._unproven
         failures = record.failures if record is not None and (is_doubted or self._round < record.until) else 0
         is_strange = self._round < self._strangers_until and self._is_stranger(peer)
-        return failures + (FAILURES_OF_UNPROVEN if is_strange else is_doubted)
+        return failures + (MAX_FAILURES if is_strange else is_doubted)
 
     @property
     def _period(self) -> float:

@@ -18,6 +18,9 @@ MEETING_SHARE = 0.25
 # least for the seconds that follow: the others are in their exchanges, too. Simulated with 64 nodes, 2 instead of 3
 # leaves half as many again without a partner, 4 a third fewer; and every node waits longer.
 MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
+# An exchange with a peer that never completed one, while others fail, may take this many times the last one, and at
+# least so many seconds: in a fifth of them a responder can ask for the decision on another connection.
+USUAL_TIMES, MIN_EXCHANGE = 4.0, 10.0
 # An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
 # least a round trip around the earth, at most a dial (8 s) and a round trip.
 ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
@@ -47,6 +50,11 @@ class Waits:
     def meeting(self) -> float:
         """Return for how long a node waits for a partner that has ended its inner steps too."""
         return min(max(MEETING_WAIT * self.exchange_seconds, MIN_MEETING_WAIT), self.longest)
+
+    @property
+    def brief_exchange(self) -> float:
+        """Return how long an exchange may take that others would hold open; without an earlier one, half of all."""
+        return max(USUAL_TIMES * self.exchange_seconds if self.exchange_seconds else self.longest, MIN_EXCHANGE)
 
     @property
     def patience(self) -> float:

@@ -521,6 +521,7 @@ class _Exchange:
     def __init__(self, node: _Node, start: pairing_events.StartExchange) -> None:
         self.node = node
         self.start = start
+        self.started_at = node.world.simulation.now
         self.is_over = False
         self.has_offer = False
         self.has_accepted = False
@@ -591,7 +592,6 @@ class _Exchange:
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed
-        start = self.start
-        node.handle(
-            pairing_events.ExchangeEnded(session, start.peer, is_committed, not is_committed, round=start.round)
-        )
+        seconds = node.world.simulation.now - self.started_at
+        end = partial(pairing_events.ExchangeEnded, session, self.start.peer, is_committed, not is_committed)
+        node.handle(end(round=self.start.round, seconds=seconds))

@@ -78,16 +78,15 @@ def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
     assert report.coherence > 0.9
 
 
-@pytest.mark.parametrize(("rounds", "deviation"), [(CHOSEN, MAX_DEVIATION), (BOXED, MAX_DEVIATION), (STEPS, 15.0)])
-def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig, deviation: float) -> None:
-    """Fixed steps: 13.8, since a node that was let down seeks again among the peers that are ready then."""
+@pytest.mark.parametrize("rounds", [CHOSEN, BOXED, STEPS])
+def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig) -> None:
     seconds = 60 * (rounds.round_seconds or 30.0)
     honest = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0), seed=1)
     attacked = simulate(PairingScenario(16, rounds, seconds, start_spread=5.0, num_capturing=1), seed=1)
     # Each node loses a round, then one of 3, one of 5, one of 9, and so on.
-    assert attacked.rounds > 0.8 * honest.rounds
-    assert attacked.alone <= 0.12 * attacked.rounds
-    assert chi_square(attacked.pairs, 16) < deviation
+    assert attacked.rounds > 0.9 * honest.rounds
+    assert attacked.alone <= 0.06 * attacked.rounds
+    assert chi_square(attacked.pairs, 16) < MAX_DEVIATION
 
 
 def kept(rounds: RoundConfig, num_hostile: int, **attack: Any) -> float:
@@ -124,23 +123,23 @@ ACCEPTED = (CHOSEN, BOXED, OVERLAPPED, STEPS)  # by `farandole run create`
         *(pytest.param(rounds, 16, marks=pytest.mark.soak) for rounds in ACCEPTED),
     ],
 )
-def test_members_that_never_follow_through_cost_at_most_a_tenth_or_a_fifth_of_fixed_steps(
+def test_members_that_never_follow_through_cost_at_most_a_tenth(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
 ) -> None:
     """They know the code: they say what harms most, propose twice to no node that waits for them, and change keys."""
-    most = {BOXED: 0.13, STEPS: 0.2}.get(rounds, 0.1)  # without overlap each wait also delays the next round
-    assert kept(rounds, num_hostile, **attack) >= 1 - most
+    assert kept(rounds, num_hostile, **attack) >= 0.9
 
 
 @pytest.mark.parametrize("attack", STALLED)
 @pytest.mark.parametrize(
-    ("rounds", "num_hostile"), [(SHORT, 1), (CHOSEN, 4), pytest.param(CHOSEN, 16, marks=pytest.mark.soak)]
+    ("rounds", "num_hostile"),
+    [(SHORT, 1), (CHOSEN, 4), (OVERLAPPED, 4), (STEPS, 4), pytest.param(CHOSEN, 16, marks=pytest.mark.soak)],
 )
 def test_members_that_begin_and_hold_an_exchange_cost_little(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
 ) -> None:
-    """Each takes a whole round of a node: of those of 30 s, too few are over in the third minute."""
-    assert round(kept(rounds, num_hostile, **attack), 2) >= 0.9  # 0.899 of 16 of 64
+    """Each takes a whole round of a node: of those of 30 s without overlap, too few are over in the third minute."""
+    assert kept(rounds, num_hostile, **attack) >= 0.9
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from farandole.protocol.rounds.pairing_messages import (
     Withdraw,
     encode_message,
 )
-from farandole.protocol.rounds.pairing_waits import MEETING_SHARE, MIN_ANSWER, WAIT_SHARE
+from farandole.protocol.rounds.pairing_waits import ANSWER_SHARE, MEETING_SHARE, WAIT_SHARE
 from farandole.protocol.trainer.trainer_messages import FinishRound
 from farandole.protocol.wire.timers import TimerFired
 
@@ -174,15 +174,23 @@ def test_a_second_partner_has_a_moment_to_show_that_it_is_ready_and_a_ready_peer
     assert [type(answer) for _, answer in alice.sent] == [Busy], "it has yet to end its inner steps"
     alice.hear(CAROL, Agree(proposal.session, 0.0), 47.6)
     assert alice.machine.partner == CAROL
-    alice.handle(TimerFired(), 47.6 + 2 * MIN_ANSWER)
+    alice.handle(TimerFired(), 47.6 + ANSWER_SHARE * 40.0)
     (withdrawn, (peer, third)) = alice.sent
     assert (withdrawn, peer) == ((CAROL, Withdraw(proposal.session)), MALLORY)
-    alice.hear(MALLORY, Agree(third.session, 0.0), 49.7)
-    alice.handle(PeersChanged(frozenset((BOB, CAROL, MALLORY, DAVE))), 49.7)
-    alice.hear(DAVE, Propose(LOW, 0.0), 49.8)
+    alice.hear(MALLORY, Agree(third.session, 0.0), 52.7)
+    alice.handle(PeersChanged(frozenset((BOB, CAROL, MALLORY, DAVE))), 52.7)
+    alice.hear(DAVE, Propose(LOW, 0.0), 52.8)
     assert alice.machine.partner == DAVE
-    alice.hear(DAVE, Begin(LOW), 49.9)
+    alice.hear(DAVE, Begin(LOW), 52.9)
     assert alice.machine.state is State.EXCHANGING
+
+
+@pytest.mark.parametrize("lie", [11.0, 80_000.0])
+def test_who_is_late_by_its_own_word_after_another_failed_is_left_at_once(lie: float) -> None:
+    alice, proposal = let_down()
+    alice.hear(CAROL, Agree(proposal.session, lie), 47.6)
+    assert alice.sent == [(CAROL, Withdraw(proposal.session))]
+    assert alice.machine.partner is None
 
 
 def test_time_lost_on_a_partner_that_did_not_come_is_taken_off_the_next_box() -> None:

@@ -29,7 +29,7 @@ def after_a_meeting() -> Node:
     alice.handle(ContributionReady(6), 40.0)
     alice.hear(BOB, Ready(LOW), 40.0)
     alice.hear(BOB, Begin(LOW), 40.0)
-    alice.handle(ExchangeEnded(LOW, BOB, committed=True), 40.0 + EXCHANGE_SECONDS)
+    alice.handle(ExchangeEnded(LOW, BOB, committed=True, seconds=EXCHANGE_SECONDS), 42.0)
     return alice
 
 
