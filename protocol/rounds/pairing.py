@@ -141,8 +141,8 @@ class Pairing:
                 self._following = event
                 if self.state is not State.EXCHANGING or not self._timers:
                     self._follow(now)
-            case ContributionReady(round=round_, fragment=fragment):
-                self._become_ready(round_, fragment, now)
+            case ContributionReady():
+                self._become_ready(event.round, event.fragment, event.step_seconds, now)
             case PeersChanged(peers=peers):
                 self._set_peers(peers, now)
             case MessageReceived(peer=peer, payload=payload):
@@ -188,7 +188,8 @@ class Pairing:
         self._move(State.SEEKING)
         self.round = round_
         self._order.begin(round_)
-        self.current = current = PairingRound(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
+        order, long_step = self._rng.randbytes(_ORDER_BYTES), self._waits.long_step
+        self.current = current = PairingRound(order=order, started_at=at, long_step=long_step)
         takes_steps = self._config.takes_steps(round_)
         current.ends_at = None if self._waits.inner_seconds is None else at + self._waits.inner_seconds
         if not takes_steps:
@@ -201,7 +202,7 @@ class Pairing:
         self._use_fragment(self._num_exchanged.index(min(self._num_exchanged)))
         self._seek(now)
 
-    def _become_ready(self, round_: int, fragment: int, now: float) -> None:
+    def _become_ready(self, round_: int, fragment: int, step_seconds: float, now: float) -> None:
         if round_ != self.round or self.current.is_ready or self.state in (State.IDLE, State.AWAY):
             return  # of a round that has been given up
         if self._bond is not None and self._fragment_of(self._bond.session) != fragment:  # agreed on too late
@@ -211,6 +212,7 @@ class Pairing:
         self.current.ready_at = self.current.propose_at = now
         if self._config.takes_steps(round_):
             self._waits.inner_seconds = now - self.current.started_at
+            self._waits.step_seconds = step_seconds
         self._timers.pop(_Timer.BOX, None)
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         if self.state is State.MATCHED and self._bond:
@@ -347,8 +349,9 @@ class Pairing:
                 at = min(now + 2 * self._waits.meeting, self.current.ready_at + self._waits.longest)
                 self._timers[_Timer.PATIENCE] = max(at, self.wait_ends_at)
             self._await_partner(bond, now)
-        elif self._config.round_seconds and self.current.ends_at is not None and seconds_left is not None:
-            self._end_box_at((self.current.ends_at + now + seconds_left) / 2)
+        elif self._config.round_seconds and seconds_left is not None:
+            own_left = self.current.seconds_left(now) or 0.0
+            self._end_box_at(now + (own_left + seconds_left - self.current.long_step) / 2)  # with the nearest step
 
     def _part(self, ask_again_at: float) -> None:
         """Drop a failed proposal or a lost partner; this peer is not asked again before ``ask_again_at``."""

@@ -28,6 +28,8 @@ class ContributionReady:
 
     round: int
     fragment: int = 0
+    step_seconds: float = 0.0
+    """Of an inner step; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

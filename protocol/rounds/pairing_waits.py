@@ -21,6 +21,8 @@ MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
 # An exchange with a peer that never completed one, while others fail, may take this many times the last one, and at
 # least so many seconds: in a fifth of them a responder can ask for the decision on another connection.
 USUAL_TIMES, MIN_EXCHANGE = 4.0, 10.0
+# From this share of a box on, an inner step decides when a round ends, and moving the box does not.
+LONG_STEP = 2 / 3
 # An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
 # least a round trip around the earth, at most a dial (8 s) and a round trip.
 ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
@@ -37,8 +39,15 @@ class Waits:
     config: RoundConfig
     inner_seconds: float | None
     """The last round's inner steps; None: not known yet."""
+    step_seconds: float = 0.0
+    """An inner step of the last round; 0: not known yet."""
     exchange_seconds: float = 0.0
     """The last committed exchange; 0: there was none."""
+
+    @property
+    def long_step(self) -> float:
+        """Return the duration of an inner step that is too long for a box to end where it is moved to; else 0."""
+        return self.step_seconds if self.step_seconds > LONG_STEP * self.config.round_seconds > 0.0 else 0.0
 
     @property
     def longest(self) -> float:
@@ -76,7 +85,7 @@ class Waits:
         """Return how long one partner would wait for the other, if they are ready after ``one`` and ``other``."""
         if one is None or other is None:
             return 0.0
-        if not self.config.round_seconds:
+        if not self.config.round_seconds or self.long_step:
             return abs(one - other)
         return abs(one - other) / 2 if min(one, other) == 0 else 0.0  # both boxes move, unless one ended
 
@@ -109,6 +118,8 @@ class PairingRound:
     order: bytes = b""
     """Key of the coins that decide whose proposal comes first; drawn at random."""
     started_at: float = 0.0
+    long_step: float = 0.0
+    """`Waits.long_step`: the round is expected to end with one."""
     ends_at: float | None = None
     """End of the box; without boxes the expected end, if known."""
     ready_at: float = math.inf
@@ -132,9 +143,12 @@ class PairingRound:
 
     def seconds_left(self, now: float) -> float | None:
         """Return the seconds until the contribution is ready, None if unknown."""
-        if self.is_ready:
-            return 0.0
-        return None if self.ends_at is None else max(0.0, self.ends_at - now)
+        if self.is_ready or self.ends_at is None:
+            return 0.0 if self.is_ready else None
+        end = max(self.ends_at, now)
+        if self.long_step:
+            end = self.started_at + math.ceil((end - self.started_at) / self.long_step) * self.long_step
+        return end - now
 
     def let_down(self, reason: str) -> None:
         """Note that a partner failed this node. All are asked again: theirs may have failed too."""

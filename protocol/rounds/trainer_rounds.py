@@ -250,7 +250,8 @@ class TrainerRounds:
             self._train(report.round + 1)
             self._ahead_since = now
         self._show("pairing", f"contribution of round {report.round} is ready", "the partner")
-        decisions.tell_pairing(pairing.ContributionReady(report.round, report.fragment), now)
+        step_seconds = report.seconds / max(report.inner_steps, 1)
+        decisions.tell_pairing(pairing.ContributionReady(report.round, report.fragment, step_seconds), now)
 
     def _note_busy(self, seconds: float, now: float) -> float | None:
         """Add a round's seconds of inner steps; return their share of the time of the last few rounds, if known."""
