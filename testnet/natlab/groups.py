@@ -47,7 +47,7 @@ class Leash:
         self._pipe = pipe
 
     def hold(self, group: int) -> None:
-        """Kill this process group when the launcher ends."""
+        """Kill this process group when the launcher ends: one killed between a start and this leaves the process."""
         self._pipe.write(f"+{group}\n".encode())
 
     def release(self, group: int) -> None:

@@ -103,6 +103,7 @@ class FakeNode:
         return "paused"
 
     async def status(self, params: dict[str, Any]) -> object:
+        (self.home / "asked").touch()
         is_finished = self.round == self.options.max_rounds
         root = "stray" if self.index == self.options.stray else "root"
         return msgspec.structs.replace(

@@ -212,13 +212,13 @@ async def test_a_launcher_that_is_killed_leaves_no_nodes_behind(tmp_path: Path) 
 
 
 async def start_play(tmp_path: Path, *, task_status: Any) -> None:
-    """Play two endless fake nodes in a separate process; started once both nodes answer."""
+    """Play two endless fake nodes in a separate process; started once it has asked both, so it watches over them."""
     path = tmp_path / "endless.toml"
     path.write_text("nodes = 2\nrounds = 256\nmin_partners = 1\n[run]\nname = 'endless'\nmodel = 'tiny'\n")
     command = [sys.executable, str(PLAY), str(path), str(tmp_path / "out")]
     play = await trio.lowlevel.open_process(command, stdout=subprocess.DEVNULL)
     with trio.fail_after(PATIENCE):
-        await until(lambda: all(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01")))
+        await until(lambda: all((tmp_path / "out" / "nodes" / name / "asked").exists() for name in ("00", "01")))
     task_status.started(play)
 
 
