@@ -103,8 +103,8 @@ class Trial:
 def methods(interval: int = 10) -> tuple[Method, ...]:
     """Return the methods that are compared."""
 
-    def nesterov(codec: Codec = "fp32") -> NoLoCoConfig:
-        return NoLoCoConfig(momentum="nesterov", codec=codec)
+    def nesterov(codec: Codec = "fp32", fragments: int = 1) -> NoLoCoConfig:
+        return NoLoCoConfig(momentum="nesterov", codec=codec, fragments=fragments)
 
     half, quarter = -(-interval // 2), -(-interval // 4)
     with_feedback = DiLoCoConfig(learning_rate=1.0, alpha=0.0, codec="int4", error_feedback=True)
@@ -121,6 +121,7 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, int8", "pairs", interval, nesterov("int8")),
         Method("NoLoCo, Nesterov, int4", "pairs", interval, nesterov("int4")),
         Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov("int8"), half),
+        Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, nesterov("int8", fragments=2)),
         Method("NoLoCo, plain, int8, two partners, twice as often", "pairs", half, _PLAIN, exchanges=2),
         *(method for share in MUON_SHARES for method in _muon_methods(share, interval)),
         Method("GASLoC, fp32", "pairs", interval, GASLoCConfig()),
