@@ -260,6 +260,7 @@ def measured(way: Way, settings: Settings, texts: Texts, samples: Sequence[Path]
         raise SpeedrunError(f"{way.name}: no home has copied its weights; is --sample-seconds below --seconds?")
     curve, steps, allowed = [], 0, 0.0
     for name in progress.track(common, description=f"{way.name}: measuring"):
+        # `home.save_sample` wrote them; weights alone are read, and nothing that a file names is run.
         loaded = [torch.load(folder / name, weights_only=True) for folder in samples]
         load_mean(model, [each["weights"] for each in loaded])
         seconds = max(each["seconds"] for each in loaded)

@@ -72,9 +72,9 @@ SLOW_FROM = DATA_UNTIL / 2
 
 
 Judge = Callable[[int, int], Awaitable[str | None]]
-"""Returns why the partner's complete contribution is refused, or None: by its size, the tokens that its offer claims,
-and the time by which a verdict is wanted. Then it is cancelled, and the trainer will give the contribution less weight,
-or none. What it saw of a contribution that is not committed does not count."""
+"""Returns why the partner's complete contribution is refused, or None: by its size, and the tokens that its offer
+claims. If it is cancelled, the exchange goes on, and the trainer judges before it averages. What it saw of a
+contribution that is not committed does not count."""
 
 
 class _FailedError(Exception):

@@ -97,7 +97,8 @@ class _Blocks:
             self._encode_blocks(values.view(-1, length), out.view(-1, num_bytes))
         else:  # zeros complete the last block, and are not sent
             blocks = pad(values, (0, missing)).view(-1, length)
-            self._encode_blocks(blocks, rows := out.new_empty(len(blocks), num_bytes))
+            rows = out.new_empty(len(blocks), num_bytes)
+            self._encode_blocks(blocks, rows)
             out.copy_(rows.view(-1)[: len(out)])
 
     def _encode_blocks(self, blocks: Tensor, rows: Tensor) -> None:
@@ -120,7 +121,8 @@ class _Blocks:
             self._decode_blocks(data.view(-1, num_bytes), values.view(-1, length))
         else:
             rows = pad(data, (0, -len(data) % num_bytes)).view(-1, num_bytes)
-            self._decode_blocks(rows, blocks := values.new_empty(len(rows), length))
+            blocks = values.new_empty(len(rows), length)
+            self._decode_blocks(rows, blocks)
             values.copy_(blocks.view(-1)[: len(values)])
 
     def _decode_blocks(self, rows: Tensor, blocks: Tensor) -> None:

@@ -106,10 +106,8 @@ class RunHistory:
         for member in members:
             if not member.is_live:
                 continue
-            peer, partner = (
-                sys.intern(member.peer_id),
-                sys.intern(member.last_partner),
-            )  # of many meetings
+            # Each is part of many meetings.
+            peer, partner = sys.intern(member.peer_id), sys.intern(member.last_partner)
             before = self._last_rounds.get(peer)
             self._last_rounds[peer] = member.round
             if member.loss is not None:
