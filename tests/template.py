@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 IMPORTED: Final = (
-    *("torch", "torch.distributed.fsdp", "torch.distributed.run", "farandole.node.own_loop.attachment"),
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "numpy.random"),
+    *("pydantic.type_adapter", "netaddr", "farandole.node.own_loop.attachment"),
     *("farandole.node.cli", "farandole.node.daemon", "farandole.node.relay_node"),
     *("farandole.node.trainer_process.main", "farandole.node.trainer_process.process"),
     *("farandole.training.base.device", "farandole.training.base.determinism"),
