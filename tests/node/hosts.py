@@ -191,3 +191,7 @@ async def until(condition: Callable[[], bool]) -> None:
     """Poll until a condition without an event is true."""
     while not condition():  # noqa: ASYNC110 - there is none
         await trio.sleep(0.01)
+
+
+def num_tasks() -> int:
+    return trio.lowlevel.current_statistics().tasks_living

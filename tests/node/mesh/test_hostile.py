@@ -19,7 +19,7 @@ from farandole.node.mesh.connections import MAX_NEGOTIATIONS_PER_CONNECTION
 from farandole.node.mesh.host import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS, Host
 from farandole.testnet.bench.worker.hostile_attacks import ATTACKS, TargetError, attack
 
-from ..hosts import ECHO, assert_answers, echo, host_at_loopback, port_of
+from ..hosts import ECHO, assert_answers, echo, host_at_loopback, num_tasks, port_of
 
 
 @asynccontextmanager
@@ -32,10 +32,6 @@ async def attacked(host: Host, names: Sequence[str], number: int, sources: int =
             nursery.start_soon(attack, names[index % len(names)], port_of(host), host.author, source, rng)
         yield
         nursery.cancel_scope.cancel()
-
-
-def num_tasks() -> int:
-    return trio.lowlevel.current_statistics().tasks_living
 
 
 def num_descriptors() -> int:

@@ -1,4 +1,4 @@
-"""Times of retries after failures with a peer."""
+"""How soon something may be done again: after failures with a peer, and by a token bucket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 
 from farandole.node.join.bootstrap import FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
 from farandole.protocol.wire.backoff import MAX_PEERS, Backoff, pauses
+from farandole.protocol.wire.token_bucket import TokenBucket
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 PATH = ["/ip4/192.0.2.1/tcp/4001"]
@@ -57,3 +58,19 @@ def test_a_thousand_who_lose_one_peer_come_back_at_different_times() -> None:
     ]
     assert max(Counter(int(at) for each in times for at in each).values()) <= 300
     assert all(0.5 * longest <= later - before <= 1.5 * longest for *_, before, later in times)
+
+
+def test_it_gives_so_many_at_once_and_so_many_a_second() -> None:
+    bucket = TokenBucket(capacity=3, rate=0.5, now=100.0)
+    assert [bucket.take(100.0) for _ in range(4)] == [True, True, True, False]
+    assert not bucket.take(101.0)
+    assert bucket.take(102.0)
+    assert bucket.available(1_000.0) == 3
+
+
+def test_a_clock_that_is_set_back_refills_nothing_and_holds_nothing_up() -> None:
+    bucket = TokenBucket(capacity=3, rate=0.5, now=3_700.0)
+    assert bucket.take(3_700.0, 3)
+    assert bucket.available(100.0) == 0
+    assert bucket.take(102.0)
+    assert not bucket.take(102.0)

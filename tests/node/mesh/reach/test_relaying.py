@@ -41,6 +41,7 @@ from ...hosts import (
     echoed,
     hang,
     host_at_loopback,
+    num_tasks,
     open_home,
     open_node,
     open_relay,
@@ -159,9 +160,6 @@ async def test_circuits_come_and_go_and_leave_nothing() -> None:
                 await alice.connect(bob.author, [address])
                 await alice.connections.disconnect(bob.author)
             await until(lambda: relay.server.table.num_circuits == 0)
-
-        def num_tasks() -> int:
-            return trio.lowlevel.current_statistics().tasks_living
 
         await come_and_go(1)
         await trio.sleep(0.5)
