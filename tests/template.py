@@ -11,7 +11,8 @@ test whose folders change what is imported says so with OTHER_SOURCE, and its pr
 Nothing else differs from a started process: it is a child of who started it (clone(2) with CLONE_PARENT makes it a
 sibling of the template), in its session, group, folder and environment, with its descriptors. It has a template of its
 own, which ends with it. That one is forked at the start, so a limit (prlimit(2)) that is set on a process afterwards
-does not bind the processes that it starts: a test that needs this is marked `started`.
+does not bind the processes that it starts: a test that needs this is marked `started`. Of a command behind nsenter(1),
+as the NAT lab has, the fork enters the network.
 
 Linux with glibc alone; elsewhere `install` does nothing.
 """
@@ -94,6 +95,8 @@ class Job(NamedTuple):
     group: int
     mask: int
     ignores_interrupts: bool
+    network: str
+    """The file of a namespace to enter; empty: none."""
 
 
 class Template:
@@ -146,6 +149,7 @@ def _fork_or_start(
     streams, (error_pipe, _, starts_session, group, *identity) = (rest[0], rest[3], rest[5]), rest[7:]
     *_, mask, prepare, _ = identity
     words = [os.fsdecode(word) for word in command]
+    network, words = (words[1], words[2:]) if words[0] == "nsenter" else ("", words)
     options, program, arguments = _parts_of(words)
     if is_enabled and program and close_descriptors and prepare is None and identity[:3] == [None, None, None]:
         targets = {number: given if given >= 0 else number for number, given in enumerate(streams)}
@@ -163,6 +167,7 @@ def _fork_or_start(
             group,
             mask if mask >= 0 else _mask(),
             signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            network.removeprefix("--net="),
         )
         if (pid := _the_template().fork(job, list(targets.values()))) is not None:
             return pid
@@ -315,6 +320,9 @@ def _become(job: Job, descriptors: list[int]) -> None:
         os.setsid()
     if job.group >= 0:
         os.setpgid(0, job.group)
+    if job.network:
+        with open(job.network) as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0, f"cannot enter {job.network}"
     os.chdir(job.folder)
     os.umask(job.mask)
     had = os.environ.get(_FOLDERS, "")
