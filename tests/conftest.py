@@ -13,6 +13,7 @@ from farandole.node.base.system.tuning import KEEP_PRIORITY_VARIABLE
 
 from . import template
 
+LONGEST = ("test_epoch.py", "test_nanochat.py", "test_real_nodes.py", "test_two_homes.py")
 # Tests compare bits: of two processes, or of a whole model and its stages. torch's results depend on the number of
 # threads and on how MKL divides a product, so every process of the tests has one thread and MKL's reproducible mode.
 # Both are read when torch is loaded, which is later than this, and inherited by the processes that tests start.
@@ -27,6 +28,11 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the programs under test: a shell makes background jobs ignore it, and children inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, most of which is waiting: else one tester ends a minute after the others."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -16,7 +16,7 @@ from farandole.testnet.play.launch import SCENARIO_NAME, write_report
 from farandole.testnet.play.report import Growth, PlayReport
 from farandole.testnet.play.scenario import ScenarioError, load_scenario
 
-from ..play.reports import PASSED, node
+from ..play.playing import PASSED, node
 
 PLAY = msgspec.structs.replace(PASSED, seconds=120.0)
 

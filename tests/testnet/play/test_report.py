@@ -16,8 +16,8 @@ from farandole.testnet.play.launch import Testnet, TestnetError, load_report
 from farandole.testnet.play.report import Growth, Merged, NodeReport, PlayReport, course_lines, throughput_lines
 from farandole.testnet.play.scenario import Scenario, parse_scenario
 
-from .reports import PASSED as CLEAN
-from .reports import node as played_node
+from .playing import PASSED as CLEAN
+from .playing import node as played_node
 
 ROUNDS = 6
 GOOD = NodeReport(

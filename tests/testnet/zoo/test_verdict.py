@@ -15,7 +15,7 @@ from farandole.testnet.play.scenario import ScenarioError, load_scenario, scenar
 from farandole.testnet.zoo.member_attacks import check_attack
 from farandole.testnet.zoo.plan import HostileError, plan_of, targets_of
 
-from ..play.reports import PASSED, node
+from ..play.playing import PASSED, node
 
 SCENARIO = load_scenario("hostile-capture")
 ALONE = msgspec.structs.replace(PASSED, loss_merged=2.0, nodes=[node(0, 1_000), node(1, 1_000)])
