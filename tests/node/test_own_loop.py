@@ -19,7 +19,6 @@ from farandole.node.own_loop.noloco import NoLoCo
 
 from .daemons import EXAMPLE, TORCHRUN, Daemon, loop, node_of_a_loop, ranks_of, started
 
-SAVED = "checkpoints/stage-*.safetensors"
 ENDLESS = ("--round-seconds", "1", "--steps", "1000000")
 
 
@@ -46,7 +45,7 @@ async def test_two_loops_train_together_and_one_is_killed(tmp_path: Path) -> Non
                     await alices_node.until(lambda status: status.exchanges_ok > 0)
                     async with loop(bobs, invite) as second:
                         await second.says("another loop is attached to this node")
-                    await node.until(lambda _: any(bobs.glob(SAVED)))
+                    await node.until(lambda _: any(bobs.glob("checkpoints/stage-*")))
                     await bob.end(signal.SIGKILL)
                 await node.says("the loop is gone")
                 await node.says("waiting for a loop to attach")
@@ -100,7 +99,7 @@ async def test_ranks_are_one_member_that_averages_with_a_plain_loop_and_comes_ba
                     await node.says("averaged with")
                     status = await alices_node.until(lambda status: status.exchanges_ok > 0)
                     assert len([member for member in status.members if not member.has_left]) == 2, "two ranks are one"
-                    await node.until(lambda _: any(bobs.glob(SAVED)))
+                    await node.until(lambda _: any(bobs.glob("checkpoints/stage-*")))
                     os.kill(ranks_of(bob.process.pid)[1], signal.SIGKILL)
                     # The node's message depends on which is faster: the first rank reports that it has lost the second,
                     # or torchrun ends the first rank before that.

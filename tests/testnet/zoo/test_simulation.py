@@ -82,6 +82,7 @@ def test_two_of_eight_that_study_the_guard_cost_little(attack: str, case: Case, 
         assert attacked.honest_refused == 0
         assert windows or case.settings == CHOSEN or attacked.honest_clipped == 0
         above.append(attacked.loss / play(alone).loss - 1)
+    print(f"\nloss above the honest alone: {sum(above) / len(above):+.2%}, at most {max(above):+.2%}")
     assert sum(above) / len(above) < 0.015
 
 
