@@ -18,9 +18,9 @@ MEETING_SHARE = 0.25
 # least for the seconds that follow: the others are in their exchanges, too. Simulated with 64 nodes, 2 instead of 3
 # leaves half as many again without a partner, 4 a third fewer; and every node waits longer.
 MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
-# An exchange with a peer that never completed one, while others fail, may take this many times the last one, and at
-# least so many seconds: in a fifth of them a responder can ask for the decision on another connection.
-USUAL_TIMES, MIN_EXCHANGE = 4.0, 10.0
+# An exchange with a peer that never completed one, while others fail, may take so many times the last one, and at least
+# so many seconds: a fifth of 5 is enough to ask for a decision. With 10, holding exchanges costs a sixth of averages.
+USUAL_TIMES, MIN_EXCHANGE = 4.0, 5.0
 # From this share of a box on, an inner step decides when a round ends, and moving the box does not.
 LONG_STEP = 2 / 3
 # An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at

@@ -111,17 +111,14 @@ def hostile(kind: Capturing, claimed: float | None = None, key_seconds: float = 
 
 ABSENT = [hostile("absent"), hostile("absent", 1.0), hostile("absent", 1.0, 20.0)]
 MUTE, STALLED = ([hostile(kind), hostile(kind, None, 20.0)] for kind in ("mute", "stalled"))
-ACCEPTED = (CHOSEN, BOXED, OVERLAPPED, STEPS)  # by `farandole run create`
+ACCEPTED = (BOXED, CHOSEN, OVERLAPPED, STEPS)  # by `farandole run create`
+OF_64 = [pytest.param(rounds, 16, marks=pytest.mark.soak) for rounds in ACCEPTED]
 
 
 @pytest.mark.parametrize("attack", [*ABSENT, *MUTE])
 @pytest.mark.parametrize(
     ("rounds", "num_hostile"),
-    [
-        (SHORT, 1),
-        *((rounds, 4) for rounds in ACCEPTED),
-        *(pytest.param(rounds, 16, marks=pytest.mark.soak) for rounds in ACCEPTED),
-    ],
+    [(SHORT, 1), *((rounds, 4) for rounds in ACCEPTED), *OF_64],
 )
 def test_members_that_never_follow_through_cost_at_most_a_tenth(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
@@ -133,7 +130,7 @@ def test_members_that_never_follow_through_cost_at_most_a_tenth(
 @pytest.mark.parametrize("attack", STALLED)
 @pytest.mark.parametrize(
     ("rounds", "num_hostile"),
-    [(SHORT, 1), (CHOSEN, 4), (OVERLAPPED, 4), (STEPS, 4), pytest.param(CHOSEN, 16, marks=pytest.mark.soak)],
+    [(SHORT, 1), *((rounds, 4) for rounds in ACCEPTED[1:]), *OF_64[1:]],
 )
 def test_members_that_begin_and_hold_an_exchange_cost_little(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
