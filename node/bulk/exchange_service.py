@@ -269,8 +269,8 @@ def too_slow(num_bytes: int, seconds: float, sent: int, received: int) -> str:
     rates = [f"{mbit(moved / seconds)} {way}" for moved, way in late if moved < num_bytes and seconds > 0]
     if not rates:  # all was there, and the verdict was not
         return TOO_LONG
-    if not received:  # no line is so slow
-        return f"the partner sent nothing of {size(num_bytes)} in {duration(seconds)}"
+    if not received:  # even a slow line delivers something
+        return f"nothing of the partner's {size(num_bytes)} arrived in {duration(seconds)}"
     return f"{size(num_bytes)} did not fit into {duration(seconds)} at {' and '.join(rates)}"
 
 

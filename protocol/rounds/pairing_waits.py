@@ -19,7 +19,7 @@ MEETING_SHARE = 0.25
 # leaves half as many again without a partner, 4 a third fewer; and every node waits longer.
 MEETING_WAIT, MIN_MEETING_WAIT = 3.0, 3.0
 # An exchange with a peer that never completed one, while others fail, may take so many times the last one, and at least
-# so many seconds: a fifth of 5 is enough to ask for a decision. With 10, holding exchanges costs a sixth of averages.
+# so many seconds: a responder has a fifth to ask for the decision. With 10, held exchanges cost a sixth of averages.
 USUAL_TIMES, MIN_EXCHANGE = 4.0, 5.0
 # From this share of a box on, an inner step decides when a round ends, and moving the box does not.
 LONG_STEP = 2 / 3

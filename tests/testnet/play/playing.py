@@ -1,4 +1,4 @@
-"""Reports of plays that never were, and plays of fake nodes, also as a process: ``playing.py SCENARIO.toml OUT``."""
+"""Invented reports of plays, and plays of fake nodes, also as a process: ``playing.py SCENARIO.toml OUT``."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def kept(rounds: RoundConfig, num_hostile: int, **attack: Any) -> float:
 
 @functools.cache
 def averaged(scenario: PairingScenario) -> int:
-    """Return how often nodes averaged with an honest one from the third minute on: long rounds, more simulations."""
+    """Count averages with honest nodes from the third minute on; the longer the rounds, the more simulations."""
     counts = Counter[int]()
     for seed in range(1, 1 + max(2, round(scenario.rounds.round_seconds / 5))):
         counts += simulate(scenario, seed).averaged
