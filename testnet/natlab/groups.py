@@ -47,7 +47,7 @@ class Leash:
         self._pipe = pipe
 
     def hold(self, group: int) -> None:
-        """Kill this process group when the launcher ends: one killed between a start and this leaves the process."""
+        """Kill this process group when the launcher ends, but not if it ends between the start and this call."""
         self._pipe.write(f"+{group}\n".encode())
 
     def release(self, group: int) -> None:
