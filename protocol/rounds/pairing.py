@@ -85,7 +85,7 @@ _OFFER_GRACE = 1.25
 _ORDER_BYTES = 32  # a key of BLAKE3
 
 
-class _Timer(enum.Enum):
+class _Timer(enum.StrEnum):
     """Timers in the order in which they fire: an overdue answer or partner frees the node to propose at that moment."""
 
     OTHER = "other"
@@ -162,7 +162,7 @@ class Pairing:
                 self._timers.clear()
                 self._bond = None
                 self._move(State.AWAY)
-        for timer in _Timer:
+        for timer in _Timer if min(self._timers.values(), default=math.inf) <= now else ():
             if self._timers.get(timer, math.inf) <= now:
                 del self._timers[timer]
                 self._fire(timer, now)

@@ -78,7 +78,7 @@ class PeerOrder:
         self._records = Latest[bytes, _Record](MAX_PEERS)
         self._strangers_until = 0  # the round from which strangers are as good as any other
         self._unproven: Set[bytes] = frozenset()  # live founders that never exchanged
-        self._num_proven = self._num_broken = 0  # live peers that exchanged, and live founders that only failed
+        self._has_enough, self._is_shown = True, False  # see `is_wary` and `has_doubts`: they are asked at each message
         self.phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
         """Share of a peer's period that passes before its first turn: from 0 to 1, the same for both."""
         self._turns: list[tuple[float, bytes]] | None = None
@@ -164,19 +164,18 @@ class PeerOrder:
         proven = {peer for peer in self.peers if self.is_proven(peer)}
         broken = {peer for peer, record in self._records.items() if record.failures >= FAILURES_OF_UNPROVEN}
         self._unproven = (self.peers & self._founders) - proven
-        self._num_proven, self._num_broken = len(proven), len(self._unproven & broken)
+        self._has_enough = len(proven) >= min(ENOUGH_PROVEN, (len(self.peers) + 1) // 2)
+        self._is_shown = len(self._unproven & broken) >= max(BROKEN_SHARE * len(proven), 2 - len(proven), 1)
 
     @property
     def has_doubts(self) -> bool:
         """Return whether founders break agreements more often than by chance, or a stranger did."""
-        is_shown = self._num_broken >= max(BROKEN_SHARE * self._num_proven, 2 - self._num_proven, 1)
-        return self._may_doubt and (is_shown or self._round < self._strangers_until)
+        return self._may_doubt and (self._is_shown or self._round < self._strangers_until)
 
     @property
     def is_wary(self) -> bool:
         """Return whether founders that never exchanged are put off."""
-        has_enough = self._num_proven >= min(ENOUGH_PROVEN, (len(self.peers) + 1) // 2)
-        return has_enough and self.has_doubts
+        return self._has_enough and self.has_doubts
 
     def _level(self, peer: bytes) -> int:
         """Return 0, or how many failures of a peer count now; more if strangers or, before them, the unproven count."""

@@ -445,10 +445,6 @@ class _Node:
         match output:
             case training_events.StartTrainer():
                 simulation.call_after(0.0, partial(self.handle, PREPARED))
-            case _ if isinstance(output, messages.Command):
-                if isinstance(output, messages.TakeOuterStep):
-                    self._note_outcome(output)
-                self.trainer.obey(output)
             case pairing_events.StartExchange():
                 fragment = self.trainer.fragment
                 self.world.fragments.setdefault(output.session, set()).add(fragment)
@@ -462,6 +458,10 @@ class _Node:
                     self._timer.cancel()
                 fire = partial(self.handle, TimerFired())
                 self._timer = simulation.call_at(at, fire) if at < math.inf else None
+            case _ if isinstance(output, messages.Command):
+                if isinstance(output, messages.TakeOuterStep):
+                    self._note_outcome(output)
+                self.trainer.obey(output)
 
     def _note_outcome(self, step: messages.TakeOuterStep) -> None:
         """Record the outcome of a round."""

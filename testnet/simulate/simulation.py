@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ class Simulation:
 
     def record(self, *parts: bytes) -> None:
         """Add an event and its time to the trace."""
-        self._trace.update(repr(self.now).encode())
+        self._trace.update(struct.pack("d", self.now))
         for part in parts:
             self._trace.update(len(part).to_bytes(4, "big") + part)
 
@@ -186,7 +187,7 @@ class Network:
         def deliver() -> None:
             """Deliver the message, if both nodes are still in the life in which it was sent."""
             if self.can_hear(source, destination) and lives == (self._lives[source], self._lives[destination]):
-                self.simulation.record(source, destination, hashlib.sha256(payload).digest())
+                self.simulation.record(source, destination, payload)
                 self._receivers[destination](source, payload)
 
         for _ in range(copies):
