@@ -11,7 +11,8 @@ the accepted distances (self-centred clipping, ClippedGossip, arXiv 2202.01545, 
 The limit has a cap that follows this node's own movement in a round, which no partner controls and which shrinks with
 the learning rate (BALANCE, arXiv 2406.10416): an attacker that is met often would triple the limit each time. In the
 first meetings a member that overshoots makes the loss of the mean better, and that at the end of the run worse: there
-the mean leads little further than this node's inner steps and its usual partners' tokens explain.
+the mean leads little further than this node's inner steps and its usual partners' tokens explain. What is much further
+is refused; in the first meetings what is further than the weights are large, for the node may have taken one step.
 
 **Loss.** The loss of the mean is compared with that of this node's own weights, on windows of text that were drawn for
 this exchange by a secret of the node's: a contribution can be good for them only by being good for all text. It counts
@@ -96,7 +97,6 @@ class Guard(ScreeningRule):
         self._losses: tuple[float, float] | None = None
         self._limit = 0.0
         self._is_astray = False
-        self._has_yardstick = True
         self.sums = torch.zeros(1, dtype=torch.float64)
 
     def feed(self, own: Tensor, contribution: Tensor) -> None:
@@ -124,15 +124,16 @@ class Guard(ScreeningRule):
         share = self._share(met)
         if share == 0.0:
             return Accept(share)
-        usual = self._usual(partner)
-        if usual == 0.0 < distance:  # this node has taken no inner step yet, so there is no reference distance
-            self._has_yardstick = False
-            return Accept(share, 0.0)
-        if CHECKED_RADIUS * usual < self._settings.min_clip * distance:
+        usual = self._limit = self._usual(partner)
+        if usual == 0.0:  # this node has taken no inner step yet, so there is no reference distance
+            return Accept(share, LEAST)  # nothing, and for no fault of the partner's
+        is_young = len(partner.everybody[self._series(partner)]) < MIN_KNOWN
+        is_far = CHECKED_RADIUS * usual < self._settings.min_clip * distance
+        if is_far and not (is_young and distance < partner.own.norm()):
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
         before = partner.evaluate(0.0)
-        self._limit = usual if before is None else CHECKED_RADIUS * usual
-        if len(partner.everybody[self._series(partner)]) < MIN_KNOWN and met.own_tokens:
+        self._limit *= 1.0 if before is None else CHECKED_RADIUS
+        if is_young and met.own_tokens:
             own, far = self._movement(partner), max(distance, LEAST)
             pace = statistics.median_low([1.0, 1.0, *partner.everybody["pace"], met.partner_tokens / met.own_tokens])
             most = MOST_LEAD * (1.0 + share * max(pace - 1.0, 0.0))
@@ -249,7 +250,7 @@ class Guard(ScreeningRule):
             return "its sender claims no tokens for it, since its weights are of an earlier round"
         if verdict.clip == 1.0:
             return ""
-        if not self._has_yardstick:
+        if self._limit == 0.0:
             return "this node has taken no inner step yet, so it does not know what is usual"
         if self._losses is not None and (self._is_astray or self._distance <= self._limit):
             own, mean = self._losses
@@ -259,7 +260,7 @@ class Guard(ScreeningRule):
 
     def remember(self, partner: Partner, verdict: Verdict) -> None:
         """Record the accepted distance, and whether anything of the contribution counted."""
-        if not self._has_yardstick or (isinstance(verdict, Accept) and verdict.weight == 0.0):
+        if self._limit == 0.0 or (isinstance(verdict, Accept) and verdict.weight == 0.0):
             return
         everybody, met = partner.everybody, partner.encounter
         everybody.append("pace", met.partner_tokens / max(met.own_tokens, 1))
