@@ -42,7 +42,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 IMPORTED: Final = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "numpy.random"),
-    *("pydantic.type_adapter", "netaddr", "farandole.node.own_loop.attachment"),
+    *("typer._adapters", "rich._emoji_codes", "netaddr", "filelock", "farandole.node.own_loop.attachment"),
     *("farandole.node.cli", "farandole.node.daemon", "farandole.node.relay_node"),
     *("farandole.node.trainer_process.main", "farandole.node.trainer_process.process"),
     *("farandole.training.base.device", "farandole.training.base.determinism"),

@@ -6,8 +6,6 @@ import hashlib
 import json
 from pathlib import Path
 
-import pytest
-
 from farandole.protocol.run.manifest import TokenizerConfig
 
 SEPARATOR = "<|endoftext|>"
@@ -22,8 +20,7 @@ def word_level(*words: str) -> bytes:
 
 
 def write_words(folder: Path, *words: str) -> tuple[Path, TokenizerConfig]:
-    """Write a tokenizer with these words for tokens; skip the test if the package is missing."""
-    pytest.importorskip("tokenizers")
+    """Write a tokenizer with these words for tokens."""
     path = folder / "tokenizer.json"
     path.write_bytes(word_level(*words))
     return path, config_of(path)
@@ -34,8 +31,9 @@ def config_of(path: Path) -> TokenizerConfig:
 
 
 def write_bpe(folder: Path, *, has_decoder: bool = True) -> tuple[Path, TokenizerConfig]:
-    """Write a small tokenizer as GPT-2's, of byte pairs over all bytes; skip the test if the package is missing."""
-    tokenizers = pytest.importorskip("tokenizers")
+    """Write a small tokenizer as GPT-2's, of byte pairs over all bytes."""
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     if has_decoder:

@@ -69,7 +69,6 @@ def small(command: Command) -> Command:
 NEEDS: Final[dict[str, Callable[[], object]]] = {
     r"run (slow-link|large|race|halves|bad-line|homes)|--nat|bench nat|bench race": lambda: require("nft", "miniupnpd"),
     r"run chaos": library,
-    r"llama": lambda: pytest.importorskip("transformers"),
 }
 
 

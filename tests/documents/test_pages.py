@@ -121,7 +121,6 @@ BEFORE = {
     "docs/your-data.md": "\n".join(DATA.format(name=name) for name in ("second", "third", "fourth", "here")),
     "docs/fine-tune-together.md": "\n".join(FRIENDS.format(name=name) for name in ("friend", "here")),
 }
-NEEDS = {"docs/your-data.md": "datasets", "docs/fine-tune-together.md": "peft"}
 SHORT = ("docs/volunteer.md", "docs/your-own-protocol.md")
 
 
@@ -134,8 +133,6 @@ def test_every_page_with_commands_is_played() -> None:
     "name", [*SHORT, *(pytest.param(name, marks=soak) for name in (*AS_THEY_ARE, *BEFORE) if name not in SHORT)]
 )
 async def test_a_page_is_played(name: str, tmp_path: Path) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason="an extra is not installed")
     async with open_player(tmp_path) as player:
         await player.play(BEFORE.get(name, ""), (ROOT / name).read_text())
 

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-import transformers
-
 import farandole
-import farandole.hf
+
+if TYPE_CHECKING:
+    import transformers
 
 
 def small_gpt2() -> transformers.GPT2LMHeadModel:
+    import transformers
+
     torch.manual_seed(1)
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     return transformers.GPT2LMHeadModel(config)
 
 
-class Rounds(transformers.TrainerCallback):
-    """Records the round and status of farandole's callback after each step."""
-
-    def __init__(self, ours: farandole.hf.Callback) -> None:
-        self._ours = ours
-        self.rounds: list[int] = []
-        self.status: dict[str, Any] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        assert self._ours.noloco is not None
-        self.rounds.append(self._ours.noloco.round)
-        self.status = self._ours.noloco.status()
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_trainer_takes_outer_steps_between_its_own(tmp_path: Path) -> None:
     """Each of its steps is an inner step, however many batches it accumulates; an outer step follows every fourth."""
+    import transformers  # takes a second, also of testers that do not run this
+
+    import farandole.hf
+
+    class Rounds(transformers.TrainerCallback):
+        """Records the round and status of farandole's callback after each step."""
+
+        def __init__(self, ours: farandole.hf.Callback) -> None:
+            self._ours = ours
+            self.rounds: list[int] = []
+            self.status: dict[str, Any] = {}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            assert self._ours.noloco is not None
+            self.rounds.append(self._ours.noloco.round)
+            self.status = self._ours.noloco.status()
+
     run = farandole.create_run(
         small_gpt2(), tmp_path / "run", rounds={"inner_steps": 4, "round_seconds": 0, "exchange_seconds": 0.1}
     )

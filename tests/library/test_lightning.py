@@ -16,7 +16,6 @@ from farandole.node.own_loop.child_node import run_of_node
 @pytest.fixture
 def parts() -> Any:
     """Import Lightning only where its tests run: others are collected sooner."""
-    pytest.importorskip("lightning")
     from . import lightning_parts
 
     return lightning_parts

@@ -28,7 +28,6 @@ from .conftest import Cli
 from .daemons import Daemon, farandole, joined, loop, node_of_a_loop
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-peft = pytest.importorskip("peft", reason="the extra 'lora' is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of these packages about each other
 
 TEXTS = {"alice": "def one(x):\n    return x + 1\n", "bob": "The quick brown fox jumps over the lazy dog. "}
@@ -88,11 +87,13 @@ async def test_friends_train_adapters_of_a_base_that_each_has(tmp_path: Path, ba
             assert pulled.code == 0, pulled.err
             assert await bob.end(signal.SIGTERM) == 0
 
+    from peft import PeftModel  # takes a second, also of testers that do not run this
+
     exported = await farandole(tmp_path, "checkpoint", "export", "model", "--to", "adapters")
     assert exported.code == 0, exported.err
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     before = [loss_of(model, text) for text in TEXTS.values()]
-    adapted = peft.PeftModel.from_pretrained(model, "adapters")
+    adapted = PeftModel.from_pretrained(model, "adapters")
     assert all(new < old for new, old in zip([loss_of(adapted, text) for text in TEXTS.values()], before, strict=True))
 
 

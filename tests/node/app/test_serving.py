@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import trio
 
@@ -31,6 +30,9 @@ from ..small_runs import TINY, small_manifest, write_run
 from ..store.consolidated.runs import manifest_for, pulled, trained
 from .commands.test_talk import argmax_text, node_of
 
+if TYPE_CHECKING:
+    import openai
+
 MODEL = {"preset": "tiny", "context": 64}
 GREEDY: dict[str, Any] = {"model": "whatever", "temperature": 0}
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -41,6 +43,8 @@ _in_thread = trio.to_thread.run_sync
 
 async def talk(port: int, say: Callable[[openai.OpenAI], object]) -> None:
     """Call a function with a client, in a thread."""
+    import openai  # takes a second, also of testers that do not run this
+
     place = f"http://{LOOPBACK}:{port}/v1"
 
     def run() -> None:
@@ -99,6 +103,8 @@ async def post(port: int, body: bytes) -> trio.SocketStream:
 
 
 async def test_openais_client_gets_the_models_text_whole_and_in_pieces(tmp_path: Path) -> None:
+    import openai
+
     signed = manifest_for(MODEL)
     learner = await node_of(tmp_path / "home", signed, rounds=1)
     model = load_newest(NodeSettings(home=tmp_path / "home"), None, "cpu")
@@ -229,6 +235,8 @@ async def test_the_queue_is_bounded(model: LoadedModel, monkeypatch: pytest.Monk
 async def test_a_model_that_diverges_in_a_stream_is_an_error_for_the_client(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import openai
+
     def generate(*_: object, **__: object) -> Iterator[int]:
         yield ord("a")
         raise TrainingError("the weights have diverged")

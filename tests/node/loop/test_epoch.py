@@ -7,9 +7,8 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 
 import trio
@@ -33,20 +32,13 @@ RUN: dict[str, object] = {
 }
 
 
-def drawn(home: Path) -> Counter[int]:
-    """Return slice -> number of times that the node's trainer has trained on it, by the daemon's log."""
-    slices: Counter[int] = Counter()
-    for ranges in re.findall(r"trained on slices of epoch 0: (\[.*?\])$", (home / "log").read_text(), re.MULTILINE):
+def drawn(home: Path, before: str = "\0") -> Counter[int]:
+    """Return slice -> number of times that the node trained on it, by the daemon's log up to the words ``before``."""
+    slices, log = Counter[int](), (home / "log").read_text().partition(before)[0]
+    for ranges in re.findall(r"trained on slices of epoch 0: (\[.*?\])$", log, re.MULTILINE):
         for first, count in ast.literal_eval(ranges):
             slices.update(range(first, first + count))
     return slices
-
-
-def strangers(nodes: list[Daemon]) -> Iterator[tuple[Daemon, Daemon]]:
-    """Yield the pairs of nodes that have not averaged with each other, by the first one's log."""
-    for one, other in combinations(nodes, 2):
-        if f"averaged with {other.name}" not in (one.home / "log").read_text():
-            yield one, other
 
 
 async def num_done(daemon: Daemon, num: int) -> None:
@@ -93,11 +85,13 @@ async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_pat
 
     assert status.data is not None
     num_slices, counts = status.data.slices, sum((drawn(node.home) for node in nodes), Counter[int]())
-    # Members that have not averaged with a node train again on the slices that it reported: the killed one's, and those
-    # of survivors that the later node has not met in so short an epoch.
-    unproven = drawn(doomed.home).keys() | set().union(
-        *(drawn(one.home).keys() & drawn(other.home).keys() for one, other in strangers(survivors))
+    # A node trains again on slices that members report which it has not averaged with yet: the killed one's, and those
+    # of survivors that have not met, or too late, in so short an epoch.
+    again_at = (
+        drawn(one.home).keys() & drawn(other.home, f"averaged with {one.name}").keys()
+        for one, other in permutations(survivors, 2)
     )
+    unproven = drawn(doomed.home).keys() | set().union(*again_at)
     again = Counter({number: count - 1 for number, count in counts.items() if number not in unproven})
     print(f"\n{num_slices:,} slices, {len(unproven)} of strangers; of the others {again.total()} draws too many")
     assert status.data.done == num_slices

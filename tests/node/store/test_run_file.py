@@ -67,7 +67,6 @@ def test_a_tokenizer_file_is_known_by_its_hash(tmp_path: Path) -> None:
     ],
 )
 def test_a_tokenizer_with_which_no_node_could_train_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
-    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ManifestError, match=says):
         manifest_of({"name": "a", "model": "tiny", "tokenizer": {"file": "tokenizer.json"}}, tmp_path, 0)

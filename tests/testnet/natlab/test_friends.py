@@ -31,7 +31,6 @@ from ...documents.player import Machine, MakeMachine, Player, Shell, open_player
 from .test_two_homes import EXAMPLE, in_homes
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-peft = pytest.importorskip("peft", reason="the extra 'lora' is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of these packages about each other
 
 KINDS = {"here": "forwarded", "friend": "symmetric", "other": "port-restricted"}
@@ -176,8 +175,10 @@ async def test_three_friends_end_with_better_adapters_than_each_alone(lab: Lab, 
     rounds = [[*csv.DictReader((work / "rounds.csv").read_text().splitlines())] for work in works]
     assert all(len({each["partner"] for each in own} - {""}) == 2 for own in rounds), "all homes reach each other"
     steps = max(sum(int(each["inner_steps"]) for each in own) for own in rounds)
+    from peft import PeftModel
+
     base = transformers.AutoModelForCausalLM.from_pretrained(works[0] / "base")
-    merged, losses = Adapted(peft.PeftModel.from_pretrained(base, works[0] / "adapters")), []
+    merged, losses = Adapted(PeftModel.from_pretrained(base, works[0] / "adapters")), []
     for data, (_, text) in zip((works[0] / "mine", works[1] / "theirs", works[2] / "theirs"), texts, strict=True):
         losses.append((loss_on(text, merged), loss_on(text, trained_alone(works[0], data, steps))))
     print(steps, losses)  # for the page

@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,6 +144,8 @@ def test_empty_records_and_lines_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_saved_data_set_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    from datasets import Dataset  # takes a second, also of testers that do not run this
+
     Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"write the data set as Parquet \(Dataset.to_parquet\)"):
         documents(tmp_path)

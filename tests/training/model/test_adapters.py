@@ -20,7 +20,6 @@ from ..conftest import MakeReplica, kept_bytes, manifest_of, sent
 from ..engine.test_needs import held_bytes
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-peft = pytest.importorskip("peft", reason="the extra 'lora' is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of these packages about each other
 
 LLAMAS = {
@@ -46,10 +45,12 @@ SMALL = Base({}, num_layers=3, width=64, hidden=160, vocabulary=64, context=128)
 
 def adapters_of_a_llama(size: str, rank: int) -> tuple[Adapted, dict[str, tuple[int, ...]]]:
     """Return peft's adapters of a Llama in bf16, whose own parameters are buffers, and the shapes of these."""
+    from peft import LoraConfig, get_peft_model  # takes a second, also of testers that do not run this
+
     module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMAS[size])).bfloat16()
     shapes = shapes_in(module)
-    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return adapters_of(peft.get_peft_model(module, config)), shapes
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return adapters_of(get_peft_model(module, config)), shapes
 
 
 @pytest.mark.parametrize("size", ["7B", "70B"])

@@ -226,8 +226,6 @@ KINDS: dict[str, Callable[[], ModelConfig]] = {
 
 @pytest.fixture(params=KINDS)
 def module(request: pytest.FixtureRequest) -> nn.Module:
-    if request.param != "own":
-        pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
     return build_module(KINDS[request.param](), seed=0)
 
 

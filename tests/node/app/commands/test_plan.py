@@ -71,7 +71,6 @@ def test_adapters_of_a_base_are_planned_by_its_size(cli: Cli, gpu: int, fits: bo
 
 
 def test_a_plan_of_adapters_becomes_a_run_file_of_them(cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     from ...test_lora import a_base  # which needs transformers
 
     base = a_base(tmp_path / "base")

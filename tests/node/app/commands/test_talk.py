@@ -224,7 +224,9 @@ def test_folders_of_transformers_and_peft_are_models_too(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values are kept between tokens; the text is that of the whole window at each."""
-    from ...test_lora import a_base, peft, transformers  # skips where they are not installed
+    from peft import LoraConfig, get_peft_model
+
+    from ...test_lora import a_base, transformers
 
     base, adapters, arguments = a_base(tmp_path / "base"), tmp_path / "adapters", ("-n", 90, "--prompt", PROMPT)
     whole = cli("sample", base, *arguments)
@@ -234,8 +236,8 @@ def test_folders_of_transformers_and_peft_are_models_too(
         assert cli("sample", base, *arguments)[1] == whole[1]
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
-    peft.get_peft_model(model, config).save_pretrained(adapters)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(str(adapters))
     code, told, says = cli("sample", adapters, "--base", base, *arguments)
     assert (code, f"weights from {adapters}" in says) == (Exit.OK, True)
     assert told != whole[1]
