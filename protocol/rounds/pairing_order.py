@@ -30,8 +30,8 @@ from ..wire.latest import Latest
 
 # Rounds after the first failure; twice as many after each further one, up to a number of failures.
 FIRST_ROUNDS, MAX_FAILURES = 2, 8
-# A failure counts for as many if no exchange with the peer was committed yet: 32 rounds, then 256.
-FAILURES_OF_UNPROVEN = 5
+# A failure counts for as many if no exchange with the peer was committed yet: 16 rounds, then 256.
+FAILURES_OF_UNPROVEN = 4
 ROUNDS_OF_STRANGERS = 64  # after a stranger's failure; each stranger that exchanges halves what is left
 # The broken agreements that make a node wary, for each peer that kept one. It then meets founders that kept none last,
 # once it has so many others, or half of all: with 4 one in ten finds no partner among them, more come later.
