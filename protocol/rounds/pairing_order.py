@@ -34,7 +34,7 @@ FIRST_ROUNDS, MAX_FAILURES = 2, 8
 FAILURES_OF_UNPROVEN = 4
 ROUNDS_OF_STRANGERS = 64  # after a stranger's failure; each stranger that exchanges halves what is left
 # The broken agreements that make a node wary, for each peer that kept one. It then meets founders that kept none last,
-# once it has so many others, or half of all: with 4 one in ten finds no partner among them, more come later.
+# once it has so many others, or half of all: with 4, one in ten finds no partner, and all are soon greedy members.
 BROKEN_SHARE, ENOUGH_PROVEN = 0.25, 6
 # How often a peer may be met, as a share of chance (once in as many rounds as there are peers), and how often at once.
 FAIR_SHARE, FAIR_BURST = 1.05, 2
