@@ -21,7 +21,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -104,9 +104,14 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
         return Text(spliced(arrays, index.training), spliced(arrays, index.held_out), index.found)
     documents = documents_in(sources, bring.field, bring.progress)
     if bring.cache is None:
-        return text_of(documents, tokenizer, config.held_out)
-    name = cache_name(sources, bring.field, tokenizer.identity, config.held_out)
-    return _kept(bring.cache / name, _dtype_of(tokenizer), tokenise(documents, tokenizer, config.held_out), bring)
+        text = text_of(documents, tokenizer, config.held_out)
+    else:
+        path = bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out)
+        text = _kept(path, _dtype_of(tokenizer), tokenise(documents, tokenizer, config.held_out), bring)
+    if len(text.held_out) == 0:  # of few documents none may be drawn: then it is the end of all
+        cut = len(text.training) - int(config.held_out * len(text.training))
+        text = replace(text, training=text.training[:cut], held_out=text.training[cut:])
+    return text
 
 
 def _kept(path: Path, dtype: np.dtype[np.integer], parts: Parts, bring: Bring) -> Text:

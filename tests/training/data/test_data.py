@@ -89,8 +89,11 @@ def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
     assert text.found.num_documents == 2
 
 
-def test_text_must_be_named_and_be_there(tmp_path: Path) -> None:
+def test_text_must_be_named_and_be_there_and_of_one_document_the_end_is_held_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--data"):
         load_text(DataConfig(source="text"), ByteTokenizer())
     with pytest.raises(DataError, match=r"no text at .* correct --data"):
         load_text(DataConfig(source="text"), ByteTokenizer(), Bring((tmp_path / "missing",)))
+    (tmp_path / "only.txt").write_text("x" * 99)
+    text = load_text(DataConfig(source="text"), ByteTokenizer(), Bring((tmp_path / "only.txt",), cache=tmp_path))
+    assert (len(text.training), len(text.held_out)) == (95, 5)
