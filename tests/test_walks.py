@@ -13,8 +13,7 @@ from .node.daemons import joined
 from .node.small_runs import TINY, small_manifest, write_run, write_text
 from .patience import PATIENCE
 
-ROOT = Path(__file__).parent.parent
-BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["farandole"]["budget"]
+BUDGET = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["farandole"]["budget"]
 EXCHANGE = "contribute encode _encode take_in _take_in screen _screen take_outer_step"
 # Where a busy machine is warned of: a line of the log is no part of a walk.
 LOGGING = {"node/base/logs.py", "node/base/system/terminal.py"}
@@ -67,7 +66,8 @@ async def test_few_files_are_passed(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "walks"))
     monkeypatch.setenv("FARANDOLE_WALKS", str(tmp_path))
     monkeypatch.setenv("FARANDOLE_BACKUP_SECONDS", "3600")  # a copy of a checkpoint takes the same pipe
-    signed, text = write_run(tmp_path, small_manifest(model=model)), str(write_text(tmp_path))
+    run = small_manifest(model=model, data={"source": "text", "held_out": 0.0})  # a loss passes six files more
+    signed, text = write_run(tmp_path, run), str(write_text(tmp_path))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", text) as alice:
         await alice.says("listening")
         async with joined(tmp_path / "bob", alice.invite(signed.run_id), "--data", text) as bob:

@@ -88,7 +88,7 @@ def test_two_parts_hear_nothing_of_each_other_until_they_are_healed() -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [(None, "there is no text at"), ("too short", "too little text to train on"), ("ab" * 5_000, "too little text is")],
+    [(None, "there is no text at"), ("too short", "too little text to train on"), ("ab" * 400, "too little text is")],
 )
 def test_text_that_is_missing_or_too_little_is_refused_before_a_node_starts(
     text: str | None, reason: str, tmp_path: Path
