@@ -33,7 +33,7 @@ setup: $(STAMP) ## Make .venv with everything in it
 demo: $(STAMP) ## Eight nodes on this machine train a model together (at most 5 minutes)
 	$(BIN)/farandole testnet run demo --out out/demo
 
-test: $(STAMP) lint ## Lint, type-check, test (8 to 10 minutes on 2 fast cores, 30 on slow ones)
+test: $(STAMP) lint ## Lint, type-check, test (7 to 9 minutes on 2 fast cores, 30 on slow ones)
 	@$(MAKE) --no-print-directory --jobs 2 types unit
 
 lint: $(STAMP)

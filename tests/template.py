@@ -11,8 +11,8 @@ test whose folders change what is imported says so with OTHER_SOURCE, and its pr
 Nothing else differs from a started process: it is a child of who started it (clone(2) with CLONE_PARENT makes it a
 sibling of the template), in its session, group, folder and environment, with its descriptors. It has a template of its
 own, which ends with it. That one is forked at the start, so a limit (prlimit(2)) that is set on a process afterwards
-does not bind the processes that it starts: a test that needs this is marked `started`. The fork of
-a command behind nsenter(1), as in the NAT lab, enters that network.
+does not bind the processes that it starts: a test that needs this is marked `started`. The fork of a command behind
+nsenter(1), as in the NAT lab, enters that network.
 
 Linux with glibc alone; elsewhere `install` does nothing.
 """

@@ -114,7 +114,7 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
     try:
         handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     except OSError as error:
-        raise IdentityError(f"cannot write {settings.log}: {error.strerror}; name another with --home") from error
+        raise IdentityError(f"cannot write {settings.log}: {error.strerror}; name a folder with --home") from error
     kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, encoding="utf-8", delay=True)
     handler.setFormatter(TextFormatter())
     previous = root.level, ours.level

@@ -159,7 +159,7 @@ def map_shared_memory(place: int | str, size: int) -> mmap.mmap:
     with contextlib.ExitStack() as held:
         if isinstance(place, str):
             if not os.readlink(place).startswith(f"/memfd:{_MEMFD_NAME}"):
-                raise FileNotFoundError(f"{place} is no shared memory: this process and the node see other processes")
+                raise FileNotFoundError(f"{place} is no shared memory: the node is in another PID namespace")
             place = os.open(place, os.O_RDWR)
             held.callback(os.close, place)
         size = max(size, mmap.PAGESIZE)

@@ -162,7 +162,7 @@ class Pairing:
                 self._timers.clear()
                 self._bond = None
                 self._move(State.AWAY)
-        for timer in _Timer if min(self._timers.values(), default=math.inf) <= now else ():
+        for timer in _Timer:
             if self._timers.get(timer, math.inf) <= now:
                 del self._timers[timer]
                 self._fire(timer, now)

@@ -88,7 +88,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Literal["stdlib", "text"] = "stdlib"
     """``stdlib``: the sources of the node's own Python; ``text``: files or folders that the volunteer names."""
     held_out: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.05
-    """Share of the documents that no node trains on, chosen by the hash of their text; if none is, the end."""
+    """Share of the documents, chosen by hash, that no node trains on; where none is chosen, the end of the text."""
     epochs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     """Number of passes over the text, split among the nodes by leases (`protocol.epochs.leases`), after which the
     run is over. 0: each node draws on its own, without end."""

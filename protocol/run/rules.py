@@ -291,7 +291,7 @@ class GuardConfig(
     max_radius: Annotated[float, msgspec.Meta(ge=1, le=1_000)] = 20.0
     """Distances above this many times the median of the node's own movements are clipped, whatever was accepted."""
     min_clip: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
-    """What would be clipped to less than this share of its distance is refused, but in first meetings."""
+    """What would be clipped to less than this share of its distance is refused, except in first meetings."""
     min_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 1 / 3
     """The least share of the mean that the tokens behind a contribution may leave to either partner."""
     least_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1

@@ -3,10 +3,11 @@
 Documents (`farandole.training.data.sources`) are tokenised once into one array, with a separator after each. A
 volunteer's text is kept in a file that is mapped into memory (`farandole.training.data.token_cache`); files of ready
 tokens are mapped where they are (`farandole.training.data.token_files`). The hash of a document's text decides whether
-it is held out, so all nodes that have a document hold it out or train on it, whatever its name is. Batch number
-``step`` of an author consists of windows at places drawn from a generator keyed with (run id, author, step): it is the
-same on every machine and in any order, and independent of other authors' batches. The numbers come from Philox's raw
-output (Random123, SC'11), which numpy never changes, and not from numpy's distributions, which it may change.
+it is held out, so all nodes that have a document hold it out or train on it, whatever its name is; where no document of
+a node's own text is, the end of the text is. Batch number ``step`` of an author consists of windows at places drawn
+from a generator keyed with (run id, author, step): it is the same on every machine and in any order, and independent of
+other authors' batches. The numbers come from Philox's raw output (Random123, SC'11), which numpy never changes, and not
+from numpy's distributions, which it may change.
 
 Where the run counts *epochs*, its nodes divide the text among themselves instead. It is cut into consecutive windows,
 and each epoch has its own order of them (`farandole.training.base.permutation`), the same for all nodes. A *slice* is a
@@ -108,7 +109,7 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
     else:
         path = bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out)
         text = _kept(path, _dtype_of(tokenizer), tokenise(documents, tokenizer, config.held_out), bring)
-    if len(text.held_out) == 0:  # of few documents none may be drawn: then it is the end of all
+    if len(text.held_out) == 0:  # by chance, as documents are few: then the end of the text is
         cut = len(text.training) - int(config.held_out * len(text.training))
         text = replace(text, training=text.training[:cut], held_out=text.training[cut:])
     return text

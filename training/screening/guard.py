@@ -126,7 +126,7 @@ class Guard(ScreeningRule):
             return Accept(share)
         usual = self._limit = self._usual(partner)
         if usual == 0.0:  # this node has taken no inner step yet, so there is no reference distance
-            return Accept(share, LEAST)  # nothing, and for no fault of the partner's
+            return Accept(share, LEAST)  # averages nothing, and 0 would blame the partner
         is_young = len(partner.everybody[self._series(partner)]) < MIN_KNOWN
         is_far = CHECKED_RADIUS * usual < self._settings.min_clip * distance
         if is_far and not (is_young and distance < partner.own.norm()):

@@ -69,7 +69,7 @@ def read_toml(path: Path) -> TomlFile:
     try:
         return TomlFile(path, tomllib.loads(raw.decode("utf-8").replace("\r\n", "\n")))
     except tomllib.TOMLDecodeError as error:
-        words = f"this is not TOML: {error}. A text needs quotes, true and false are small, a line has one setting"
+        words = f"this is not TOML: {error}. A text needs quotes, true and false are lower-case, a line has one setting"
         raise ManifestError(_told(path, words)) from error
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1

@@ -87,11 +87,11 @@ async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_pat
     num_slices, counts = status.data.slices, sum((drawn(node.home) for node in nodes), Counter[int]())
     # A node trains again on slices that members report which it has not averaged with yet: the killed one's, and those
     # of survivors that have not met, or too late, in so short an epoch.
-    again_at = (
+    repeated = (
         drawn(one.home).keys() & drawn(other.home, f"averaged with {one.name}").keys()
         for one, other in permutations(survivors, 2)
     )
-    unproven = drawn(doomed.home).keys() | set().union(*again_at)
+    unproven = drawn(doomed.home).keys() | set().union(*repeated)
     again = Counter({number: count - 1 for number, count in counts.items() if number not in unproven})
     print(f"\n{num_slices:,} slices, {len(unproven)} of strangers; of the others {again.total()} draws too many")
     assert status.data.done == num_slices

@@ -80,7 +80,7 @@ def test_two_of_eight_that_study_the_guard_cost_little(attack: str, case: Case, 
         alone = replace(case.alone(25, seed), windows=windows)
         attacked = play(replace(alone, attack=attack, hostile=2))
         assert attacked.honest_refused == 0
-        assert windows or case.settings == CHOSEN or attacked.honest_clipped <= 2  # to 0.8, by who has met liars alone
+        assert windows or case.settings == CHOSEN or attacked.honest_clipped <= 2  # who met only liars drifts
         above.append(attacked.loss / play(alone).loss - 1)
     print(f"\nloss above the honest alone: {sum(above) / len(above):+.2%}, at most {max(above):+.2%}")
     assert sum(above) / len(above) < 0.015
