@@ -88,8 +88,8 @@ def ask_where(process: trio.Process) -> None:
 
 
 def tell_where(descriptor: int) -> None:
-    """Write all threads' stacks to ``descriptor`` on a crash, or when the parent asks (`ask_where`)."""
-    faulthandler.enable(descriptor)
+    """Write all threads' stacks to ``descriptor`` when the parent asks (`ask_where`), on a crash the crashed one's."""
+    faulthandler.enable(descriptor, all_threads=False)  # another one that runs on meanwhile would end the dump
     faulthandler.register(signal.SIGUSR1, descriptor)
 
 
