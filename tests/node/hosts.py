@@ -120,10 +120,7 @@ class Relay:
 @asynccontextmanager
 async def open_relay(limits: Limits | None = None, shaping: Shaping | None = None) -> AsyncIterator[Relay]:
     key = Ed25519PrivateKey.generate()
-    async with (
-        open_host(key, LOOPBACK, shaping=shaping) as host,
-        open_service_nursery() as nursery,
-    ):
+    async with open_host(key, LOOPBACK, shaping=shaping) as host, open_service_nursery() as nursery:
         server = RelayServer(host, shaping or Shaping(), limits)
         nursery.start_soon(server.run)
         await trio.testing.wait_all_tasks_blocked()

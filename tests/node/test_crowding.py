@@ -121,10 +121,7 @@ async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, run: SignedMa
         authors = ground_keys(run.run_id, victims)
         invented = [signed(author, Kind.MEMBER, Member(), run_id=run.run_id) for author in authors]
         proofs = [fork(run.run_id) for _ in range(300)]
-        async with (
-            light_member(tmp_path / "mallory", run, alice) as gossip,
-            trio.open_nursery() as nursery,
-        ):
+        async with light_member(tmp_path / "mallory", run, alice) as gossip, trio.open_nursery() as nursery:
             gossip.state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
             liar, host = Liar(gossip), gossip._host
             host.set_handler(SYNC_PROTOCOL, liar.serve)

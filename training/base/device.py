@@ -7,8 +7,10 @@ import errno
 import json
 import platform
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,18 +24,12 @@ DEVICE_KINDS = ("cuda", "mps", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, the precision of its forward and backward passes, and its name for people."""
+    """A device, its name for people, and the precision of its forward and backward passes."""
 
     torch_device: torch.device
-    autocast_dtype: torch.dtype | None
-    """bf16 where the hardware multiplies it fast, else None: everything in fp32. Weights are fp32 always."""
     description: str
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """A context for forward passes."""
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.torch_device.type, dtype=self.autocast_dtype)
+    autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    """A context for forward passes: bf16 where the hardware multiplies it fast. Weights are fp32 always."""
 
     def memory(self) -> tuple[int, int] | None:
         """Bytes that PyTorch has taken of a GPU's memory here, and that the GPU has; None for the CPU."""
@@ -65,14 +61,15 @@ def choose_device(name: str = "auto") -> Device:
         raise TrainingError(f"{name!r} names no device") from error
     if kind != "cuda":
         description = "Apple GPU (mps)" if kind == "mps" else f"CPU ({platform.machine()})"
-        return Device(device, None, description)
+        return Device(device, description)
     index = device.index or 0
     if index >= torch.cuda.device_count():
         raise TrainingError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     properties = torch.cuda.get_device_properties(index)
     has_fast_bf16 = properties.major >= 8  # Ampere and later
+    precision = partial(torch.autocast, kind, dtype=torch.bfloat16) if has_fast_bf16 else contextlib.nullcontext
     description = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
-    return Device(torch.device("cuda", index), torch.bfloat16 if has_fast_bf16 else None, description)
+    return Device(torch.device("cuda", index), description, precision)
 
 
 def limit_memory(device: Device, max_bytes: int) -> None:

@@ -362,7 +362,7 @@ class ExternalEngine(Engine):
         users = UserParameters(loop.model, parameters, layout, loop.ranks)
         theta = torch.empty(layout.num_elements, dtype=torch.float32, device=users.device)
         users.read(theta)
-        device = Device(theta.device, None, f"{theta.device.type}, by a loop of its user's")
+        device = Device(theta.device, f"{theta.device.type}, by a loop of its user's")
         momentum = None
         if manifest.outer.momentum_codec != "none":
             momentum = UserMomentum(loop, parameters, layout, manifest, theta)

@@ -177,16 +177,19 @@ Parts = Generator[tuple[bool, bytes], None, Found]
 class Batches(abc.ABC):
     """Batches of one author in one run: B sequences of T tokens, cut out of text, some of which is held out.
 
-    ``tokenizer``: what made the tokens.
+    ``tokenizer``: what made the tokens. ``shared``: training text, if all nodes have the same.
     """
 
-    def __init__(self, held_out: Tokens, batch_size: int, context: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, held_out: Tokens, batch_size: int, context: int, tokenizer: Tokenizer, shared: Tokens | None = None
+    ) -> None:
         self.batch_size = batch_size
         """B, sequences."""
         self.context = context
         """T, tokens a sequence."""
         self.tokenizer = tokenizer
         self._held_out = held_out
+        self._shared = shared
         self._ratios: dict[int, float | None] = {}
 
     @property
@@ -235,11 +238,18 @@ class Batches(abc.ABC):
     def exam(self, num_windows: int, key: bytes) -> Batch:
         """Return windows (n, T + 1) of text to judge on, which a key that no other node knows determines.
 
-        Raises `DataError` if too little is held out.
+        Half of them are of training text, where all nodes have the same: there whoever likes has the held-out text too,
+        and could do well on that alone. Of the training text this node has trained on no more of these windows than any
+        other has. Raises `DataError` if too little is held out.
         """
         self._require_held_out()
-        places = draw(len(self._held_out) - self.context, num_windows, b"exam", key)
-        return cut_out(self._held_out, places, self.context)
+        chance, half = np.random.default_rng(list(key)), 0 if self._shared is None else num_windows // 2
+        windows = [
+            cut_out(text, chance.integers(len(text) - self.context, size=count), self.context)
+            for text, count in ((self._held_out, num_windows - half), (self._shared, half))
+            if text is not None
+        ]
+        return np.concatenate(windows)
 
     def tokens_per_byte(self, num_batches: int) -> float | None:
         """Return the tokens per byte of the text of the first ``num_batches`` held-out batches; None: not known.

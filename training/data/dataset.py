@@ -32,7 +32,7 @@ from farandole.protocol.run.manifest import DataConfig, Manifest
 
 from ..base.errors import DataError
 from ..base.permutation import permute
-from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, draw, is_held_out
+from .batches import CORPUS_BYTES, Batch, Batches, Found, Parts, SliceQueue, Tokens, cut_out, is_held_out
 from .sources import Document, Progress, documents_in, no_progress, sources_of, stdlib_sources
 from .token_cache import cache_name, distribute, open_cache, write_cache
 from .token_files import INDEX_DTYPE, index_tokens, open_tokens, require_separator, spliced
@@ -189,11 +189,10 @@ class Sampler(Batches):
 
         ``is_shared``: whether all nodes have the same text.
         """
-        super().__init__(text.held_out, batch_size, context, tokenizer)
+        super().__init__(text.held_out, batch_size, context, tokenizer, text.training if is_shared else None)
         self._text = text
         self._key = key
         self._order = order or key[0]
-        self._is_shared = is_shared
         if len(text.training) < context + 1:
             raise DataError(
                 f"too little text to train on: {len(text.training)} tokens in {text.found.num_documents} documents, "
@@ -212,18 +211,6 @@ class Sampler(Batches):
         other = copy.copy(self)
         other._key = (self._key[0], author)
         return other
-
-    def exam(self, num_windows: int, key: bytes) -> Batch:
-        """Implement `Batches.exam`: half of the windows are of training text, where all nodes have the same.
-
-        There whoever likes has the held-out text too, and could do well on that alone. Of the training text this node
-        has trained on no more of these windows than any other has.
-        """
-        windows = super().exam(num_windows, key)
-        if self._is_shared:
-            places = draw(len(self._text.training) - self.context, num_windows // 2, b"exam", key)
-            windows[: len(places)] = cut_out(self._text.training, places, self.context)
-        return windows
 
     def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``."""

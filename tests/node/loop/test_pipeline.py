@@ -108,12 +108,7 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def open_nodes(
-    manifest: Manifest,
-    folder: Path,
-    *,
-    with_channels: bool = False,
-) -> AsyncIterator[list[Node]]:
+async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = False) -> AsyncIterator[list[Node]]:
     """Open one node for each stage of the model, connected with each other; the trainers are ready."""
     folder.joinpath("texts").mkdir()
     for number in range(20):

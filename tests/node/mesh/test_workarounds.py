@@ -140,11 +140,7 @@ async def test_garbage_to_what_the_library_serves_costs_streams_only(protocol: s
 
 @pytest.mark.parametrize("end", ["freezes", "is cut"])
 async def test_a_peer_whose_line_freezes_or_is_cut_is_given_up_even_with_a_full_pipe(end: str) -> None:
-    async with (
-        host_at_loopback() as alice,
-        host_at_loopback() as bob,
-        trio.open_nursery() as nursery,
-    ):
+    async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
         alice.connections.ping_interval, alice.connections.ping_timeout = 0.1, 2.0
         bob.set_handler("/hold/1", hang)
         line = Line(nursery, port_of(bob))

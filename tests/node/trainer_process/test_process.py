@@ -318,10 +318,7 @@ class SlowStep:
         monkeypatch.setattr(Replica, "inner_step", count)
 
 
-@pytest.mark.parametrize(
-    ("outer", "is_lean"),
-    [({"codec": "fp32"}, False), ({"codec": "int8"}, False), ({}, True)],
-)
+@pytest.mark.parametrize(("outer", "is_lean"), [({"codec": "fp32"}, False), ({"codec": "int8"}, False), ({}, True)])
 def test_inner_steps_go_on_while_the_outer_step_is_computed(
     start: Start, monkeypatch: pytest.MonkeyPatch, outer: dict[str, object], is_lean: bool
 ) -> None:

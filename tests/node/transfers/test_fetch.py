@@ -67,10 +67,7 @@ class Member:
 
 @contextlib.asynccontextmanager
 async def open_member() -> AsyncIterator[Member]:
-    async with (
-        host_at_loopback() as host,
-        open_bulk(host, b"r" * 32) as channels,
-    ):
+    async with host_at_loopback() as host, open_bulk(host, b"r" * 32) as channels:
         conditions = Conditions(host, RUN, channels=channels)
         service = BlockService(replace(conditions), lambda question: member.find(question))
         member = Member(host, channels, service, conditions)

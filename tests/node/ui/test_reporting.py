@@ -47,10 +47,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         peer = round_index.to_bytes(32, "big")
         journal.record_exchange(ended(round_index, peer, bytes_sent=1, bytes_received=1, seconds=1))
         journal.note("x" * 10_000)
-    async with (
-        open_node(run_id=RUN_ID) as (host, connectivity),
-        open_host(authors.key_of(700), LOOPBACK) as other,
-    ):
+    async with open_node(run_id=RUN_ID) as (host, connectivity), open_host(authors.key_of(700), LOOPBACK) as other:
         reporter = Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, *run_of_many())
         await other.connect(host.author, host.addresses)
         while not host.connected:

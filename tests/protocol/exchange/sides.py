@@ -89,10 +89,7 @@ def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
     share_offers(alice, bob, piece)
     for sender, receiver in ((alice, bob), (bob, alice)):
         *chunks, last = sender.chunks()
-        assert tell(sender, receiver, *chunks, sender.sealed, last, piece=piece) == [
-            sender.sealed,
-            HERE,
-        ]
+        assert tell(sender, receiver, *chunks, sender.sealed, last, piece=piece) == [sender.sealed, HERE]
         assert receiver.incoming == sender.contribution
 
 

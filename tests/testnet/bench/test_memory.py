@@ -71,7 +71,7 @@ def member_round(
         manifest,
         NoText(manifest.model.context),
         run_id=bytes(32),
-        device=Device(GPU, None, "no device"),
+        device=Device(GPU, "no device"),
         averages_on_host=averages_on_host,
         settings=TrainerSettings(lean=is_lean, recompute=recomputes),
     )

@@ -87,7 +87,8 @@ def test_two_of_eight_that_study_the_guard_cost_little(attack: str, case: Case, 
 
 
 def test_newcomers_with_older_weights_are_neither_clipped_nor_do_they_clip_others() -> None:
-    inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=100, batch_size=8)
+    # With a rate that ends within these rounds, newcomers move too little to reach for others, whom they clip.
+    inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=1_000, batch_size=8)
     manifest = Manifest("newcomers", MODEL, inner=inner, outer=NoLoCoConfig(codec="bf16"), screening=GuardConfig())
     outcome = play(HostileRun(manifest, honest=6, rounds=8, steps=10, joins_at=4, newcomers=2, lag=2))
     assert outcome.honest_exchanges > 0

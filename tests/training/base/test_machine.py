@@ -108,7 +108,7 @@ def test_memory_is_bounded_where_there_is_a_gpu_alone_and_what_cuda_itself_takes
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, index: bounded.append((share, index))
     )
-    gpu = Device(torch.device("cuda", 1), None, "a GPU")
+    gpu = Device(torch.device("cuda", 1), "a GPU")
     limit_memory(gpu, 8 * GB)
     limit_memory(gpu, 20 * GB)
     with pytest.raises(TrainingError, match="driver"):

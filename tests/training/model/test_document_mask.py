@@ -77,7 +77,7 @@ def test_the_mask_is_kept_once_for_all_layers_and_is_counted() -> None:
     def kept_by(separator: int | None, dtype: torch.dtype | None) -> int:
         module.separator = separator
         tokens = torch.zeros(1, model.context + 1, dtype=torch.long)
-        with Device(torch.device("cpu"), dtype, "CPU").autocast():
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
             return sum(kept_bytes(lambda: language_loss(module, tokens), module))
 
     run = Manifest("a", model)
@@ -98,7 +98,7 @@ def test_a_learner_learns_with_it(
 ) -> None:
     """Compiled, too, in one graph; the backend needs no compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    device = Device(torch.device("cpu"), dtype, "CPU")
+    device = Device(torch.device("cpu"), "CPU", partial(torch.autocast, "cpu", dtype, enabled=dtype is not None))
     masked = make_replica(data=MASKED, device=device, settings=TrainerSettings(**settings))
     masked.totals.steps = 10  # behind the warm-up, where the rate is not near 0
     before = masked.evaluate(2)

@@ -213,13 +213,7 @@ async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> N
 
 
 async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
-    for raw in (
-        b"\xff\xff\xff\x7f",
-        b"\x05hello",
-        RESERVE,
-        b"",
-        AGREED,
-    ):
+    for raw in (b"\xff\xff\xff\x7f", b"\x05hello", RESERVE, b"", AGREED):
         with trio.fail_after(PATIENCE):
             async with host_at_loopback() as mallory, open_home() as bob:
 

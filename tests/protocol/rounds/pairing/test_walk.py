@@ -57,10 +57,7 @@ def _random_message(rng: random.Random, sessions: list[bytes]) -> Message:
     return rng.choice(some)
 
 
-@pytest.mark.parametrize(
-    ("config", "round_index"),
-    [(BOXED, 0), (STEPS, 0), (SEVERAL, 0), (SEVERAL, 1)],
-)
+@pytest.mark.parametrize(("config", "round_index"), [(BOXED, 0), (STEPS, 0), (SEVERAL, 0), (SEVERAL, 1)])
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_peers_do_a_round_ends_by_its_deadline(seed: int, config: RoundConfig, round_index: int) -> None:
     for walk in range(100):
