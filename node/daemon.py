@@ -136,11 +136,7 @@ async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
 
 @asynccontextmanager
 async def open_mesh(
-    daemon: Daemon,
-    run_id: bytes,
-    peers: Mapping[bytes, Sequence[str]],
-    limits: Limits | None,
-    network_key: bytes = b"",
+    daemon: Daemon, run_id: bytes, peers: Mapping[bytes, Sequence[str]], limits: Limits | None, network_key: bytes = b""
 ) -> AsyncIterator[Mesh]:
     """Listen, and find out who can dial this node; ``limits``: None to relay for no peer.
 
@@ -187,15 +183,7 @@ async def open_control(
     """
     settings, journal, host = daemon.settings, daemon.journal, mesh.host
     reporter = Reporter(
-        host,
-        journal,
-        run_id,
-        "",
-        time.time(),
-        mesh.shaping,
-        mesh.connectivity,
-        traffic=mesh.traffic,
-        rest=daemon.rest,
+        host, journal, run_id, "", time.time(), mesh.shaping, mesh.connectivity, traffic=mesh.traffic, rest=daemon.rest
     )
 
     async def status(params: dict[str, Any]) -> object:

@@ -377,10 +377,7 @@ class BulkService:
 
 @contextlib.asynccontextmanager
 async def open_bulk(
-    host: Host,
-    run_id: bytes,
-    shaping: Shaping | None = None,
-    reach: Connectivity | None = None,
+    host: Host, run_id: bytes, shaping: Shaping | None = None, reach: Connectivity | None = None
 ) -> AsyncIterator[BulkService]:
     """Open a run's bulk channels for as long as the block runs; listen where the host does, on any ports."""
     listeners = _open_listeners(host.own.bound_ips)

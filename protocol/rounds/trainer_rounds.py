@@ -25,16 +25,7 @@ from ..wire.errors import LocalProtocolError
 from ..wire.identity import peer_id_of
 from . import pairing_events as pairing
 from .pairing import MAX_ROUNDS_BEHIND, Pairing
-from .training_events import (
-    FOLLOWING,
-    UNSAVED,
-    Enter,
-    LoopState,
-    Output,
-    RoundEnd,
-    Say,
-    TrainerReport,
-)
+from .training_events import FOLLOWING, UNSAVED, Enter, LoopState, Output, RoundEnd, Say, TrainerReport
 
 VALIDATION_BATCHES: Final = 8
 # Rounds over which the utilisation is a mean.

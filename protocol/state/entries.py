@@ -107,10 +107,7 @@ class Member(Payload, frozen=True):
     """The device's memory in bytes."""
     speed: Count = 0
     """Tokens per second, as measured by its author; no node relies on it."""
-    addresses: Annotated[
-        tuple[_Address, ...],
-        msgspec.Meta(max_length=8),
-    ] = ()
+    addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=8)] = ()
     """Multiaddrs, best first; ``/p2p/<author>`` at the end may be left out."""
     left: bool = False
     """Whether the author has left; others no longer wait for its heartbeats."""

@@ -68,10 +68,7 @@ def chosen_manifest(rounds: int, seed: int) -> Manifest:
     return complete(manifest, {"inner.warmup_steps", "inner.total_steps", "inner.batch_size"})
 
 
-def run(
-    out: Out = OUT,
-    write: Write = False,
-) -> None:
+def run(out: Out = OUT, write: Write = False) -> None:
     """Search for what hostile members can cost a run at most, in simulation (an hour or two on two cores).
 
     Example: [cyan]farandole testnet bench attacker[/cyan]

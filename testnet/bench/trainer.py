@@ -83,8 +83,7 @@ def measure(bench: Bench, run: dict[str, Any], device: str, rounds: int, round_s
             worker.put("learn_plainly", author=author, **request)
         plain = get_all(workers, ANSWER_TIMEOUT + 3 * round_seconds)
     scenario = msgspec.convert(
-        {"run": run, "nodes": NUM_NODES, "rounds": rounds, "device": device, "timeout": 3_600},
-        Scenario,
+        {"run": run, "nodes": NUM_NODES, "rounds": rounds, "device": device, "timeout": 3_600}, Scenario
     )
     folder = bench.out / "trainer"
     # The losses are not needed here.

@@ -263,12 +263,7 @@ class _Optimizer:
     """The inner optimizer of all rows; the learning rates are multiples ``factors`` (N, 1) of the settings'."""
 
     def __init__(
-        self,
-        settings: InnerConfig,
-        model: _Model,
-        theta: Tensor,
-        gradients: _Gradients,
-        factors: Tensor,
+        self, settings: InnerConfig, model: _Model, theta: Tensor, gradients: _Gradients, factors: Tensor
     ) -> None:
         self._settings = settings
         self._theta = theta

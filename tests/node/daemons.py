@@ -126,11 +126,7 @@ def started(home: Path, *arguments: str, env: Mapping[str, str] = NOTHING) -> Ab
 async def running(home: Path, command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Daemon]:
     """Run a command until the context ends."""
     process = await trio.lowlevel.open_process(
-        command,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        command, stdin=subprocess.DEVNULL, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         yield Daemon(process, home)

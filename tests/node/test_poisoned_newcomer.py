@@ -94,11 +94,7 @@ def write_poison(
 
 @asynccontextmanager
 async def open_liar(
-    number: int,
-    run_id: bytes,
-    victims: dict[bytes, list[str]],
-    path: Path,
-    signed_index: tuple[SignedIndex, Index],
+    number: int, run_id: bytes, victims: dict[bytes, list[str]], path: Path, signed_index: tuple[SignedIndex, Index]
 ) -> AsyncIterator[None]:
     """Run a liar that announces to these nodes the checkpoint at ``path``, and gives it to any peer that asks.
 

@@ -102,12 +102,7 @@ def distribute(parts: Parts, training: Callable[[bytes], object], held_out: Call
         (held_out if is_held_out else training)(data)
 
 
-def write_cache(
-    path: Path,
-    dtype: np.dtype[np.integer],
-    parts: Parts,
-    max_bytes: int | None,
-) -> None:
+def write_cache(path: Path, dtype: np.dtype[np.integer], parts: Parts, max_bytes: int | None) -> None:
     """Keep all parts at ``path``.
 
     ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all. Raises

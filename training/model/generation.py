@@ -34,11 +34,7 @@ NOT_FINITE: Final = "the model's logits are not finite: its weights have diverge
 
 @torch.no_grad()
 def load_model(
-    manifest: Manifest,
-    read: Read,
-    device: Device,
-    allowed_models: Collection[str] = (),
-    separator: int | None = None,
+    manifest: Manifest, read: Read, device: Device, allowed_models: Collection[str] = (), separator: int | None = None
 ) -> nn.Module:
     """Make a run's whole model, with the parameters that ``read`` returns for their names, to be used on the device.
 

@@ -35,16 +35,7 @@ from farandole.protocol.run.rules import OuterConfig
 
 from ..base.errors import CodecError, DataError
 from ..screening.rule import Encounter, Histories, Partner, Refuse, ScreeningRule, Verdict
-from .codec import (
-    FORMS,
-    Buffer,
-    bytes_of,
-    bytes_to_fill,
-    bytes_to_read,
-    in_order,
-    one_thread,
-    slices,
-)
+from .codec import FORMS, Buffer, bytes_of, bytes_to_fill, bytes_to_read, in_order, one_thread, slices
 from .momentum import Momentum
 from .rule import OuterRule, OwnVectors
 

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     *("upload_mbit", "download_mbit"),
     must_exist=False,
 )
-def doctor(
-    settings: NodeSettings,
-    as_json: AsJson = False,
-) -> None:
+def doctor(settings: NodeSettings, as_json: AsJson = False) -> None:
     """Find what keeps this machine from joining or from being reached; exit code 1 if a check failed.
 
     Failures come first, each with its remedy, then warnings; the last line is the verdict, with the checks that could

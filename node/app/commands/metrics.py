@@ -24,8 +24,7 @@ def show_metrics(
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print all columns as CSV, for other programs.")] = False,
     tensorboard: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard)."),
+        Path | None, typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard).")
     ] = None,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. Works while the node is stopped, too.

@@ -57,10 +57,7 @@ def has_nvidia_driver() -> bool:
 
 
 async def start_child(
-    module: str,
-    arguments: Sequence[str],
-    inherited: Sequence[int],
-    environment: Mapping[str, str],
+    module: str, arguments: Sequence[str], inherited: Sequence[int], environment: Mapping[str, str]
 ) -> tuple[trio.Process, trio.SocketStream]:
     """Run ``python -m module DESCRIPTOR *arguments``; return the process, and our end of the connection with it.
 

@@ -43,13 +43,7 @@ def test_a_home_names_its_relayed_address_and_members_that_are_public() -> None:
         member(2, "/ip4/8.8.8.2/tcp/4001", is_live=False),
         member(3, "/ip4/8.8.8.3/tcp/4001", is_connected=False),
         member(4, THROUGH_RELAY),
-    ) == [
-        "/ip4/8.8.8.1/tcp/4001",
-        "/ip4/8.8.8.3/tcp/4001",
-        THROUGH_RELAY,
-        THROUGH_RELAY,
-        "/ip4/192.168.1.5/tcp/4001",
-    ]
+    ) == ["/ip4/8.8.8.1/tcp/4001", "/ip4/8.8.8.3/tcp/4001", THROUGH_RELAY, THROUGH_RELAY, "/ip4/192.168.1.5/tcp/4001"]
 
 
 def test_the_first_of_a_run_names_what_its_router_says() -> None:

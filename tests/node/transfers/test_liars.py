@@ -252,11 +252,7 @@ class Exchanging(ExchangeService):
 
 @pytest.mark.parametrize("exchange_seconds", [0.0, 40.0, 4_000.0])
 async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
-    tmp_path: Path,
-    nursery: trio.Nursery,
-    monkeypatch: pytest.MonkeyPatch,
-    clock: MockClock,
-    exchange_seconds: float,
+    tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, clock: MockClock, exchange_seconds: float
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     holding = hold(tmp_path / "theirs", CONTENT)

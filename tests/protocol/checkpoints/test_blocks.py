@@ -182,8 +182,7 @@ def parse(header: bytes, num_data_bytes: int = 0) -> object:
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [NAMES, NAMES[:4], NAMES[:1], ("slow/b", "mean/a"), ("mean/b",), ("slow/a", "momentum/a", "momentum/b")],
+    "chosen", [NAMES, NAMES[:4], NAMES[:1], ("slow/b", "mean/a"), ("mean/b",), ("slow/a", "momentum/a", "momentum/b")]
 )
 def test_a_selection_is_a_file_of_just_these_tensors(chosen: tuple[str, ...]) -> None:
     raw, tensors = a_file()

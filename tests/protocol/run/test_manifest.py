@@ -187,13 +187,7 @@ USES: Final[dict[str, dict[str, Any]]] = {
     "model.num_stages": {"model": {**MODEL, "num_stages": 2}},
     "model.hf": {"model": {**GPT2_SIZES, "hf": GPT2}},
     "model.own": {"model": {**MODEL, "num_layers": 1, "num_heads": 0, "hidden": 0, "width": 0, "own": OWN}},
-    "model.external": {
-        "model": {
-            **dict.fromkeys(MODEL, 0),
-            "num_layers": 1,
-            "external": EXTERNAL,
-        }
-    },
+    "model.external": {"model": {**dict.fromkeys(MODEL, 0), "num_layers": 1, "external": EXTERNAL}},
     "rounds.overlap": {"rounds": {"overlap": True}},
     "rounds.partners": {"rounds": {"partners": 2}},
     "data.epochs": {"data": {"epochs": 1}},
@@ -248,8 +242,7 @@ def test_each_pair_is_refused_with_its_reason_and_each_setting_is_fine_alone(
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"],
+    "setting", ["model.num_stages", "inner.deterministic", "data.epochs", "data.mask_documents", "rounds.partners"]
 )
 def test_a_run_that_depends_on_inner_steps_or_batches_takes_no_loops(setting: str) -> None:
     assert setting in why_no_loop(manifest_with(setting))

@@ -11,11 +11,7 @@ from farandole.protocol.wire.errors import LocalProtocolError
 
 from ..authors import CREATOR, NOW, RUN_ID, key_of
 
-PAYLOADS = {
-    Kind.MEMBER: Member(),
-    Kind.BEAT: Beat(0, 0, None, 0),
-    Kind.PROGRESS: Progress(0, 0, 0, 0, 0),
-}
+PAYLOADS = {Kind.MEMBER: Member(), Kind.BEAT: Beat(0, 0, None, 0), Kind.PROGRESS: Progress(0, 0, 0, 0, 0)}
 
 
 class Author:

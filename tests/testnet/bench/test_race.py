@@ -30,11 +30,7 @@ def test_when_a_curve_reaches_a_loss() -> None:
 
 def test_who_is_replaced_when() -> None:
     scenario = load_scenario("race")
-    assert replacements(scenario) == [
-        Replacement(120.0, 7, 8),
-        Replacement(240.0, 1, 9),
-        Replacement(360.0, 4, 10),
-    ]
+    assert replacements(scenario) == [Replacement(120.0, 7, 8), Replacement(240.0, 1, 9), Replacement(360.0, 4, 10)]
     for change in replacements(scenario):
         assert scenario.seconds_of_step(change.gone) == scenario.seconds_of_step(change.come)
     frozen = Fault("freeze", nodes=(0,), at_round=3, duration=1.0)

@@ -70,10 +70,7 @@ async def run() -> None:
     leases = [int(argument.removeprefix("lease=")) for argument in sys.argv[1:] if argument.startswith("lease=")]
     ports = [PORT, *(int(argument) for argument in sys.argv[1:] if argument.isdigit())]
     async with (
-        open_host(
-            key,
-            [f"/ip6/::/tcp/{PORT}", *(f"/ip4/0.0.0.0/tcp/{port}" for port in ports)],
-        ) as host,
+        open_host(key, [f"/ip6/::/tcp/{PORT}", *(f"/ip4/0.0.0.0/tcp/{port}" for port in ports)]) as host,
         open_connectivity(
             host, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
         ) as connectivity,

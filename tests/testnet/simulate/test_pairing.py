@@ -113,10 +113,7 @@ OF_64 = [pytest.param(rounds, 16, marks=pytest.mark.soak) for rounds in (*ACCEPT
 
 
 @pytest.mark.parametrize("attack", [*ABSENT, *MUTE])
-@pytest.mark.parametrize(
-    ("rounds", "num_hostile"),
-    [(SHORT, 1), *((rounds, 4) for rounds in ACCEPTED), *OF_64],
-)
+@pytest.mark.parametrize(("rounds", "num_hostile"), [(SHORT, 1), *((rounds, 4) for rounds in ACCEPTED), *OF_64])
 def test_members_that_never_follow_through_cost_at_most_a_tenth(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]
 ) -> None:
@@ -126,8 +123,7 @@ def test_members_that_never_follow_through_cost_at_most_a_tenth(
 
 @pytest.mark.parametrize("attack", STALLED)
 @pytest.mark.parametrize(
-    ("rounds", "num_hostile"),
-    [(SHORT, 1), *((rounds, 4) for rounds in (*ACCEPTED, SEVERAL)), *OF_64],
+    ("rounds", "num_hostile"), [(SHORT, 1), *((rounds, 4) for rounds in (*ACCEPTED, SEVERAL)), *OF_64]
 )
 def test_members_that_begin_and_hold_an_exchange_cost_little(
     rounds: RoundConfig, num_hostile: int, attack: dict[str, Any]

@@ -124,11 +124,7 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
         choose_device(name)
 
 
-STATED = [
-    "torch>=2.4",
-    'datasets>=4; extra == "data"',
-    "transformers>=5,<6; extra == 'hf'",
-]
+STATED = ["torch>=2.4", 'datasets>=4; extra == "data"', "transformers>=5,<6; extra == 'hf'"]
 
 
 def test_the_command_names_this_python_and_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:

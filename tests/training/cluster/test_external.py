@@ -284,10 +284,7 @@ def of_one_process(judges: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "judges"),
-    [
-        *[("fsdp", 1, ""), ("fsdp", 3, "losses"), ("replicated", 2, "")],
-        *[("hsdp", 4, ""), ("both", 4, "losses")],
-    ],
+    [*[("fsdp", 1, ""), ("fsdp", 3, "losses"), ("replicated", 2, "")], *[("hsdp", 4, ""), ("both", 4, "losses")]],
 )
 def test_however_a_model_is_cut_its_member_sends_judges_and_learns_the_same_bits(
     kind: str, num_ranks: int, judges: str, tmp_path: Path

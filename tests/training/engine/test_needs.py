@@ -26,13 +26,7 @@ def held_bytes() -> int:
 
 @pytest.mark.parametrize(
     ("codec", "fragments", "optimizer"),
-    [
-        ("fp32", 1, "adamw"),
-        ("int8", 1, "adamw"),
-        ("int8", 4, "adamw"),
-        ("int4", 4, "adamw"),
-        ("int8", 1, "muon"),
-    ],
+    [("fp32", 1, "adamw"), ("int8", 1, "adamw"), ("int8", 4, "adamw"), ("int4", 4, "adamw"), ("int8", 1, "muon")],
 )
 def test_a_trainer_holds_the_vectors_that_are_counted(
     make_replica: MakeReplica, model: ModelConfig, codec: Codec, fragments: int, optimizer: InnerName

@@ -119,11 +119,7 @@ def test_matrices_are_all_but_the_models_ends_and_have_one_vector_of_state(make_
     ("optimizer", "momentum"), [("muon", "nesterov"), ("adamw", "nesterov"), ("adamw", "heavy_ball")]
 )
 def test_a_run_of_one_is_plain_training_with_torchs_optimizers_bit_for_bit(
-    make_replica: MakeReplica,
-    model: ModelConfig,
-    optimizer: str,
-    momentum: str,
-    monkeypatch: pytest.MonkeyPatch,
+    make_replica: MakeReplica, model: ModelConfig, optimizer: str, momentum: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Muon or AdamW for matrices, and AdamW for the rest.
 

@@ -96,9 +96,7 @@ class Party:
 
 @asynccontextmanager
 async def two_parties(
-    run_id: bytes = RUN_ID,
-    handshake_hash: bytes = MemoryStream.handshake_hash,
-    network_key: bytes = b"",
+    run_id: bytes = RUN_ID, handshake_hash: bytes = MemoryStream.handshake_hash, network_key: bytes = b""
 ) -> AsyncIterator[tuple[Party, Party]]:
     """Open Alice and Bob; ``run_id`` and ``handshake_hash`` are Bob's."""
     network: dict[bytes, MemoryHost] = {}

@@ -137,10 +137,7 @@ def test_checkpoints_of_other_runs_and_stages_are_not_merged(
     merge: Callable[..., bytes], stages: list[list[Path]], tmp_path: Path
 ) -> None:
     other = manifest_for({**MODELS["own"], "num_stages": 3}, seed=9)
-    for change, says in (
-        ({"raw_manifest": other.encode()}, "another run"),
-        ({"stages": stages[::-1]}, "has no slow/"),
-    ):
+    for change, says in (({"raw_manifest": other.encode()}, "another run"), ({"stages": stages[::-1]}, "has no slow/")):
         with pytest.raises(ConsolidatedError, match=says):
             merge(tmp_path / "a", **change)
     assert list(tmp_path.iterdir()) == []

@@ -144,10 +144,7 @@ async def test_other_pages_and_other_users_of_the_machine_read_nothing_about_mem
 
 
 async def test_a_port_that_is_taken_is_no_obstacle() -> None:
-    async with (
-        open_page() as first,
-        open_dashboard(first.port, lambda: STATUS, {}, lambda: 0.0) as second,
-    ):
+    async with open_page() as first, open_dashboard(first.port, lambda: STATUS, {}, lambda: 0.0) as second:
         assert second.url != first.place.url
 
 

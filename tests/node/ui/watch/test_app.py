@@ -175,8 +175,4 @@ def test_what_peers_say_is_text_and_nothing_else() -> None:
     async def story(watched: Watched) -> None:
         await watched.shows("[@click=app.quit]y[/]")
 
-    play(
-        story,
-        changed(device=evil, events=[type(FULL.events[0])(NOW, evil)], phase_detail=evil),
-        size=(200, 40),
-    )
+    play(story, changed(device=evil, events=[type(FULL.events[0])(NOW, evil)], phase_detail=evil), size=(200, 40))
