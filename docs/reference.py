@@ -18,7 +18,7 @@ import typer
 from farandole.node.base.causes import CAUSES, CHECKS, check_of
 from farandole.node.base.config.file import SETTINGS, default_of
 from farandole.node.base.config.toml_file import expected, members_of
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.cli import whole_app
 from farandole.protocol.run.exclusions import EXCLUSIONS
 from farandole.protocol.run.manifest import Manifest

@@ -26,7 +26,7 @@ from .app.commands.plan import plan_run
 from .app.commands.runs import lora_app, run_app
 from .app.commands.status import dashboard, peers, status
 from .app.commands.talk import chat, sample, serve
-from .base.exits import Exit
+from .base.errors import Exit
 from .base.system.terminal import show_all_characters
 
 EXTENSIONS: Final = "farandole.commands"

@@ -33,8 +33,7 @@ from .base.bandwidth import Shaping
 from .base.causes import Finding, Level, lessen
 from .base.config.file import read_limits
 from .base.control import ControlError, Handler, call, serve_control
-from .base.errors import PeerUnreachableError
-from .base.exits import Exit
+from .base.errors import Exit, PeerUnreachableError
 from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .base.nurseries import open_service_nursery, own_error
 from .base.quiet_hours import QuietHoursError

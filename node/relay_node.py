@@ -21,7 +21,7 @@ import trio
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import Limits
 from farandole.protocol.run.invite import decode_invite
-from farandole.protocol.wire.backoff import pauses
+from farandole.protocol.wire.bounds import pauses
 from farandole.protocol.wire.errors import ManifestError
 from farandole.protocol.wire.identity import short_name
 

@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from farandole.protocol.run.invite import MAX_ADDRESSES, Invite, encode_invite
-from farandole.protocol.wire.backoff import pauses
+from farandole.protocol.wire.bounds import pauses
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.durable import replacing
 

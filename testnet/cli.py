@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.protocol.wire.errors import FarandoleError
 
 if TYPE_CHECKING:

@@ -1,6 +1,8 @@
-"""Errors of the network edge: foreign exceptions stop in node/mesh/host.py and become these."""
+"""Errors of the network edge: foreign exceptions stop in node/mesh/host.py and become these. And exit codes."""
 
 from __future__ import annotations
+
+import enum
 
 from farandole.protocol.wire.errors import FarandoleError
 
@@ -23,3 +25,18 @@ class ListenError(FarandoleError):
 
 class JoinError(FarandoleError):
     """This node cannot join; the message says which step failed and what to do."""
+
+
+class Exit(enum.IntEnum):
+    """The exit code of a command: stable, scripts rely on them. docs/errors.md says what each means."""
+
+    OK = 0
+    NOT_WELL = 1
+    USAGE = 2
+    BAD_INPUT = 3
+    NO_NODE = 4
+    CANNOT_JOIN = 5
+    HOME_IN_USE = 6
+    TRAINER_FAILED = 7
+    VERDICT_FAILED = 8
+    INTERRUPTED = 130

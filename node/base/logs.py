@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Final
 
-from farandole.protocol.wire.latest import Latest
+from farandole.protocol.wire.bounds import Latest
 
 from .identity import IdentityError, make_home
 from .settings import NodeSettings

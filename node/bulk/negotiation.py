@@ -37,7 +37,7 @@ from farandole.protocol.exchange.bulk import (
     is_greeting,
 )
 from farandole.protocol.mesh.dialling import MIN_PORT, Address
-from farandole.protocol.wire.backoff import Backoff
+from farandole.protocol.wire.bounds import Backoff
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name

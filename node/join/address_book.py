@@ -20,7 +20,7 @@ from typing import Annotated, Final
 import msgspec
 import trio
 
-from farandole.protocol.wire.backoff import pauses
+from farandole.protocol.wire.bounds import pauses
 from farandole.protocol.wire.identity import PUBLIC_KEY_BYTES
 
 from ..mesh.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES

@@ -22,7 +22,7 @@ from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.run.invitations import InviteSecret, decode_secret
 from farandole.protocol.run.invite import Invite, InviteError, decode_invite, network_key_of, peers_at
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES, decode_manifest
-from farandole.protocol.wire.backoff import pauses
+from farandole.protocol.wire.bounds import pauses
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import public_bytes, short_name

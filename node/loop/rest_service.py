@@ -146,10 +146,6 @@ _ACTIONS: Final = {"pause": "paused", "stop": "stopped"}
 _ANYWAY: Final = "`farandole join --ignore-notices` trains all the same"
 
 
-class NoticeError(FarandoleError):
-    """A notice cannot be published; the message says why."""
-
-
 @dataclass(eq=False)
 class NoticeBoard:
     """One node's view of the creator's notices. ``is_ignored``: the owner trains whatever they say."""
@@ -170,13 +166,13 @@ class NoticeBoard:
         return notice_words(*self._shown)
 
     async def publish(self, action: str, text: str) -> None:
-        """Write a notice; it leaves within seconds. Raises `NoticeError`."""
+        """Write a notice; it leaves within seconds. Raises `FarandoleError`."""
         if self.author != self.gossip.state.creator:
-            raise NoticeError("only the run's creator can do this: run it where the creator's node runs")
+            raise FarandoleError("only the run's creator can do this: run it where the creator's node runs")
         try:
             notice = msgspec.convert([action, text], Notice)
         except msgspec.ValidationError as error:
-            raise NoticeError(f"a notice has at most 256 characters, all of them ASCII: {error}") from error
+            raise FarandoleError(f"a notice has at most 256 characters, all of them ASCII: {error}") from error
         self._renewed_at = trio.current_time()  # a renewal must not replace the notice that waits to be written
         await self.gossip.publish(Kind.NOTICE, MESSAGE_SLOT if action == "say" else STATE_SLOT, notice)
 

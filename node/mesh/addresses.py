@@ -15,8 +15,8 @@ from multiaddr.utils import get_network_addrs
 
 from farandole.protocol.mesh.dialling import DialBudget, may_dial
 from farandole.protocol.mesh.relay import parse_circuit
+from farandole.protocol.wire.bounds import Latest
 from farandole.protocol.wire.identity import peer_id_of
-from farandole.protocol.wire.latest import Latest
 
 from ..base.errors import PeerUnreachableError
 

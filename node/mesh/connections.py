@@ -11,10 +11,9 @@ from typing import Final
 
 import trio
 
+from farandole.protocol.wire.bounds import Latest, TokenBucket
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
-from farandole.protocol.wire.latest import Latest
-from farandole.protocol.wire.token_bucket import TokenBucket
 
 from ..base.errors import PeerUnreachableError
 from .addresses import dial_target

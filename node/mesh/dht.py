@@ -27,9 +27,9 @@ from farandole.protocol.mesh.kademlia import (
     position_of,
     position_of_peer,
 )
+from farandole.protocol.wire.bounds import PeerMeters
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes
-from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, counted

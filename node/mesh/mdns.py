@@ -22,10 +22,9 @@ from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange,
 
 from farandole.protocol.mesh.dialling import unicast_ip
 from farandole.protocol.mesh.kademlia import local_name
-from farandole.protocol.wire.backoff import Backoff
+from farandole.protocol.wire.bounds import Backoff, Latest
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import public_key_of
-from farandole.protocol.wire.latest import Latest
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery

@@ -18,7 +18,7 @@ import trio
 
 from farandole.protocol.run.releases import ReleaseConflict, Standing, is_incomplete, standing
 from farandole.protocol.state.liveness import Liveness
-from farandole.protocol.wire.backoff import Backoff
+from farandole.protocol.wire.bounds import Backoff
 from farandole.protocol.wire.identity import short_name
 
 from ..base.causes import release_words

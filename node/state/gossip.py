@@ -34,10 +34,9 @@ from farandole.protocol.state.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import MergeReport, RunState
 from farandole.protocol.state.writer import Writer
+from farandole.protocol.wire.bounds import Latest, PeerMeters
 from farandole.protocol.wire.errors import FloodError, RemoteProtocolError
 from farandole.protocol.wire.identity import short_name
-from farandole.protocol.wire.latest import Latest
-from farandole.protocol.wire.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream, counted

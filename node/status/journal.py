@@ -20,8 +20,8 @@ from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.rounds.training_events import RoundEnd
 from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
 from farandole.protocol.state.state import RunState
+from farandole.protocol.wire.bounds import Latest
 from farandole.protocol.wire.identity import peer_id_of, short_name
-from farandole.protocol.wire.latest import Latest
 
 from .round_log import RoundRecord
 from .status import NO_STREAM, NOT_BEGUN, REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus

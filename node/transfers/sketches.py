@@ -1,26 +1,34 @@
 """Sketches of this node's weights for newcomers, and other members' for this node (`protocol.checkpoints.sketches`).
 
 A newcomer asks members when a checkpoint's index has arrived, which fixes its weights. They compute while it is
-fetched.
+fetched, from the file and in little memory.
+
+The tensors come in the order of their names, whatever their order in the file. Sixteen bits of Philox's output, which
+is counter-based and keyed by the seed, say for each weight in which bucket it is and with which sign. It is raw output,
+which no release of numpy changes (`training/data/dataset.py`). A sketch takes 0.7 s a gigabyte on an idle core, 2 s on
+a busy machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import trio
 
 from farandole.protocol.checkpoints.blocks import Index
 from farandole.protocol.checkpoints.sketches import (
     MAX_ANSWER_BYTES,
     MAX_QUESTION_BYTES,
+    NUM_BUCKETS,
     SEED_BYTES,
     SKETCH_PROTOCOL,
     Judgement,
@@ -34,12 +42,13 @@ from farandole.protocol.checkpoints.sketches import (
     judge,
     values_of,
 )
+from farandole.protocol.run.rules import SLOW
+from farandole.protocol.wire.bounds import PeerMeters
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.messagepack import encode
-from farandole.protocol.wire.token_bucket import PeerMeters
-from farandole.training.engine.sketch import sketch_of
+from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, Header, header_size, parse_header
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
@@ -49,6 +58,47 @@ from .giver import Holding
 from .receiver import Downloads
 
 logger = logging.getLogger(__name__)
+
+Read = Callable[[int, int], bytes]
+"""The bytes of a file from an offset to another. May raise `OSError`."""
+Pause = Callable[[], None]
+
+# Weights that are read at a time, 4 MiB, and added at a time: during an addition numpy holds the interpreter, 0.4 ms.
+_PIECE: Final = 1 << 20
+_STEP: Final = 1 << 16
+_PER_DRAW: Final = 4  # weights for each 64 bits
+_DOMAIN: Final = b"farandole/sketch/1"
+
+
+def sketch_of(read: Read, size: int, seed: bytes, pause: Pause) -> bytes:
+    """Return the sketch of a checkpoint's file, `farandole.protocol.checkpoints.sketches.SKETCH_BYTES` bytes.
+
+    ``seed``: 32 bytes. ``pause`` is called after each piece of the file, and may raise. May block; raises what ``read``
+    raises, and `RemoteProtocolError` if the file is no checkpoint.
+    """
+    assert len(seed) == SEED_BYTES
+    key = hashlib.sha256(_DOMAIN + seed).digest()[:16]
+    philox, buckets = np.random.Philox(key=int.from_bytes(key, "little")), np.zeros(NUM_BUCKETS)
+    for place in _pieces(parse_header(read(0, header_size(read(0, LENGTH_BYTES), size)), size)):
+        piece = np.frombuffer(read(*place), "<f4")
+        for start in range(0, len(piece), _STEP):
+            weights = piece[start : start + _STEP]
+            draws = philox.random_raw(-(-len(weights) // _PER_DRAW)).astype("<u8", copy=False)
+            bits = draws.view("<u2")[: len(weights)].astype(np.uint32)
+            signed = (weights.view("<u4") ^ ((bits & NUM_BUCKETS) << 23)).view("<f4")  # bit 8 goes to the sign's, 31
+            with np.errstate(invalid="ignore"):  # a liar's weights: what is not finite is near to nothing
+                buckets += np.bincount(bits & (NUM_BUCKETS - 1), signed, NUM_BUCKETS)
+        pause()
+    with np.errstate(over="ignore"):
+        return buckets.astype("<f4").tobytes()
+
+
+def _pieces(header: Header) -> Iterator[tuple[int, int]]:
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.name):
+        if tensor.name.partition("/")[0] == SLOW:
+            for start in range(tensor.start, tensor.end, _PIECE * FP32_BYTES):
+                yield start, min(start + _PIECE * FP32_BYTES, tensor.end)
+
 
 # A small message, either way.
 MESSAGE_TIMEOUT: Final = 10.0

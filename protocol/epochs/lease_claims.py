@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from ..run.slices import DoneSlices, Sections, part_mask, said_by
 from ..state.entries import Kind, Lease, LeasedSlices
 from ..state.state import RunState
-from ..wire.latest import Latest
+from ..wire.bounds import Latest
 
 # A data-centre GPU is about a hundred times as fast as a laptop, so this hurts no honest node.
 FASTEST_RATIO = 128.0

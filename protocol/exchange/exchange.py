@@ -43,8 +43,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from ..run.rules import Codec
+from ..wire.bounds import Latest
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
-from ..wire.latest import Latest
 from ..wire.messagepack import PRINTABLE, MessageDecoder, Session, encode
 from .pipe import BULK_FROM, KIND_BYTES, MESSAGE_KIND, Pipe, TransferReceived
 

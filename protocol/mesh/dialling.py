@@ -24,7 +24,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ..wire.latest import Latest
+from ..wire.bounds import Latest
 
 # The longest IPv6 address as text, with an IPv4 address in its last part.
 MAX_IP_CHARS = 45

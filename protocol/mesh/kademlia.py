@@ -14,8 +14,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from ..wire.bounds import Latest
 from ..wire.identity import framed, peer_id_bytes
-from ..wire.latest import Latest
 
 KAD_PROTOCOL: Final = "/farandole/kad/1.0.0"
 # Peers in one bucket, providers kept of one key, and peers or providers in one answer: the specification's k.

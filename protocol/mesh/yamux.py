@@ -16,8 +16,8 @@ import struct
 from collections import deque
 from typing import Final
 
+from ..wire.bounds import TokenBucket
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
-from ..wire.token_bucket import TokenBucket
 
 HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream, length
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)

@@ -41,10 +41,10 @@ from collections.abc import Set
 
 from ..run.rules import RoundConfig
 from ..trainer.trainer_messages import FinishRound, UseFragment
+from ..wire.bounds import PeerMeters
 from ..wire.errors import LocalProtocolError, RemoteProtocolError
 from ..wire.messagepack import SESSION_BYTES
 from ..wire.timers import SetTimer, TimerFired
-from ..wire.token_bucket import PeerMeters
 from . import pairing_messages as messages
 from .pairing_events import (
     FOLLOWING,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from ..wire.latest import Latest
+from ..wire.bounds import Latest
 
 # A refused contribution, a partner that was not ready in time or proposed again instead, a broken exchange: each costs
 # a round, and none proves malice. It puts a peer off for some rounds, twice as many after each failure, more if it

@@ -2,9 +2,8 @@
 
 `RoundConfig` says when a round ends. An outer rule decides what replicas send to each other and how their slow weights
 move by what they receive. A screening rule decides whether a partner's contribution is averaged, and how far. A rule's
-settings are a struct here, which the manifest holds; its code is the file of the same name in
-`farandole.training.outer` or `farandole.training.screening`. A rule of kind ``noloco`` has its settings in
-`NoLoCoConfig` and its mathematics in ``training/outer/noloco.py``. To add one, write both, and name the struct in
+settings are a struct here, which the manifest holds. An outer rule's code is in ``training/outer/rule.py``, that of a
+screening rule of kind ``guard`` in ``training/screening/guard.py``. To add one, write both, and name the struct in
 `OuterRules` or `ScreeningRules`.
 
 The sizes of codecs and of a replica's vectors follow from these settings.
@@ -79,7 +78,7 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def kind(self) -> str:
-        """The name of the rule and of its module in `farandole.training.outer`."""
+        """The name of the rule in run files."""
         return str(self.__struct_config__.tag)
 
     @property

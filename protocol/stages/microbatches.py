@@ -18,7 +18,7 @@ from typing import Literal
 
 from ..run.manifest import PipelineConfig
 from ..trainer.trainer_messages import Job, Train, Validate
-from ..wire.latest import Latest
+from ..wire.bounds import Latest
 from .activations import MAX_CREDITS
 from .pipeline_events import NodesChanged
 

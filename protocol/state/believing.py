@@ -18,9 +18,8 @@ from typing import Final
 
 import msgspec
 
-from ..wire.backoff import Backoff
+from ..wire.bounds import Backoff, Latest
 from ..wire.identity import PUBLIC_KEY_BYTES
-from ..wire.latest import Latest
 from .entries import MAX_SUSPECTS, PARTNER_BYTES, Suspects
 from .state import MAX_AHEAD
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 from typing import Final
 
+from ..wire.bounds import PeerMeters
 from ..wire.errors import FloodError, RemoteProtocolError
-from ..wire.token_bucket import PeerMeters
 from .antientropy import Session
 from .author_places import Introducer
 from .entries import Delta, Entry, Kind

@@ -27,10 +27,10 @@ import msgspec
 
 from ..run.invitations import InvitationError, RevokedError, SeatTakenError, UnwitnessedError, decode_admission
 from ..run.roster import Roster
+from ..wire.bounds import PeerMeters, TokenBucket
 from ..wire.errors import RemoteProtocolError
 from ..wire.identity import peer_id_of, with_name
 from ..wire.messagepack import encode
-from ..wire.token_bucket import PeerMeters, TokenBucket
 from .author_places import AuthorPlaces, Introducer
 from .entries import (
     ID_BYTES,

@@ -48,7 +48,7 @@ from typing import Any
 
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.testnet.play.launch import free_ports
 
 from .markdown import ROOT, Block, Command, apply, blocks

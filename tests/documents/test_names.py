@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from farandole.node.base.config.file import SETTINGS
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 
 from .markdown import PAGES, ROOT, Block, blocks, code_spans, name_of
 from .usage import check, check_farandole, check_name, whole_command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 
 from .daemons import Daemon, farandole, joined, other_source
 from .small_runs import small_manifest, write_run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.protocol.planning.needs import needs_of
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.invite import Invite, encode_invite

@@ -14,7 +14,7 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.control import ControlError
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.control_methods import admission_handlers
 from farandole.node.mesh.host import open_host

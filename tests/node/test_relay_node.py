@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from farandole.node.base.control import ControlError, call
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.control_methods import admission_handlers
 from farandole.node.loop.traffic_service import TRAFFIC_FACT, Used
 from farandole.node.mesh.host import Host

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.relay_page import RUN_FILE, PublicPage
 from farandole.node.status.status import RunStatus
 from farandole.node.ui.dashboard.app import PAGE

@@ -51,7 +51,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import linear
 
-from farandole.protocol.wire.latest import Latest
+from farandole.protocol.wire.bounds import Latest
 
 # Random directions onto which activations are projected: 32 detect hardly more than 8, and cost four times as much.
 NUM_PROJECTIONS: Final = 8

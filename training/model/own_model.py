@@ -31,16 +31,6 @@ Shapes = dict[str, tuple[int, ...]]
 _T = TypeVar("_T")
 
 
-class Ends(Protocol):
-    """Both ends of a model in sections, one `nn.Module`; they may share weights."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T, C) for tokens (B, T)."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """(B, T, V) for the last layer's (B, T, C)."""
-
-
 @runtime_checkable
 class SectionedModel(Protocol):
     """A maker of a model's parts. All layers are of one kind: their parameters have the same names and shapes."""
@@ -50,7 +40,7 @@ class SectionedModel(Protocol):
     num_layers: int
 
     def ends(self) -> nn.Module:
-        """A new `Ends`."""
+        """A new module of both ends, which may share weights: its ``embed`` and ``logits`` are as `StageModule`'s."""
 
     def layer(self, index: int) -> nn.Module:
         """A new layer ``index``, from 0: (B, T, C) for (B, T, C), and nothing else."""
@@ -70,7 +60,7 @@ class OwnStage(StageModule):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""
-        return cast("Ends", self.ends).embed(tokens)
+        return cast("StageModule", self.ends).embed(tokens)
 
     def advance(self, x: Tensor) -> Tensor:
         """(B, T, C) for (B, T, C), through this module's layers."""
@@ -80,7 +70,7 @@ class OwnStage(StageModule):
 
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last layer's (B, T, C)."""
-        return cast("Ends", self.ends).logits(x)
+        return cast("StageModule", self.ends).logits(x)
 
 
 def build_own_model(

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from ..base.parameters import Layout
-from .plain import PlainAverage
 
 # The work grows with its square: beyond, factoring a large base's adapters would take longer than their exchange.
 _MAX_RANK: Final = 64
@@ -89,6 +88,3 @@ def factors_of(rows: Tensor, columns: Tensor, mean: Tensor) -> Factors:
     sizes = sizes.clamp(min=_LEAST * float(rows.norm()) / math.sqrt(len(rows)))
     b = column_basis @ (product @ kept.T @ right.T / sizes @ left.T)
     return (left * sizes) @ right @ kept @ row_basis.T, b
-
-
-RULE = PlainAverage

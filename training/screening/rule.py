@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.run.rules import ScreeningConfig
-from farandole.protocol.wire.latest import Latest
+from farandole.protocol.wire.bounds import Latest
 
 # Peers that are remembered, the most recently met ones: more than a node meets in a day of one-minute rounds.
 MAX_PEERS = 2_048

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ...base.exits import Exit
+from ...base.errors import Exit
 from ...base.figures import plural
 from ...base.settings import NodeSettings
 from .options import AsJson, takes_settings

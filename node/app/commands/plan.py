@@ -13,7 +13,7 @@ import typer
 
 from farandole.protocol.wire.errors import ManifestError
 
-from ...base.exits import Exit
+from ...base.errors import Exit
 from ...base.figures import count, duration, mbit, parse_rate, parse_size, size
 from ...base.settings import NodeSettings
 from .options import AsJson, reader_of, takes_settings

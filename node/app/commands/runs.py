@@ -14,7 +14,7 @@ import typer
 
 from farandole.protocol.wire.errors import ManifestError
 
-from ...base.exits import Exit
+from ...base.errors import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import call_node, print_answer, read_manifest, say_chosen, say_warnings, split_source, write_manifest

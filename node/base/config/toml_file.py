@@ -106,9 +106,8 @@ def check(value: object, kind: Any, name: str = "", *, shortcuts: Mapping[str, C
 def _fault(told: str, value: Any, kind: Any, name: str, shortcuts: Mapping[str, Collection[str]]) -> str:
     """Say in words what msgspec told about the value of a setting."""
     if missing := re.fullmatch("Object missing required field `(.*)`", told):
-        return f"{name}.{missing[1]} is missing: expected {expected(_part(kind, value, missing[1])[0])}".removeprefix(
-            "."
-        )
+        due = expected(_part(kind, value, missing[1])[0])
+        return f"{name}.{missing[1]} is missing: expected {due}".removeprefix(".")
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", told, re.DOTALL):
         key = unknown[1]
         known = [*_fields(_struct_of(kind, value)), *shortcuts.get(name, ())]

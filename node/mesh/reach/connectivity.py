@@ -22,10 +22,9 @@ from farandole.protocol.mesh.dialling import Address
 from farandole.protocol.mesh.kademlia import relay_key
 from farandole.protocol.mesh.reachability import ReachabilityKind, is_global
 from farandole.protocol.mesh.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
-from farandole.protocol.wire.backoff import Backoff
+from farandole.protocol.wire.bounds import Backoff, Latest
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_bytes, public_key_of_bytes, short_name
-from farandole.protocol.wire.latest import Latest
 
 from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError

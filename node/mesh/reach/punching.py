@@ -21,7 +21,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.mesh.dialling import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, Address, offer, targets
-from farandole.protocol.wire.backoff import Backoff
+from farandole.protocol.wire.bounds import Backoff
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 

@@ -40,8 +40,8 @@ from farandole.protocol.mesh.reachability import (
     decode_request,
     is_global,
 )
+from farandole.protocol.wire.bounds import Latest
 from farandole.protocol.wire.framing import FrameParser, frame
-from farandole.protocol.wire.latest import Latest
 from farandole.protocol.wire.messagepack import encode
 
 from ...base.errors import PeerUnreachableError

@@ -23,7 +23,7 @@ from xml.sax.saxutils import escape, unescape
 import trio
 
 from farandole.protocol.mesh.dialling import Address
-from farandole.protocol.wire.backoff import pauses
+from farandole.protocol.wire.bounds import pauses
 from farandole.protocol.wire.errors import FarandoleError
 
 from ...base.system.processes import read_proc

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from farandole.protocol.wire.latest import Latest
+from farandole.protocol.wire.bounds import Latest
 
 from ...base.figures import loss
 from ...status.status import MemberStatus, NodeStatus, RunStatus

@@ -14,8 +14,7 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.errors import JoinError, NotAdmittedError
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit, JoinError, NotAdmittedError
 from farandole.node.base.settings import DEFAULT_LISTEN, NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.join.address_book import keep_ports, load_ports

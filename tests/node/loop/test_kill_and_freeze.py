@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.protocol.rounds.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.run.manifest import SignedManifest
 

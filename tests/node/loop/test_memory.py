@@ -12,7 +12,7 @@ import psutil
 import pytest
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.system.processes import count_oom_kills
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.run.manifest import Manifest

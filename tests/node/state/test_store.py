@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.state.store import LAYOUT, MANIFEST_FACT, MAX_FACT_BYTES, Store, StoreError, open_store, read_fact
 from farandole.protocol.run.manifest import decode_manifest
 from farandole.protocol.state.entries import (

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.logs import logging_to_file
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.journal import DISK, MAX_EVENTS, MAX_WARNINGS, WARNING_SECONDS, Journal

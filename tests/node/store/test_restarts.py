@@ -17,7 +17,7 @@ import psutil
 import pytest
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder

@@ -32,8 +32,8 @@ from farandole.protocol.run.manifest import Manifest, ModelConfig
 from farandole.protocol.state.believing import Credit
 from farandole.protocol.state.entries import CheckpointNotice
 
-from ...training.engine.test_sketch import sketch_of
 from .files import KEY, RUN, checkpoint_bytes, index_of, run_here
+from .test_sketch import sketch_of
 
 MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
 ME, ANN, BOB, CYD, DAN, EVE = (bytes([number]) * 32 for number in range(6))

@@ -7,8 +7,7 @@ import random
 from collections import Counter
 
 from farandole.node.join.bootstrap import FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
-from farandole.protocol.wire.backoff import MAX_PEERS, Backoff, pauses
-from farandole.protocol.wire.token_bucket import TokenBucket
+from farandole.protocol.wire.bounds import MAX_PEERS, Backoff, TokenBucket, pauses
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 PATH = ["/ip4/192.0.2.1/tcp/4001"]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.cli import main
 from farandole.testnet.play.fault import FaultReport
 from farandole.testnet.play.judge import judged, make_report

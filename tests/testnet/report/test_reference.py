@@ -7,7 +7,7 @@ from pathlib import Path
 
 from farandole.node.base.causes import CAUSES
 from farandole.node.base.config.file import SETTINGS
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = runpy.run_path(str(DOCS / "reference.py"))

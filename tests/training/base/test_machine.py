@@ -1,7 +1,8 @@
-"""What this machine has: memory, devices, packages."""
+"""What a machine is taken for, and files that survive it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from farandole.training.base.device import CONTEXT_BYTES, Device, choose_device, limit_memory
+from farandole.training.base.durable import replacing
 from farandole.training.base.errors import TrainingError, how_to_add
 from farandole.training.base.host_memory import available_bytes, total_bytes
 
@@ -137,3 +139,56 @@ def test_an_environment_without_pip_is_uvs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(metadata, "requires", lambda name: STATED)
     monkeypatch.setattr("farandole.training.base.errors.find_spec", lambda name: None)
     assert how_to_add("data") == f"uv pip install --python {sys.executable} 'datasets>=4'"
+
+
+fcntl = pytest.importorskip("fcntl", reason="Windows has no fcntl")
+FULL_FSYNC = 51  # sys/fcntl.h of macOS
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a system that says it is macOS is asked for."""
+    asked = []
+
+    def fsync(descriptor: int) -> None:
+        asked.append("fsync")
+
+    def control(descriptor: int, command: int) -> None:
+        assert command == FULL_FSYNC
+        asked.append("F_FULLFSYNC")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", FULL_FSYNC, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "fsync", fsync)
+    return asked
+
+
+def save(path: Path) -> None:
+    with replacing(path) as file:
+        file.write(b"new")
+
+
+def test_a_macs_drive_is_told_to_write_what_it_has(tmp_path: Path, asked: list[str]) -> None:
+    save(tmp_path / "file")
+
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert asked == ["F_FULLFSYNC"] * 2  # the file, and the folder with its name
+
+
+@pytest.mark.parametrize(("code", "is_saved"), [(errno.ENOTSUP, True), (errno.EIO, False)])
+def test_only_a_file_system_that_cannot_tell_its_drive_is_asked_for_less(
+    code: int, is_saved: bool, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, command: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    if is_saved:
+        save(tmp_path / "file")
+        assert asked == ["fsync"] * 2
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            save(tmp_path / "file")
+        assert not (tmp_path / "file").exists()
+        assert asked == []

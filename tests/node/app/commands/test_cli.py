@@ -24,7 +24,7 @@ from farandole.node import cli
 from farandole.node.base.config.file import SETTINGS, keep_limits, read_limits
 from farandole.node.base.config.setting import PANELS
 from farandole.node.base.control import ControlError, serve_control
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import EXTENSIONS, add_extensions

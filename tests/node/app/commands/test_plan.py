@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.figures import count
 from farandole.protocol.planning.needs import USUAL_RATE, needs_of
 from farandole.protocol.run.manifest import Manifest, decode_manifest

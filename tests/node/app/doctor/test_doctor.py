@@ -26,8 +26,7 @@ from farandole.node.app.doctor.examination import Examination, conclude
 from farandole.node.app.doctor.peers import Knock, find_skew, judge_doors, judge_nat, make_doors
 from farandole.node.base.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, found
 from farandole.node.base.control import serve_control
-from farandole.node.base.errors import StrangerError
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit, StrangerError
 from farandole.node.base.identity import load_or_create_key, locked
 from farandole.node.base.settings import NodeSettings
 from farandole.node.inspect.machine import (

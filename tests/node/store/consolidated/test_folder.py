@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.store.consolidated.folder import (
     CHECKPOINT_NAME,
     INDEX_NAME,

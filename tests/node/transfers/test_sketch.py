@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from farandole.node.transfers import sketches as sketching
 from farandole.protocol.checkpoints.sketches import NUM_BUCKETS, distance, values_of
 from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.safetensors import encode_header
-from farandole.training.engine import sketch as sketching
 
 Floats = npt.NDArray[np.float32]
 GOLDEN = [-402.0, 1767.0, 1501.0, 972.0]
