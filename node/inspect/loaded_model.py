@@ -5,37 +5,39 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from farandole.protocol.planning.needs import TRAINER_BYTES
 from farandole.protocol.run.manifest import Manifest, decode_manifest
-from farandole.protocol.run.models import shapes_of
+from farandole.protocol.run.models import num_parameters, stage_parameters
 from farandole.protocol.run.own_model import ADAPTERS
 from farandole.protocol.run.rules import SLOW
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.safetensors import FP32_BYTES
 from farandole.training.base.errors import TrainingError
 from farandole.training.base.host_memory import available_bytes
-from farandole.training.data.tokenizer import TextStream, Tokenizer, load_tokenizer, read_tokenizer
+from farandole.training.data.tokenizer import ByteTokenizer, TextStream, Tokenizer, load_tokenizer, read_tokenizer
 from farandole.training.model.own_function import require_allowed
 from farandole.training.model.sampling import Sampling
 
+from ..base.control import NoNodeError, call
 from ..base.figures import count, size
 from ..base.settings import TOKENIZER_NAME, NodeSettings
 from ..base.system.tuning import TRAINING_NICENESS, lower_thread_priority
+from ..programs.mesh import Mesh
 from ..state.store import MANIFEST_FACT, read_fact
 from ..store.consolidated.folder import read_folder
 from ..store.consolidated.tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 from ..store.folder import CheckpointFolder
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from farandole.training.base.device import Device
+    from farandole.training.model.model import StageModule
 
 # The weights of a whole model on this disk, open to be read: a node's own, or those of a folder.
 #
@@ -73,18 +75,25 @@ def _of_node(settings: NodeSettings, stack: contextlib.ExitStack) -> Weights:
             f"--home, or name a folder with a model (`{_PULL} INVITE` makes the folder `model`)"
         )
     manifest, signed = decode_manifest(raw)
+    stage, problem, of_stage = 0, "", dict[str, int]()
     if manifest.model.num_stages > 1:
-        raise FarandoleError(
-            f"this node holds a stage of {manifest.model.num_stages}, and this takes the whole model: pull it with "
-            f"`{_PULL}` while the node runs, then run the command again with the folder `model`"
-        )
-    problem = ""
-    for path in CheckpointFolder(settings.checkpoints, 0).files():
+        pipeline: dict[str, int] | None = None
+        with contextlib.suppress(NoNodeError):
+            pipeline = call(settings.home, "status", max_members=0)["pipeline"]
+        if pipeline is None:
+            raise FarandoleError(
+                f"this run's model is in stages, and no node in {settings.home} trains one now: start it with "
+                f"`farandole join`, or `farandole resume` it. If the whole model fits here, pull it with `{_PULL}` "
+                "while the node runs, and name the folder `model`"
+            )
+        of_stage["stage"] = stage = pipeline["stage"]
+    for path in CheckpointFolder(settings.checkpoints, stage).files():
         try:
             file = stack.enter_context(open_tensors(path))
             if file.metadata.get("run_id") != signed.run_id.hex():
                 raise ConsolidatedError(f"{path} is a checkpoint of another run")
-            return _weights(path, manifest, file, (signed.run_id, *file.counters[:2]))
+            manifest, read, facts = _weights(path, manifest, file, (signed.run_id, *file.counters[:2]))
+            return manifest, read, facts | of_stage
         except ConsolidatedError as error:
             problem = str(error)
     if problem:
@@ -165,6 +174,8 @@ class LoadedModel:
     _vocabulary: int
     """Tokens below this are drawn."""
     _ends: frozenset[int]
+    manifest: Manifest | None = None
+    """The run's; None for a model of transformers."""
     _template: Any = None
     """transformers' tokenizer, which has a chat template; None: chats are written as plain text."""
     _of_node: NodeSettings | None = None
@@ -177,10 +188,27 @@ class LoadedModel:
         from farandole.training.model.generation import read_parameters_
 
         with open_weights(self._of_node, None) as (_, read, facts), _errors_for_people():
+            if facts.get("stage", 0) != self.stage:
+                raise FarandoleError("this node holds another stage now: run this again")
             if facts != self.facts:
                 self.facts = {}  # the old ones are no longer whole
                 read_parameters_(self._module, read)
                 self.facts = facts
+
+    @property
+    def stage(self) -> int:
+        """Return the stage that is here, of a model in stages; else 0, as where this node makes the text."""
+        return int(self.facts.get("stage", 0))
+
+    def compute(self, rows: Tensor, begins: bool) -> Tensor:
+        """Return what the stage that is here makes of rows (T, C), with the newest weights if they begin a text."""
+        import torch
+
+        if begins:
+            self.refresh()
+        stage = cast("StageModule", self._module)
+        with torch.no_grad(), self._device.autocast():
+            return stage.advance(rows[None].to(self._device.torch_device))[0].float().cpu()
 
     @property
     def origin(self) -> str:
@@ -212,9 +240,17 @@ class LoadedModel:
     def generate(
         self, start: Sequence[int], num_tokens: int, sampling: Sampling, stops: Sequence[str] = ()
     ) -> Generation:
-        """Return at most ``num_tokens`` that follow a start, which has one at least. Nothing is computed yet."""
+        """Return at most ``num_tokens`` that follow a start, which has one at least. Nothing is computed yet.
+
+        Raises `FarandoleError` where a later stage is here.
+        """
         from farandole.training.model import generation
 
+        if self.stage:
+            raise FarandoleError(
+                f"this node holds stage {self.stage}, and text begins and ends at stage 0: run this at a member that "
+                "holds it. `farandole serve` computes this stage for such members"
+            )
         seen = {"context": self.context, "vocabulary": self._vocabulary}
         drawn = generation.generate(self._module, start, **seen, sampling=sampling, device=self._device)
         return Generation(self.tokenizer, start, stops, self._ends, itertools.islice(drawn, num_tokens))
@@ -239,8 +275,10 @@ def load_newest(settings: NodeSettings, folder: Path | None, device: str) -> Loa
         if model.own is not None:
             require_allowed(model.own.function, model.own.package, allowed)
         base = settings.base if model.own is not None and model.own.function == ADAPTERS else None
-        tokenizer = load_tokenizer(manifest.tokenizer, settings.tokenizer)
-        _require_memory(FP32_BYTES * sum(math.prod(shape) for shape in shapes_of(model).values()), base)
+        stage: int | None = facts.get("stage")
+        tokenizer = ByteTokenizer() if stage else load_tokenizer(manifest.tokenizer, settings.tokenizer)
+        num_elements = num_parameters(model) if stage is None else stage_parameters(model, stage)
+        _require_memory(FP32_BYTES * num_elements, base)
 
         import torch
 
@@ -253,7 +291,11 @@ def load_newest(settings: NodeSettings, folder: Path | None, device: str) -> Loa
             torch.set_num_threads(1)
             lower_thread_priority(TRAINING_NICENESS)
         chosen = choose_device(device)
-        module = load_model(manifest, read, chosen, allowed, tokenizer.separator)
+        module = load_model(manifest, read, chosen, allowed, tokenizer.separator, stage)
+        if stage == 0:
+            from .remote_stages import LaterStages
+
+            cast("StageModule", module).onward = LaterStages(manifest, Mesh(home=settings.home))
         ends, template = _of_base(base)
         return LoadedModel(
             name=manifest.name,
@@ -264,6 +306,7 @@ def load_newest(settings: NodeSettings, folder: Path | None, device: str) -> Loa
             _device=chosen,
             _vocabulary=min(model.vocabulary, tokenizer.vocabulary),  # the model may have logits for more tokens
             _ends=ends | {tokenizer.separator},
+            manifest=manifest,
             _template=template,
             _of_node=settings if folder is None else None,
         )

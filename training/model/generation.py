@@ -25,7 +25,7 @@ from ..base.errors import CheckpointError, TrainingError
 from .adapters import Adapted
 from .model import LanguageModel, Transformer
 from .sampling import GREEDY, Sampling
-from .stages import build_module
+from .stages import build_module, build_stage
 
 # Returns a parameter by its name.
 Read = Callable[[str], npt.NDArray[np.float32]]
@@ -34,17 +34,27 @@ NOT_FINITE: Final = "the model's logits are not finite: its weights have diverge
 
 @torch.no_grad()
 def load_model(
-    manifest: Manifest, read: Read, device: Device, allowed_models: Collection[str] = (), separator: int | None = None
+    manifest: Manifest,
+    read: Read,
+    device: Device,
+    allowed: Collection[str] = (),
+    separator: int | None = None,
+    stage: int | None = None,
 ) -> nn.Module:
-    """Make a run's whole model, with the parameters that ``read`` returns for their names, to be used on the device.
+    """Make a run's model, with the parameters that ``read`` returns for their names, to be used on the device.
 
-    ``separator``: the token between documents, which a run that masks them needs; None: nothing is masked.
+    ``separator``: the token between documents, which a run that masks them needs; None: nothing is masked. ``stage``:
+    the only one that is made; None: the whole model.
 
     Raises `TrainingError` if it cannot be made here (`build_module`) or does not fit into the memory, and
     `CheckpointError` if a parameter has another shape than in ``read``.
     """
+    model, seed = manifest.model, manifest.seed
     try:
-        module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
+        if stage is None:
+            module = build_module(model, seed, allowed_models=allowed)
+        else:
+            module = build_stage(model, seed, stage, allowed)
         read_parameters_(module, read)
         if manifest.data.mask_documents and isinstance(module, Transformer):
             module.separator = separator

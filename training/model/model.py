@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -105,8 +105,15 @@ class Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]  # (B, T, C)
 
 
+Onward = Callable[[Tensor, Tensor], Tensor]
+"""Returns what later stages make of tokens (B, T) and the first one's (B, T, C)."""
+
+
 class StageModule(nn.Module, abc.ABC):
     """A model, or a stage of it, whose first stage has both ends: it embeds the tokens and makes the logits."""
+
+    onward: Onward | None = None
+    """Asks the later stages, where they are elsewhere."""
 
     @abc.abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -126,7 +133,8 @@ class StageModule(nn.Module, abc.ABC):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """The last layer's (B, T, C) for tokens (B, T), of the whole model."""
-        return self.advance(self.embed(tokens))
+        x = self.advance(self.embed(tokens))
+        return x if self.onward is None else self.onward(tokens, x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """`cross_entropy` of the last layer's (B, T, C) and targets (B, T)."""
@@ -203,9 +211,9 @@ class Transformer(LanguageModel):
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
         """Implement `LanguageModel.last_hidden`, with the mask of the documents if there is a separator."""
-        x = self.embed(tokens)
         if self.separator is None:
-            return self.advance(x)
+            return super().last_hidden(tokens)
+        x = self.embed(tokens)
         # In the layers' own precision: they share one mask, where each would keep its own copy for the backward pass.
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -172,6 +172,9 @@ def serve(
     It has /v1/models, /v1/completions and /v1/chat/completions, and needs no key. One answer is made at a time; a
     node's newer weights are taken before each. No page of another server can use it from a browser. Ctrl-C ends it.
 
+    Of a model in stages, a node of stage 0 serves the whole, and the others compute their stages for it: run this at
+    one of each.
+
     Examples: [cyan]farandole serve[/cyan]; [cyan]farandole serve adapters --base Qwen3-8B --port 8080[/cyan]
     """
     from ...base.nurseries import run_to_end
@@ -180,5 +183,12 @@ def serve(
 
     model = load_newest(settings, folder, computes_on)
     typer.echo(model.origin, err=True)
+    if model.stage and model.manifest:
+        from ...inspect.remote_stages import serve_stage
+
+        typer.echo(f"stage {model.stage} is computed for members that generate text. Ctrl-C ends it", err=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            serve_stage(settings.home, model.stage, model.manifest, model.compute)
+        return
     with contextlib.suppress(KeyboardInterrupt):
         run_to_end(partial(serving.serve, model, serves_at))

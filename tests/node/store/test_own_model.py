@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trio
 from msgspec.structs import replace
 
 from farandole.node.base.errors import JoinError
+from farandole.node.inspect.remote_stages import NAME
+from farandole.node.programs.mesh import Mesh
 from farandole.node.store.run_file import manifest_of, require_trainable_model
 from farandole.protocol.run.manifest import Manifest, StartConfig, manifest_from_dict
 from farandole.protocol.run.models import num_parameters
@@ -19,7 +25,9 @@ from farandole.training.base.errors import TrainingError
 from farandole.training.cluster.external import ExternalEngine, Loop, Turns
 from farandole.training.model.stages import build_module
 
-from ..daemons import joined
+from ...patience import PATIENCE
+from ..app.test_serving import talk
+from ..daemons import joined, running
 from ..small_runs import write_run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
@@ -38,16 +46,35 @@ def own_run(model: object, allowed: tuple[str, ...] = (BUILD, WHOLE)) -> Manifes
     return manifest_of({"name": "a", "model": model}, Path(), 0, allowed)
 
 
-async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None:
-    cut = {"num_stages": 2, "own": BUILD, "context": 64, "vocabulary": 256, "config": {"width": 64, "depth": 4}}
+async def test_three_nodes_train_it_in_stages_and_openais_client_gets_its_text(tmp_path: Path, texts: Path) -> None:
+    cut = {"num_stages": 3, "own": BUILD, "context": 64, "vocabulary": 256, "config": {"width": 64, "depth": 4}}
     run = {"name": "a", "model": cut, "inner": {"learning_rate": 3e-3, "warmup_steps": 20, "batch_size": 16}}
     boxed = {"data": {"source": "text"}, "rounds": {"round_seconds": 1, "exchange_seconds": 5}}
     signed = write_run(tmp_path, manifest_of(run | boxed, Path(), 0, (BUILD,)))
-    options = ("--data", str(texts), "--allow-model", BUILD)
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options, "--stage", "0") as alice:
+    options = ("--data", str(texts), "--allow-model", BUILD, "--checkpoint-seconds", "0.2", "--stage")
+    serve = (sys.executable, "-m", "farandole.node", "serve", "--port", "0", "--allow-model", BUILD, "--home")
+
+    def say(client: Any) -> None:
+        assert client.completions.create(model="a", prompt="def ", max_tokens=5, temperature=0).choices[0].text
+
+    async with contextlib.AsyncExitStack() as stack:
+        alice = await stack.enter_async_context(joined(tmp_path / "0", str(tmp_path / "run.manifest"), *options, "0"))
         await alice.says("listening on")
-        async with joined(tmp_path / "bob", alice.invite(signed.run_id), *options, "--stage", "1"):
-            await alice.until(lambda status: bool(status.losses) and status.losses[-1][1] < status.losses[0][1] - 0.5)
+        for stage in ("1", "2"):
+            await stack.enter_async_context(joined(tmp_path / stage, alice.invite(signed.run_id), *options, stage))
+        await alice.until(lambda status: bool(status.losses) and status.losses[-1][1] < status.losses[0][1] - 0.5)
+        homes = [str(tmp_path / stage) for stage in "012"]
+        servers = [await stack.enter_async_context(running(tmp_path, [*serve, home], {})) for home in homes]
+        port = int((await servers[0].says("a is at http://127.0.0.1:")).removesuffix("/v1").rpartition(":")[2])
+        for number in (1, 2):
+            await servers[number].says(f"stage {number} is computed")
+        with trio.fail_after(PATIENCE):
+            while len(await trio.to_thread.run_sync(Mesh(home=homes[0]).notes, NAME)) < 2:  # noqa: ASYNC110 - no event
+                await trio.sleep(0.2)
+        await talk(port, say)
+        assert await servers[2].end(signal.SIGINT) == 0
+        with pytest.raises(Exception, match=r"nobody computes stage 2 .*farandole serve"):
+            await talk(port, say)
 
 
 def test_a_function_is_a_model() -> None:

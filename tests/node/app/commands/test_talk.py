@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.node.base.exits import Exit
+from farandole.node.base.errors import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import without_controls
 from farandole.node.inspect.loaded_model import Generation, load_newest
@@ -143,7 +143,7 @@ async def test_of_a_stage_alone_it_says_how_to_get_the_others(home: Path, tmp_pa
     second.rename(home / "checkpoints" / "stage-1-round-1.safetensors")
     code, _, says = cli("sample")
     assert code == Exit.BAD_INPUT
-    assert "this node holds a stage of 2" in says
+    assert "this run's model is in stages, and no node" in says
     assert "farandole checkpoint pull --to model" in says
 
 
