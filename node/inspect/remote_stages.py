@@ -23,6 +23,7 @@ from torch import Tensor
 from farandole.protocol.programs import MAX_MESSAGE_BYTES
 from farandole.protocol.run.manifest import Manifest
 from farandole.protocol.wire.bounds import Latest
+from farandole.protocol.wire.errors import FarandoleError
 from farandole.training.base.errors import CodecError, TrainingError
 from farandole.training.outer.codec import FORMS, decode, encode
 
@@ -43,6 +44,7 @@ MAX_FAILED: Final = 256
 _HEAD: Final = struct.Struct("<?I")
 # What goes wrong with one stream; `CodecError` is a ValueError, as that of a text which is too long for a message.
 FAULTS: Final = (MeshError, TimeoutError, ValueError, struct.error)
+Compute = Callable[[Tensor, bool], Tensor]  # see `farandole.node.inspect.loaded_model.LoadedModel.compute`
 
 
 class LaterStages:
@@ -60,10 +62,7 @@ class LaterStages:
         """Of members: those with fewer are asked first."""
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """Return the last stage's (1, T, C) for tokens (1, T), of which the first one has made ``x`` (1, T, C).
-
-        Raises `TrainingError` if a stage does not answer.
-        """
+        """Return the last stage's (1, T, C) of tokens and the first's; raise `TrainingError` if one is silent."""
         given, had = tokens[0].tolist(), self._tokens
         num_new = 1 if had and given[:-1] == had else len(given)
         self._tokens = []  # until all stages have answered
@@ -117,19 +116,18 @@ def decoded(manifest: Manifest, data: bytes, num_rows: int) -> Tensor:
     return decode(manifest.pipeline.codec, data, num_rows * manifest.model.width).view(num_rows, -1)
 
 
-Compute = Callable[[Tensor, bool], Tensor]
-"""Returns a stage's output for rows (T, C) of one text, with the newest weights if it begins with them."""
-
-
 def serve_stage(home: Path, stage: int, manifest: Manifest, compute: Compute) -> None:
-    """Compute a node's stage for other members until Ctrl-C. Raises `MeshError` if that is done already."""
-    turn, places = threading.Lock(), threading.Semaphore(MAX_TEXTS)
+    """Compute a node's stage for other members until Ctrl-C. Raises `FarandoleError`."""
+    turn, places, broken = threading.Lock(), threading.Semaphore(MAX_TEXTS), list[FarandoleError]()
 
     def serve(stream: MeshStream) -> None:
         try:
-            # A peer that is gone, silent or sends anything else ends its own text.
+            # A peer that is gone, silent or sends anything else ends its own text; a stage that moved ends all.
             with contextlib.suppress(*FAULTS), stream:
                 answer(stream, manifest, compute, turn)
+        except FarandoleError as error:
+            broken.append(error)
+            listener.close()
         finally:
             places.release()
 
@@ -140,7 +138,7 @@ def serve_stage(home: Path, stage: int, manifest: Manifest, compute: Compute) ->
                 threading.Thread(target=serve, args=(stream,), name="farandole-stage", daemon=True).start()
             else:
                 stream.close()
-    raise MeshError("the node has ended: start it again with `farandole join`, and then this")
+    raise (broken or [MeshError("the node has ended: start it again with `farandole join`, and then this")])[0]
 
 
 def answer(stream: MeshStream, manifest: Manifest, compute: Compute, turn: threading.Lock) -> None:

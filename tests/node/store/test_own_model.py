@@ -14,7 +14,8 @@ import torch
 import trio
 from msgspec.structs import replace
 
-from farandole.node.base.errors import JoinError
+from farandole.node.base.control import call
+from farandole.node.base.errors import Exit, JoinError
 from farandole.node.inspect.remote_stages import NAME
 from farandole.node.programs.mesh import Mesh
 from farandole.node.store.run_file import manifest_of, require_trainable_model
@@ -66,15 +67,14 @@ async def test_three_nodes_train_it_in_stages_and_openais_client_gets_its_text(t
         homes = [str(tmp_path / stage) for stage in "012"]
         servers = [await stack.enter_async_context(running(tmp_path, [*serve, home], {})) for home in homes]
         port = int((await servers[0].says("a is at http://127.0.0.1:")).removesuffix("/v1").rpartition(":")[2])
-        for number in (1, 2):
-            await servers[number].says(f"stage {number} is computed")
         with trio.fail_after(PATIENCE):
             while len(await trio.to_thread.run_sync(Mesh(home=homes[0]).notes, NAME)) < 2:  # noqa: ASYNC110 - no event
                 await trio.sleep(0.2)
         await talk(port, say)
-        assert await servers[2].end(signal.SIGINT) == 0
+        await trio.to_thread.run_sync(call, Path(homes[2]), "pause")
         with pytest.raises(Exception, match=r"nobody computes stage 2 .*farandole serve"):
             await talk(port, say)
+        assert (await servers[1].end(signal.SIGINT), await servers[2].ends()) == (0, Exit.BAD_INPUT)
 
 
 def test_a_function_is_a_model() -> None:
