@@ -22,6 +22,7 @@ from farandole.protocol.exchange.exchange import (
     ASK_FROM,
     DATA_UNTIL,
     DECIDE_UNTIL,
+    JUDGE_FOR,
     JUDGE_UNTIL,
     MAX_FIRST_BYTES,
     MAX_RESOLVE_BYTES,
@@ -188,7 +189,8 @@ class ExchangeSession:
             offer = self._exchange.partner_offer
             assert offer is not None, "a contribution follows its offer"
             refusal = None
-            with trio.move_on_at(self._at(JUDGE_UNTIL)):  # a busy machine costs no average, and is not waited for
+            judge_by = min(self._at(JUDGE_UNTIL), trio.current_time() + self._at(JUDGE_FOR) - self._started_at)
+            with trio.move_on_at(judge_by):  # a busy machine costs no average, and is not waited for
                 refusal = await self._judge(offer.size, offer.tokens)
             if refusal is not None:
                 raise _FailedError(f"{REFUSED}{refusal}", is_refused=True)

@@ -217,7 +217,7 @@ def test_a_thousand_nodes() -> None:
 
 @pytest.mark.parametrize("step_seconds", [(7.0, 8.0), (9.0, 11.0), (17.0, 21.0)])
 def test_where_a_step_takes_as_long_as_a_box_most_rounds_have_a_partner(step_seconds: tuple[float, float]) -> None:
-    """Eight nodes of README's example on one busy machine: it is the last step that ends a round, and not the box."""
+    """Eight nodes on one busy machine: it is the last step that ends a round, and not the box."""
     rounds = RoundConfig(inner_steps=0, round_seconds=10.0, exchange_seconds=10.0, overlap=True)
     scenario = PairingScenario(
         8, rounds, 1_800.0, step_seconds=step_seconds, start_spread=10.0, transfer_seconds=(1.0, 5.0)
