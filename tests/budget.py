@@ -103,11 +103,8 @@ def long_constructors(most: int) -> dict[str, int]:
 
 def fields(node: ast.ClassDef) -> int:
     """Return the fields that the body of a class declares."""
-    return sum(isinstance(item, ast.AnnAssign) and not _is_class_variable(item) for item in node.body)
-
-
-def _is_class_variable(item: ast.AnnAssign) -> bool:
-    return ast.unparse(item.annotation).startswith(("ClassVar", "Final"))
+    annotations = (ast.unparse(item.annotation) for item in node.body if isinstance(item, ast.AnnAssign))
+    return sum(not each.startswith(("ClassVar", "Final")) for each in annotations)
 
 
 def wide_values(most: int) -> dict[str, int]:

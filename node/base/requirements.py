@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from farandole.protocol.planning.needs import USUAL_MEMORY, USUAL_RATE, Needs, needs_of
@@ -84,21 +84,15 @@ def doubtful_settings(manifest: Manifest) -> Iterator[str]:
         )
 
 
-def check_times(manifest: Manifest, given: Collection[str]) -> None:
-    """Raise `ManifestError` where exchanges may take longer than rounds. ``given``: the settings in the run file.
+def check_times(manifest: Manifest) -> None:
+    """Raise `ManifestError` where exchanges may take longer than rounds.
 
     There members that agree to exchange and never do cost the others up to 45 % of their averages (simulated).
     """
     rounds = manifest.rounds
     if 0 < rounds.round_seconds < rounds.exchange_seconds:
-        is_chosen = "rounds.round_seconds" in given and "rounds.exchange_seconds" not in given
-        advice = (
-            "or leave it out, and it is chosen; or send less a round, with more outer.fragments"
-            if is_chosen
-            else "or a shorter exchange_seconds"
-        )
         raise ManifestError(
             f"rounds.exchange_seconds ({rounds.exchange_seconds:g}) is longer than rounds.round_seconds "
             f"({rounds.round_seconds:g}): a member may wait longer for its partner than it trains. Set a longer "
-            f"round_seconds, {advice}"
+            "round_seconds or a shorter exchange_seconds, or leave both out, and they are chosen"
         )

@@ -213,7 +213,8 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                 )
             settings = msgspec.json.decode(path.read_bytes())
         except OSError as error:
-            raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}") from error
+            hub = "; models of the Hub are not fetched: download it first, and name its folder"
+            raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}{hub}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ManifestError(f"model.hf: {path} is not JSON: {error}") from error
     if not isinstance(settings, Mapping):

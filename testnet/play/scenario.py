@@ -254,6 +254,8 @@ def load_scenario(
         if data:
             settings |= {"data": [str(path.absolute()) for path in data], "max_loss_merged": None}
         scenario = parse_scenario(settings)
+        if not scenario.data and scenario.manifest(0.0).data.source == "text":
+            raise ScenarioError('run.data.source is "text": say which, with data = ["FOLDER"] or --data FOLDER')
     required, asked = scenario.partners_required, scenario.min_partners
     if required < asked and any(sizes.values()):
         say(f"min_partners is {required}, not the scenario's {asked}: there are too few nodes or rounds for more")

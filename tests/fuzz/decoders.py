@@ -218,14 +218,6 @@ def cut_frames(data: bytes) -> list[bytes]:
 # Signed messages: signed by the sender, so that forged content gets as far as a member's would
 
 
-def merge_signed(body: bytes) -> object:
-    return _state().merge(entries.Delta((authors.sign_body(1, body),)), NOW)
-
-
-def merge_delta(raw: bytes) -> object:
-    return _state().merge(entries.decode_delta(raw), NOW)
-
-
 def _bodies() -> list[bytes]:
     items = (authors.member(1), authors.beat(1), authors.progress(1, 9), authors.notice(1))
     signed = [item.body for item in items]
@@ -347,8 +339,10 @@ DECODERS: dict[str, Decoder] = {
         lambda data: parse_circuit(data.decode(errors="replace")),
         [circuit_address("/ip4/1.2.3.4/tcp/1", authors.author_of(1)).encode()],
     ),
-    "delta": Decoder(merge_delta, [encode(authors.everything(_state()))]),
-    "entry": Decoder(merge_signed, _bodies()),
+    "delta": Decoder(
+        lambda raw: _state().merge(entries.decode_delta(raw), NOW), [encode(authors.everything(_state()))]
+    ),
+    "entry": Decoder(lambda body: _state().merge(entries.Delta((authors.sign_body(1, body),)), NOW), _bodies()),
     "exchange-control": of(exchange.decode_control, exchange.Control),
     "exchange-offer": Decoder(
         exchange.decode_first, [exchanges.TRANSCRIPT[4 : 4 + int.from_bytes(exchanges.TRANSCRIPT[:4], "big")]]

@@ -76,7 +76,7 @@ def sign_run_file(
     written = manifest_of_file(file, time.time(), settings.allow_model)
     given = given_by(file.values)
     manifest = complete(written, given)
-    check_times(manifest, given)
+    check_times(manifest)
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
     say_chosen(written, manifest, given)
     write_manifest(path, signed, settings.home, as_json, is_started=is_started)

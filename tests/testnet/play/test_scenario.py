@@ -97,6 +97,7 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
         ("[run]\nname = 'a'\nmodel = 'tiny'\n[run.outer]\ngamma = 9", "run.outer.gamma is 9"),
         ("[[fault]]\nkind = 'exploded'\nnodes = [1]\nat_round = 1", "fault[0].kind: expected one of kill, freeze"),
         ("[[home]]\nkind = 'symetric'", "home[0]: no kind of home 'symetric'"),
+        ("[run]\nname = 'a'\nmodel = 'tiny'\ndata = {source = 'text'}", 'run.data.source is "text": say which'),
     ],
 )
 def test_a_fault_of_a_file_is_named_with_the_file(tmp_path: Path, text: str, fault: str) -> None:

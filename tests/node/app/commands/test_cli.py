@@ -187,21 +187,15 @@ def test_an_invite_may_be_longer_than_a_file_name(cli: Cli) -> None:
     assert cli("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
 
 
-def test_status_and_peers_of_a_running_node(cli: Cli, node: FakeNode) -> None:
+def test_status_peers_page_and_invite_of_a_running_node(cli: Cli, node: FakeNode) -> None:
     code, out, _ = cli("status")
     assert code == Exit.OK
     assert "inner steps of round 7" in out
     assert json.loads(cli("status", "--json")[1]) == json.loads(msgspec.json.encode(STATUS))
     assert [line.split()[0] for line in cli("peers")[1].splitlines() if "this node" in line] == [ALICE[-8:]]
     assert [member["peer_id"] for member in json.loads(cli("peers", "--json")[1])][:2] == [ALICE, BOB]
-
-
-def test_the_page_of_a_running_node_is_named_with_its_token(cli: Cli, node: FakeNode) -> None:
     assert cli("dashboard")[:2] == (Exit.OK, "http://127.0.0.1:8710/#secret\n")
     assert json.loads(cli("dashboard", "--json")[1])["token"] == "secret"
-
-
-def test_an_invite_of_a_running_node_names_it_and_its_members(cli: Cli, node: FakeNode) -> None:
     invite = decode_invite(cli("run", "invite")[1])
     assert invite.run_id.hex() == STATUS.run.run_id
     # Loopback addresses are useless to others, and so are members that are gone.
