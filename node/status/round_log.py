@@ -70,8 +70,6 @@ class RoundRecord(msgspec.Struct, frozen=True):
             line += f" ({self.skipped_steps} without effect: gradients not finite)"
         if self.loss is not None:
             line += f", loss {self.loss:.3f}"
-        if self.late_steps:
-            line += f", outer step {more_steps(self.late_steps)}"
         if self.verdict != "committed":
             return f"{line}; {self.verdict}" if self.verdict else line
         megabytes = self.contribution_bytes / 1e6
@@ -79,11 +77,6 @@ class RoundRecord(msgspec.Struct, frozen=True):
         if self.clip < 1.0:
             line += f", of whose contribution {self.clip:.0%} counted"
         return f"{line}, {megabytes:.2f} MB each way in {self.exchange_seconds:.2f} s"
-
-
-def more_steps(number: int) -> str:
-    """Return when an outer step came: ``after 1 more inner step``."""
-    return f"after {plural(number, 'more inner step')}"
 
 
 def read_rounds(path: Path) -> Iterator[RoundRecord]:

@@ -66,6 +66,8 @@ class Reporter:
     rest: Rest = field(default_factory=Rest)
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
     """Time by trio's clock, the members, and their summary at that time."""
+    _left: int = 0
+    """How many others have left, if nobody else is known."""
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Return the present status with at most ``max_members`` members, connected ones first."""
@@ -146,6 +148,9 @@ class Reporter:
             del members[MAX_MEMBERS_SHOWN:]
         providers = [len(nodes) for nodes in self.nodes_of_stages()]
         run = run_status(self.run_id, self.run_name, state, members, providers)
+        if all(member.is_self for member in members):  # others' entries last an hour
+            run = msgspec.structs.replace(run, members_left=self._left)
+        self._left = 0 if run.members_live > 1 or run.members_heard or run.members_gone else run.members_left
         self._seen = now, members, run
         return members, run
 

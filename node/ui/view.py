@@ -18,7 +18,6 @@ from rich.text import Text
 
 from ..base.causes import release_words, releases
 from ..base.figures import BYTES_PER_MBIT, bits_per_byte, chart, count, duration, loss, plural, size
-from ..status.round_log import more_steps
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, RunStatus
 from .headline import headline
 
@@ -102,7 +101,6 @@ def _of_training(status: NodeStatus, now: float) -> Iterator[Row]:
         f"{plural(status.inner_steps, 'inner step')} ({status.inner_steps_this_round} in this round)",
         f"{count(status.tokens)} tokens at {speed}/s",
         busy,
-        f"outer step {more_steps(status.late_steps)}" if status.late_steps else "",
         f"{plural(status.microbatch, 'sequence')} at a time" if status.microbatch else "",
     )
     steps = f"{status.inner_steps_this_round}{f' of {status.round_steps}' if status.round_steps else ''} steps"

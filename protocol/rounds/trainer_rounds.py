@@ -256,7 +256,6 @@ class TrainerRounds:
         """Go on to the next round after an outer step; validate and save if it is time."""
         assert self._contributed is not None, "an outer step follows a contribution"
         decisions = self._decisions
-        decisions.change(late_steps=report.late_steps)
         decisions.outputs.append(RoundEnd(self._contributed, tuple(self._ended), self._alone, report.late_steps))
         following = report.round + 1
         every, maximum = self._config.validate_every, self._config.max_rounds

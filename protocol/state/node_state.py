@@ -54,8 +54,6 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a second that this node could take through its stage if it never waited; 0: not measured yet."""
     utilisation: float | None = None
     """Share of the time of the last few rounds that went into inner steps; None: not known yet."""
-    late_steps: int = 0
-    """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
     loss: float | None = None
     """Training loss, mean of the newest round."""
     partner: str = ""

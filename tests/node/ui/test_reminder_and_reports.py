@@ -125,3 +125,16 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         assert len(status.recent_exchanges) == MAX_EXCHANGES
         assert len(msgspec.json.encode(status)) < 128_000
         assert len(reporter.status().members) == NUM_MEMBERS
+
+
+async def test_others_that_left_are_counted_when_their_entries_are_over() -> None:
+    counts, now = list[int](), time.time()
+    async with open_node(run_id=RUN_ID) as (host, connectivity):
+        reporter = Reporter(host, Journal(lambda text: None), RUN_ID, "small", 0.0, Shaping(), connectivity)
+        for member in (None, Member(left=True), None, Member(), None):
+            reporter.state, reporter.liveness = RunState(RUN_ID, b"c" * 32), Liveness()
+            if member is not None:
+                entry = authors.signed(1, Kind.MEMBER, 0, authors.tick_at(Kind.MEMBER, now), member, RUN_ID)
+                reporter.state.merge(Delta((entry,)), now)
+            counts.append(reporter.status().run.members_left)
+    assert counts == [0, 1, 1, 0, 0]
