@@ -21,7 +21,6 @@ from farandole.protocol.rounds.trainer_rounds import LoopConfig
 from farandole.protocol.rounds.training_loop import TrainingLoop
 from farandole.protocol.state.node_state import TrainingState, training_of
 from farandole.protocol.trainer import trainer_messages as messages
-from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.timers import SetTimer, TimerFired
 
 from ..base.bandwidth import Shaping
@@ -149,12 +148,13 @@ class TrainerSession:
             return
         peer, self._judging.verdict = self._judging.peer, judged
         self._judging.is_over.set()
+        name = self.journal.called(peer)
         if judged.reason:
-            self.journal.warn(f"refused a contribution of {short_name(peer)}: {judged.reason}")
+            self.journal.warn(f"refused a contribution of {name}: {judged.reason}")
         elif judged.clip == 0.0:
-            self.journal.warn(f"averaged nothing of a contribution of {short_name(peer)}: {judged.remark}")
+            self.journal.warn(f"averaged nothing of a contribution of {name}: {judged.remark}")
         elif judged.remark:
-            self.journal.note(f"not all of a contribution of {short_name(peer)} counted: {judged.remark}")
+            self.journal.note(f"not all of a contribution of {name} counted: {judged.remark}")
         self.membership.announcer.note_suspicion(peer, judged.is_suspect)
 
 
@@ -266,6 +266,8 @@ class Training:
                 self._driver.set_timer(at)
             case pairing.SendMessage(peer, payload):
                 self.messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
+            case pairing.Missed(peer):
+                journal.blame(peer, "absent")
             case _ if isinstance(output, messages.Command):
                 if isinstance(output, messages.Train):
                     journal.update(round_since=journal.clock())

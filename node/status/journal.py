@@ -288,19 +288,17 @@ class Journal:
         self.history.add(exchange)
         if ended.committed and ended.clip >= 1.0:
             self.conduct.forgive(ended.peer)
-        elif ended.committed:
-            if self.history.exchanges_ok > FIRST_MEETINGS:
-                self.blame(ended.peer, "clipped")
+        elif ended.committed and self.history.exchanges_ok > FIRST_MEETINGS:
+            self.blame(ended.peer, "clipped")
         elif ended.reason.startswith(REFUSED_HERE):
             self.blame(ended.peer, "refused")
         elif ended.reason in (NOT_BEGUN, NO_STREAM):
             self.blame(ended.peer, "absent")
         if not ended.committed:
-            name = exchange.partner[-8:]
+            name = self.called(ended.peer)
             if ended.reason.startswith(REFUSED_THERE):
-                self.note(
-                    f"{name} refused this node's contribution: {ended.reason.removeprefix(REFUSED_THERE).strip()}"
-                )
+                reason = ended.reason.removeprefix(REFUSED_THERE).strip()
+                self.note(f"{name} refused this node's contribution: {reason}")
             elif not ended.reason.startswith(REFUSED_HERE):  # else a warning has said so already, with the reason
                 self.note(f"the exchange of round {ended.round} with {name} failed: {ended.reason}")
 

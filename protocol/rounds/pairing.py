@@ -53,6 +53,7 @@ from .pairing_events import (
     ExchangeEnded,
     GoAlone,
     MessageReceived,
+    Missed,
     Output,
     PeerLost,
     PeersChanged,
@@ -600,6 +601,7 @@ class Pairing:
         self._order.note_failure(self._bond.peer)
         self._order.note_meeting(self._bond.peer)
         self._withdraw()
+        self._outputs.append(Missed(self._bond.peer))
         self._part(math.inf)
 
     def _move(self, state: State) -> None:

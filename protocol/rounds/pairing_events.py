@@ -150,7 +150,14 @@ class GoAlone:
     reason: str
 
 
-Output = SendMessage | SetTimer | UseFragment | FinishRound | StartExchange | GoAlone
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A peer agreed to be this round's partner, and was not ready for as long as this node waited."""
+
+    peer: bytes
+
+
+Output = SendMessage | SetTimer | UseFragment | FinishRound | StartExchange | GoAlone | Missed
 """`UseFragment` and `FinishRound` are commands for the trainer. A `UseFragment` replaces the round's earlier one."""
 
 

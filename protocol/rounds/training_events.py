@@ -176,6 +176,7 @@ Output = (
     | pairing.StartExchange
     | GiveUpExchange
     | pairing.SendMessage
+    | pairing.Missed
     | SetTimer
     | TrainingState
     | Enter

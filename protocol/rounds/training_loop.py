@@ -104,8 +104,8 @@ class TrainingLoop:
         self._apply(event, now)
         while decisions.asked:
             match decisions.asked.popleft():
-                case pairing.SendMessage() as message:
-                    decisions.outputs.append(message)
+                case pairing.SendMessage() | pairing.Missed() as output:
+                    decisions.outputs.append(output)
                 case SetTimer(at):
                     self._pairing_at = at
                 case output if self._rounds is not None:

@@ -10,6 +10,7 @@ from farandole.protocol.rounds.pairing_events import (
     ContributionReady,
     ExchangeEnded,
     GoAlone,
+    Missed,
     PeersChanged,
     RoundStarted,
     SendMessage,
@@ -125,7 +126,7 @@ def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_ove
     alice.hear(BOB, Propose(HIGH, 0.0), 42.2)  # the connection broke, and he is still present
     assert alice.machine.partner == BOB
     ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
-    assert ended[1:] == [GoAlone(7, "the exchange failed, and the partner was not ready in time")]
+    assert ended[1:] == [Missed(BOB), GoAlone(7, "the exchange failed, and the partner was not ready in time")]
 
 
 def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over() -> None:
@@ -134,7 +135,7 @@ def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over()
     assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0 - 0.1) == []
     alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
     assert alice.sent == [(BOB, Withdraw(session))]
-    assert alice.outputs[1:] == [GoAlone(7, "the partner was not ready in time")]
+    assert alice.outputs[1:] == [Missed(BOB), GoAlone(7, "the partner was not ready in time")]
 
 
 def late_partner(seconds_left: float, *, has_exchanged: bool) -> tuple[Node, bytes]:
@@ -220,7 +221,7 @@ def test_no_wait_is_longer_than_two_rounds_allow() -> None:
     alice.handle(ContributionReady(7), 40.0)
     assert alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 80.0 - 0.1) == []
     alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 80.0)
-    assert alice.outputs[1:] == [GoAlone(7, "the partner was not ready in time")]
+    assert alice.outputs[1:] == [Missed(BOB), GoAlone(7, "the partner was not ready in time")]
     alice, session = matched(config, seconds_left=10.0)
     alice.handle(ContributionReady(7), 40.0)
     alice.hear(BOB, Ready(session), 41.0)
