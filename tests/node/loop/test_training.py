@@ -108,11 +108,11 @@ class Story:
         self.peers_that_answer: set[bytes] = set()
         self.exchanges: list[StartExchange] = []
         self.exchange_seconds = EXCHANGE_SECONDS
-        self.is_committed = False
+        self.is_committed = self.has_left = False
+        self.partners: list[bytes] = []
         self.suspicions: list[tuple[object, ...]] = []
         self.num_cancelled = 0
         self.given_up = trio.Event()
-        self.has_left = False
         fake: Any = SimpleNamespace(
             set_receiver=lambda *args: None,
             send_nowait=self.deliver,
@@ -123,7 +123,7 @@ class Story:
             current_round=lambda: self.others_round,
             partners_round=lambda: self.others_round,
             note_saved=self.saved.append,
-            partners=SimpleNamespace(note=lambda peer: None),
+            partners=SimpleNamespace(note=self.partners.append),
             announcer=SimpleNamespace(note_suspicion=lambda *noted: self.suspicions.append(noted)),
         )
         manifest = Manifest("tiny", MODEL, rounds=rounds)
@@ -521,7 +521,7 @@ async def test_a_contribution_that_came_too_late_to_be_judged_in_the_exchange_is
     ended, has_answered = story.journal.history.recent_exchanges[-1], seconds < command.seconds
     assert (ended.verdict, ended.clip) == ("committed", 0.0 if has_answered else 1.0)
     assert bool(ended.late_seconds) == (not has_answered)
-    assert story.suspicions == [(BOB, True)]
+    assert (story.suspicions, story.partners) == ([(BOB, True)], [] if has_answered else [BOB])
 
 
 @pytest.mark.parametrize("seconds", [EXCHANGE_GRACE / 2, 2 * EXCHANGE_GRACE])
