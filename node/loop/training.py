@@ -428,7 +428,7 @@ class Training:
     async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:
         ended = await session.exchange(start)
         self.journal.record_exchange(ended)
-        if ended.committed and ended.clip > 0.0:  # else it was refused, if late
+        if ended.committed and ended.clip > 0.0:  # else it was refused after the commit
             self.membership.partners.note(ended.peer)
         if self.audits is not None:
             self.audits.note_exchange(ended)

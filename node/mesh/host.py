@@ -146,7 +146,7 @@ class Acceptor:
             self._nursery.start_soon(self._serve, *self._listening[-1])
             return
         if ip != "::" or getattr(failure, "errno", None) not in NO_IPV6:
-            remedy = "choose another with --port, or end the program that listens there"
+            remedy = "choose another address or port (--port), or end the program that listens there"
             raise ListenError(f"cannot listen on {address}: {failure}; {remedy}") from failure
         logger.info("not listening on %s: %s", address, failure)
 

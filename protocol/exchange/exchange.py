@@ -130,7 +130,7 @@ def decode_first(payload: bytes) -> Offer:
     return offer
 
 
-# Shares of the time from the start of a session to its deadline. A verdict is waited for during the first, until the
+# Shares of the time from the start of a session to its deadline. A verdict is awaited for the first, and not beyond the
 # second: a trainer in a long inner step judges later, before it averages. (Without the first, nodes whose steps take a
 # round had no partner in 35 % of their rounds, not in 18, simulated.) Both contributions are received until the third,
 # the initiator decides until the fourth, a responder without news asks from the fifth, both go on at 1.
