@@ -16,16 +16,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).parents[2]
 # Some pages are generated from the code's own texts, or written by commands; their links and commands are checked too.
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
 _HEAD = re.compile(r"--- (?P<old>\S+)\n\+\+\+ (?P<new>\S+)\n(?P<hunks>.*)", re.DOTALL)
-_FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
 _PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
-_INDENTED = re.compile(r"(?<=\n\n)(?:    \S.*\n)+")
 _COMMENT = re.compile(r"\s+#\s.*")
-_CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)
+_PARSER = MarkdownIt()
 
 
 @dataclass(frozen=True)
@@ -86,40 +86,26 @@ class Command:
 
 def blocks(page: str) -> Iterator[Block]:
     """Yield the fenced blocks of a page, from the top."""
-    lines = iter(enumerate(page.splitlines(), 1))
     play: dict[str, str] = {}
-    for number, line in lines:
-        if found := _PLAY.match(line):
-            play = dict(word.partition("=")[::2] for word in shlex.split(found[1]))
-        elif found := _FENCE.match(line):
-            indent, taken = found["indent"], []
-            for _, inner in lines:
-                if inner.strip() == "```":
-                    break
-                taken.append(inner.removeprefix(indent))
-            yield Block(found["language"], "".join(f"{each}\n" for each in taken), number, play)
-            play = {}
-        elif line.strip():
-            play = {}
+    for token in _PARSER.parse(page):
+        if token.type == "fence" and token.map:
+            yield Block(token.info, token.content, token.map[0] + 1, play)
+        comment = _PLAY.match(token.content) if token.type == "html_block" else None
+        play = dict(word.partition("=")[::2] for word in shlex.split(comment[1])) if comment else {}
 
 
 def indented_commands(page: str) -> Iterator[Command]:
     """Yield the lines of indented blocks, for a page whose indented blocks contain only commands."""
-    for found in _INDENTED.finditer(page):
-        for number, line in enumerate(found[0].splitlines(), page.count("\n", 0, found.start()) + 1):
-            yield Command(line.strip(), (), number)
-
-
-def prose(page: str) -> str:
-    """Return the text outside fenced and indented blocks and comments."""
-    without = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.DOTALL | re.MULTILINE)
-    without = re.sub(r"<!--.*?-->", "", without, flags=re.DOTALL)
-    return re.sub(r"(?:^|(?<=\n))(?:    .*\n)+", "", without)
+    for token in _PARSER.parse(page):
+        if token.type == "code_block" and token.map:
+            for number, line in enumerate(token.content.splitlines(), token.map[0] + 1):
+                yield Command(line, (), number)
 
 
 def code_spans(page: str) -> list[str]:
     """Return the texts in backticks, each as one line."""
-    return [" ".join((long or short).split()) for long, short in _CODE.findall(prose(page))]
+    inline = (child for token in _PARSER.parse(page) for child in token.children or ())
+    return [" ".join(child.content.split()) for child in inline if child.type == "code_inline"]
 
 
 def name_of(page: Path) -> str:
