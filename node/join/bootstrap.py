@@ -206,10 +206,10 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
     journal.announce("joining", "fetching the run's manifest", "a member of the run")
     advised_at = trio.current_time() + JOIN_TIMEOUT
     for pause in pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()):
-        found = await _ask_all(host, host.connected, target.run_id)
+        found = await ask_for_manifest(host, host.connected, target.run_id)
         if found is None:
             journal.enter("joining", "looking for members in the DHT", "the DHT")
-            found = await _ask_all(host, await find_members(host, target.run_id), target.run_id)
+            found = await ask_for_manifest(host, await find_members(host, target.run_id), target.run_id)
         refusal = host.gate.refusal
         if found is None and target.secret is None and not refusal:
             # Only peers that the invite or the owner names: a stranger's word would end the joining of an open run.
@@ -259,8 +259,11 @@ async def sync_state(gossip: GossipService, journal: Journal, timeout: float, *,
     return False
 
 
-async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> bytes | None:
-    """Ask all at once; the first good answer ends the others. Raises `UnknownManifestError`, as all would give it."""
+async def ask_for_manifest(host: Host, peers: Iterable[bytes], run_id: bytes) -> bytes | None:
+    """Ask all at once for the manifest's bytes; the first good answer ends the others. None: nobody gives one.
+
+    Raises `UnknownManifestError` if the only answers need another version of this program.
+    """
     answer: bytes | None = None
     unknown: UnknownManifestError | None = None
 
@@ -274,14 +277,14 @@ async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> bytes |
             except UnknownManifestError as error:
                 unknown = error  # raised below, out of the nursery, which would wrap it in a group
             except (PeerUnreachableError, ManifestError):
-                return
+                pass
             else:
                 answer = raw
-            nursery.cancel_scope.cancel()
+                nursery.cancel_scope.cancel()
 
         for peer in peers:
             nursery.start_soon(ask, peer)
-    if unknown is not None:
+    if answer is None and unknown is not None:
         raise unknown
     return answer
 

@@ -33,7 +33,7 @@ from ...join.address_book import AddressBook, load_ports
 from ...mesh.host import Host, open_host
 from ...state.store import MANIFEST_FACT, StoreError, open_store
 from ...status.status import NodeStatus
-from .peers import ask_for_manifest, check_clock, check_nat, has_route, knock_at_all, make_doors, meet
+from .peers import ask_about_run, check_clock, check_nat, has_route, knock_at_all, make_doors, meet
 
 CONTROL_TIMEOUT: Final = 3.0
 # Checks that ask peers.
@@ -213,7 +213,7 @@ class Examination:
         elif self._run_id is None:
             return [found("run-none")]
         else:
-            known, manifest = await ask_for_manifest(host, met, self._run_id)
+            known, manifest = await ask_about_run(host, met, self._run_id)
             self._manifest = self._manifest or manifest
         if self._manifest is None:
             return [known]

@@ -16,13 +16,13 @@ import trio
 from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_closed, is_global
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
-from farandole.protocol.wire.errors import ManifestError, UnknownManifestError
+from farandole.protocol.wire.errors import UnknownManifestError
 from farandole.protocol.wire.identity import peer_id_of
 
 from ...base.causes import Finding, describe_skew, found, lessen
-from ...base.errors import PeerUnreachableError, StrangerError
+from ...base.errors import StrangerError
 from ...base.streams import ask_all
-from ...join.bootstrap import dial, fetch_manifest, find_members
+from ...join.bootstrap import ask_for_manifest, dial, find_members
 from ...mesh.addresses import PRIVATE, distance_class
 from ...mesh.host import Host
 from ...mesh.reach.reachability import Examiner, Reachability, ask_time
@@ -198,23 +198,17 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
     return list(host.connected)
 
 
-async def ask_for_manifest(host: Host, peers: Sequence[bytes], run_id: bytes) -> tuple[Finding, Manifest | None]:
+async def ask_about_run(host: Host, peers: Sequence[bytes], run_id: bytes) -> tuple[Finding, Manifest | None]:
     """Ask whether a peer knows the run; return its manifest, too."""
-
-    async def ask(peer: bytes) -> Manifest | UnknownManifestError:
-        try:
-            return decode_manifest(await fetch_manifest(host, peer, run_id), run_id)[0]
-        except UnknownManifestError as error:
-            return error
-        except ManifestError as error:
-            raise PeerUnreachableError(str(error)) from error
-
-    answers = await ask_all(ask, peers)
     run = run_id.hex()[:16]
-    for answer in answers:
-        if isinstance(answer, Manifest):
-            return found("run-fine", run=run, name=answer.name), answer
-    return found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run), None
+    try:
+        raw = await ask_for_manifest(host, peers, run_id)
+    except UnknownManifestError as error:
+        return found("run-newer", why=str(error)), None
+    if raw is None:
+        return found("run-unknown", run=run), None
+    manifest = decode_manifest(raw)[0]
+    return found("run-fine", run=run, name=manifest.name), manifest
 
 
 async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:
