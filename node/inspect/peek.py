@@ -23,7 +23,6 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.run.invitations import sign_pass
-from farandole.protocol.run.invite import decode_invite, peers_at
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.entries import Beat, CheckpointNotice, Kind
 from farandole.protocol.state.state import RunState
@@ -36,7 +35,7 @@ from ..base.identity import load_or_create_key
 from ..base.nurseries import open_service_nursery
 from ..base.settings import NodeSettings
 from ..bulk.negotiation import open_bulk
-from ..join.bootstrap import Target, dial, obtain_manifest, secret_of, sync_state, wait_for_anyone
+from ..join.bootstrap import Target, dial, find_target, obtain_manifest, sync_state, wait_for_anyone
 from ..mesh.host import Host, open_host
 from ..mesh.mdns import open_mdns
 from ..mesh.reach.connectivity import open_connectivity
@@ -95,16 +94,15 @@ async def open_visit(settings: NodeSettings, say: Callable[[str], None]) -> Asyn
 
     ``say`` prints which peers it tries. Raises `JoinError` once all have refused, or have not answered in time.
     """
-    key, journal, invite = Ed25519PrivateKey.generate(), Journal(say), decode_invite(settings.invite or "")
-    peers = peers_at((*invite.addresses, *settings.bootstrap))
-    target = Target(invite.run_id, None, peers, secret_of(invite), invite.network_key)
+    key, journal = Ed25519PrivateKey.generate(), Journal(say)
+    target = find_target(settings, key, None, {})
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     with tempfile.TemporaryDirectory(prefix="farandole-visit-") as folder:
         async with (
             open_store(Path(folder) / "store.sqlite") as store,
             open_host(key, settings.listening, shaping=shaping, network_key=target.network_key) as host,
             open_messenger(host) as messenger,
-            open_connectivity(host, target.run_id, shaping, peers) as connectivity,
+            open_connectivity(host, target.run_id, shaping, target.peers) as connectivity,
             open_mdns(host, target.run_id, is_on=settings.mdns),
             open_bulk(host, target.run_id, shaping, connectivity) as channels,
         ):
