@@ -14,7 +14,6 @@ import socket
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -44,8 +43,6 @@ class TrainerSocket:
         self._connection = connection
         self._parser = FrameParser(MAX_MESSAGE_BYTES)
         self._sending = threading.Lock()  # on a GPU, a thread encodes and reports it
-        self.postponed: deque[Command] = deque()
-        """Commands that `receive` returns again before new ones."""
 
     def send(self, report: Report) -> None:
         """Send a report. Raises `BrokenPipeError` when the mesh process is gone."""
@@ -54,21 +51,18 @@ class TrainerSocket:
 
     def receive(self) -> Command:
         """Return the next command. Raises `EOFError` when the mesh process is gone."""
-        return self.postponed.popleft() if self.postponed else self._read()
-
-    def poll(self, wait_seconds: float | None) -> Command | None:
-        """Return a new command that comes within ``wait_seconds`` (None: no limit); postponed ones are skipped."""
-        if (payload := self._next_frame()) is not None:
-            return decode_command(payload)
-        return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
-
-    def _read(self) -> Command:
         while (payload := self._next_frame()) is None:
             part = self._connection.recv(READ_BYTES)
             if not part:
                 raise EOFError("the mesh process is gone")
             self._parser.receive_data(part)
         return decode_command(payload)
+
+    def poll(self, wait_seconds: float | None) -> Command | None:
+        """Return a command that comes within ``wait_seconds`` (None: no limit)."""
+        if (payload := self._next_frame()) is not None:
+            return decode_command(payload)
+        return self.receive() if select.select([self._connection], [], [], wait_seconds)[0] else None
 
     def _next_frame(self) -> bytes | None:
         try:

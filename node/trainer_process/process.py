@@ -164,6 +164,7 @@ class TrainerProcess:
 
     def __init__(self, channel: TrainerSocket, prepare: messages.Prepare, manifest: Manifest, engine: Engine) -> None:
         self._channel = channel
+        self._postponed = deque[messages.Command]()  # until the round is over
         self._manifest = manifest
         self._engine = engine
         self._pace = StepPace(prepare.settings.slow, prepare.settings.step_seconds)
@@ -201,7 +202,7 @@ class TrainerProcess:
 
     def next_command(self) -> messages.Command:
         """Wait for the next command while decoding what arrives of the partner's contribution."""
-        return self._channel.receive() if self._channel.postponed else self._await_command()
+        return self._postponed.popleft() if self._postponed else self._await_command()
 
     def _await_command(self) -> messages.Command:
         """Wait for the next new command; postponed ones are skipped."""
@@ -367,7 +368,7 @@ class TrainerProcess:
             case messages.Stop() | messages.Dismiss():
                 raise StopAsked(command)
             case _:
-                self._channel.postponed.append(command)
+                self._postponed.append(command)
         return False
 
     def _report_progress(self) -> None:
