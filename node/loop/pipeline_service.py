@@ -145,6 +145,14 @@ class ActivationLink:
         ``on_routed`` is called once both ends know which route data take. Closes the stream and its channel.
         """
 
+        async def hear(payload: bytes) -> None:
+            if (event := self.link.hear(payload)) is not None:
+                on_event(event)
+
+        def receive(index: int) -> None:
+            if (event := self.link.receive(index)) is not None:
+                on_event(event)
+
         async def await_route() -> None:
             await self.bulk.wait_routed()
             on_routed()
@@ -154,27 +162,14 @@ class ActivationLink:
                 async with trio.open_nursery() as nursery:
                     for task in (self._write_data, self._watch_progress, await_route):
                         nursery.start_soon(task)
-                    await self._read(on_event)
+                    self.bulk.begin(PATIENCE)
+                    await self.bulk.run(hear, receive)
                     nursery.cancel_scope.cancel()
         except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, RemoteProtocolError) as group:
             logger.debug("a link ends: %r", group)
         finally:
             self.bulk.close(is_clean=False)
             await self._stream.aclose()
-
-    # Reading
-
-    async def _read(self, on_event: Callable[[wire.Event], None]) -> None:
-        async def hear(payload: bytes) -> None:
-            if (event := self.link.hear(payload)) is not None:
-                on_event(event)
-
-        def receive(index: int) -> None:
-            if (event := self.link.receive(index)) is not None:
-                on_event(event)
-
-        self.bulk.begin(PATIENCE)
-        await self.bulk.run(hear, receive)
 
     async def _watch_progress(self) -> None:
         """Raise `trio.TooSlowError` when announced data stop, or arrive too slowly to be of use."""
