@@ -155,53 +155,44 @@ class AddressBook:
 ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL = 5.0, 60.0
 
 
-@dataclass(eq=False)
-class Reconnector:
-    """Redials the peers of the invite, of the address book and of the DHT. ``members`` returns the live members."""
+async def keep_reconnecting(
+    host: Host, book: AddressBook, target: Target, members: Callable[[], frozenset[bytes]], journal: Journal
+) -> None:
+    """Redial peers of the invite, the address book and the DHT while no member is connected, until cancelled.
 
-    host: Host
-    book: AddressBook
-    target: Target
-    members: Callable[[], frozenset[bytes]]
-    journal: Journal
-    _rng: random.Random = field(default_factory=random.Random)
+    ``members`` returns the live members. At first all known peers are dialled, once: the peers that answered first, at
+    the start, may all belong to one attacker, and know of each other only.
+    """
+    rng = random.Random()
 
-    async def run(self) -> None:
-        """Reconnect whenever there is no connection to any member, until cancelled.
+    def is_isolated() -> bool:
+        return not host.connected & members()
 
-        At first all known peers are dialled, once: the peers that answered first, at the start, may all belong to one
-        attacker, and know of each other only.
-        """
-        await dial(self.host, self._missing())
-        while True:
-            await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
-            for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
-                if not self._is_isolated:
-                    break
-                missing, found = self._missing(), list[bytes]()
-                await dial(self.host, missing, is_one_enough=True)
-                if self._is_isolated and self.host.connected:
-                    found = await find_members(self.host, self.target.run_id)
-                if self._is_isolated and (missing or found):
-                    times = "once" if attempt == 1 else f"{attempt} times"
-                    words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
-                    self.journal.update(isolation=words)
-                next_at = trio.current_time() + pause
-                while trio.current_time() < next_at:
-                    await trio.sleep(min(ISOLATION_INTERVAL, pause))
-                    if not self._is_isolated:  # other peers have dialled this node
-                        break
-            self.journal.update(isolation="")
-            self.journal.over(NO_ANSWER)
-
-    @property
-    def _is_isolated(self) -> bool:
-        return not self.host.connected & self.members()
-
-    def _missing(self) -> dict[bytes, list[str]]:
-        known = {**self.book.peers(), **self.target.peers}
-        there = {self.host.author, *self.host.connected}
+    def missing() -> dict[bytes, list[str]]:
+        known = {**book.peers(), **target.peers}
+        there = {host.author, *host.connected}
         return {peer: addresses for peer, addresses in known.items() if peer not in there}
+
+    await dial(host, missing())
+    while True:
+        await trio.sleep(ISOLATION_INTERVAL * rng.uniform(0.5, 1.5))
+        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, rng), 1):
+            if not is_isolated():
+                break
+            dialled, found = missing(), list[bytes]()
+            await dial(host, dialled, is_one_enough=True)
+            if is_isolated() and host.connected:
+                found = await find_members(host, target.run_id)
+            if is_isolated() and (dialled or found):
+                times = "once" if attempt == 1 else f"{attempt} times"
+                journal.update(isolation=f"dialled all known peers {times}, no member answered; next in {pause:.0f} s")
+            next_at = trio.current_time() + pause
+            while trio.current_time() < next_at:
+                await trio.sleep(min(ISOLATION_INTERVAL, pause))
+                if not is_isolated():  # other peers have dialled this node
+                    break
+        journal.update(isolation="")
+        journal.over(NO_ANSWER)
 
 
 # The listening ports that a node got at its first start, tried first at each later start.

@@ -22,7 +22,7 @@ from farandole.protocol.trainer.supervisor import Supervisor
 from ..base.causes import release_words
 from ..base.errors import JoinError
 from ..base.project import VERSION
-from ..join.address_book import Reconnector
+from ..join.address_book import keep_reconnecting
 from ..join.bootstrap import JOIN_TIMEOUT, Target, sync_state
 from ..loop.rest_service import NoticeBoard
 from ..loop.stage_service import StageService, wait_quiet
@@ -124,10 +124,10 @@ class RunMember:
             connections = ConnectionKeeper(
                 host, membership, self.gossip.liveness, lambda peer: self.training.handle(PeerLost(peer))
             )
-            reconnector = Reconnector(host, self.daemon.book, target, lambda: membership.everyone, self.daemon.journal)
-            services = membership, membership.announcer, connections, reconnector, self.weights.provider, self.notices
-            for service in services:
+            for service in (membership, membership.announcer, connections, self.weights.provider, self.notices):
                 nursery.start_soon(service.run)
+            book, journal = self.daemon.book, self.daemon.journal
+            nursery.start_soon(keep_reconnecting, host, book, target, lambda: membership.everyone, journal)
             nursery.start_soon(host.dht.provide, run_key(self.run_id))
             nursery.start_soon(self._follow_members)
             if audits is not None:

@@ -15,7 +15,7 @@ import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.join import address_book
-from farandole.node.join.address_book import MAX_ISOLATION_INTERVAL, MAX_PEERS, AddressBook, Reconnector
+from farandole.node.join.address_book import MAX_ISOLATION_INTERVAL, MAX_PEERS, AddressBook, keep_reconnecting
 from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.state.store import PeerRow, Store, StoreError, open_store
 from farandole.node.status.journal import Journal
@@ -227,7 +227,7 @@ async def num_honest_reached(seed: int, do_false_answer: bool) -> int:
     target = Target(b"r" * 32, b"manifest", book.peers())
     with trio.move_on_after(SECONDS):
         await connect_to_run(world, target, journal)
-        await Reconnector(world, book, target, lambda: world.connected, journal).run()
+        await keep_reconnecting(world, book, target, lambda: world.connected, journal)
     return len(world.connected & online)
 
 
@@ -248,7 +248,7 @@ async def test_a_member_cut_off_dials_without_end_says_so_and_stops_when_it_is_b
     book, journal = AddressBook(store), Journal(lambda text: None)
     book.note_reached(alice, ["/ip4/1.1.1.1/tcp/1"])
     target = Target(b"r" * 32, None, {mallory: ["/ip4/2.2.2.2/tcp/2"]})
-    nursery.start_soon(Reconnector(world, book, target, lambda: world.connected, journal).run)
+    nursery.start_soon(keep_reconnecting, world, book, target, lambda: world.connected, journal)
     await trio.sleep(24 * 3600)
     assert set(world.dialled) == {alice, mallory}
     num_pauses = 24 * 3600 / MAX_ISOLATION_INTERVAL
