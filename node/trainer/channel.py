@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from farandole.protocol.trainer.trainer_messages import MAX_MESSAGE_BYTES, Command, Report, decode_command
 from farandole.protocol.wire.errors import RemoteProtocolError
-from farandole.protocol.wire.framing import LENGTH_BYTES, FrameParser
+from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.messagepack import encode as encode_body
 
 # More than any command but one with the hashes of a checkpoint.
@@ -32,8 +32,7 @@ _MEMFD_NAME: Final = "farandole-"
 
 def encode(message: Command | Report) -> bytes:
     """Encode a message, with its length in front."""
-    body = encode_body(message)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+    return frame(encode_body(message), MAX_MESSAGE_BYTES)
 
 
 class TrainerSocket:
