@@ -131,9 +131,9 @@ def join(settings: NodeSettings) -> None:
     invite, manifest = split_source(settings.invite)
     settings = replace(settings, invite=invite, manifest=manifest)
     with importing_for_good():
-        from ...daemon import be_node, run_daemon
+        from ...daemon import be_node
 
-    _run(settings, run_daemon, settings, be_node)
+    _run(settings, be_node)
 
 
 @takes_settings(of_run_file=True)
@@ -152,9 +152,9 @@ def start(settings: NodeSettings) -> None:
         sign_run_file(settings, run_file, path, is_started=True)
     settings = replace(settings, invite=None, manifest=split_source(str(path))[1])
     with importing_for_good():
-        from ...daemon import be_first_node, run_daemon
+        from ...daemon import be_first_node
 
-    _run(settings, run_daemon, settings, be_first_node)
+    _run(settings, be_first_node)
 
 
 @takes_settings(
@@ -185,23 +185,22 @@ def relay(
     if invite := unquoted(settings.invite or ""):  # compose.yaml passes an empty one
         decode_invite(invite)  # reports a mistyped invite at once
     with importing_for_good():
-        from ...daemon import run_daemon
         from ...relay_node import be_relay
 
-    settings = replace(settings, invite=invite)
-    _run(settings, run_daemon, settings, partial(be_relay, page))
+    _run(replace(settings, invite=invite), partial(be_relay, page))
 
 
-def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *arguments: object) -> NoReturn:
-    """Run ``daemon(*arguments)`` until it ends, and exit with the code that it returns."""
+def _run(settings: NodeSettings, run: Callable[..., Awaitable[None]]) -> NoReturn:
+    """Run a daemon, until ``run`` ends, and exit with its code (`farandole.node.daemon.run_daemon`)."""
     import trio
 
     from ...base.identity import keep_private
     from ...base.logs import logging_to_file
     from ...base.system.tuning import give_memory_back
+    from ...daemon import run_daemon
 
     give_memory_back()
     keep_private(settings.home)
     with logging_to_file(settings):
-        code = trio.run(daemon, *arguments)
+        code = trio.run(run_daemon, settings, run)
     raise typer.Exit(code)
