@@ -260,7 +260,7 @@ class Training:
     # Outputs
 
     def _carry_out(self, output: machine.Output) -> None:
-        journal, nursery = self.journal, self._nursery
+        journal = self.journal
         match output:
             case SetTimer(at):
                 self._driver.set_timer(at)
@@ -284,9 +284,8 @@ class Training:
             case machine.GiveUpExchange(reason):
                 self.exchanges.give_up(reason)
             case machine.StartTrainer():
-                assert nursery is not None, "trainers are started while the loop runs"
                 self._life = trio.CancelScope()
-                nursery.start_soon(self._live, self._life)
+                self._nursery.start_soon(self._live, self._life)
             case machine.EndTrainer(at_once):
                 (self._life if at_once else self._receiving).cancel()
             case machine.KillTrainer(error):

@@ -174,7 +174,6 @@ def make_member(
     return RunMember(
         daemon=daemon,
         mesh=mesh,
-        run_id=run_id,
         manifest=manifest,
         gossip=gossip,
         membership=membership,

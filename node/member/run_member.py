@@ -71,7 +71,6 @@ class RunMember:
 
     daemon: Daemon
     mesh: Mesh
-    run_id: bytes
     manifest: Manifest
     gossip: GossipService
     membership: Membership
@@ -128,7 +127,7 @@ class RunMember:
                 nursery.start_soon(service.run)
             book, journal = self.daemon.book, self.daemon.journal
             nursery.start_soon(keep_reconnecting, host, book, target, lambda: membership.everyone, journal)
-            nursery.start_soon(host.dht.provide, run_key(self.run_id))
+            nursery.start_soon(host.dht.provide, run_key(target.run_id))
             nursery.start_soon(self._follow_members)
             if audits is not None:
                 nursery.start_soon(audits.run)
@@ -180,7 +179,7 @@ class RunMember:
         files, stage = self.weights.files, self.membership.stage
         self.weights.provider.trainer_stage = stage
         return messages.Prepare(
-            run_id=self.run_id,
+            run_id=self.gossip.state.run_id,
             author=self.mesh.host.author,
             manifest=msgspec.msgpack.encode(self.manifest),
             settings=settings_of(self.daemon.settings, microbatch=self.supervisor.microbatch),
