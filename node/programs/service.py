@@ -180,19 +180,17 @@ class ProgramService:
         stream.is_bulk = True
         stream.state.max_window = MAX_UNREAD_BYTES
 
-        async def carry(
-            source: trio.abc.ReceiveStream, sink: trio.abc.SendStream, shaper: Shaper, scope: trio.CancelScope
-        ) -> None:
+        async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.SendStream, shaper: Shaper) -> None:
             while data := await source.receive_some(shaper.quantum):
                 self._require_budget()
                 await shaper.wait(len(data))
                 await sink.send_all(data)
-            scope.cancel()
+            nursery.cancel_scope.cancel()
 
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(carry, connection, stream, self._shaping.up, nursery.cancel_scope)
-                nursery.start_soon(carry, stream, connection, self._shaping.down, nursery.cancel_scope)
+                nursery.start_soon(carry, connection, stream, self._shaping.up)
+                nursery.start_soon(carry, stream, connection, self._shaping.down)
         except* (trio.BrokenResourceError, trio.ClosedResourceError, FarandoleError):
             stream.reset()
 
