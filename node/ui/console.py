@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import time
-from typing import TextIO
 
 import msgspec
 
@@ -20,12 +19,13 @@ rounds = logging.getLogger(ROUNDS)
 
 
 def say(text: str) -> None:
-    """Print one event."""
-    _tell(logging.INFO, text, sys.stdout)
+    """Print and log one event."""
+    logger.info("%s", text)
+    show(without_controls(text))
 
 
 def show(text: str) -> None:
-    """Print one event that no log may hold, such as an invite."""
+    """Print one event and log nothing: it may be an invite. A terminal that went away stops nothing."""
     with contextlib.suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
@@ -36,13 +36,7 @@ def keep_round(record: RoundRecord) -> None:
 
 
 def complain(text: str) -> None:
-    """Print why the node ends, as an error."""
-    _tell(logging.ERROR, text, sys.stderr)
-
-
-def _tell(level: int, text: str, stream: TextIO) -> None:
-    """Log and print a line; a terminal that went away silences the node and stops nothing."""
-    logger.log(level, "%s", text)
-    line = text if level == logging.ERROR else f"{time.strftime('%H:%M:%S')}  {text}"
+    """Print and log why the node ends, as an error."""
+    logger.error("%s", text)
     with contextlib.suppress(OSError, ValueError):
-        print(without_controls(line), file=stream, flush=True)
+        print(without_controls(text), file=sys.stderr, flush=True)
