@@ -150,7 +150,6 @@ class StepPace:
     def end_pause(self) -> None:
         """Note that the pause after an inner step is over, perhaps early: the end of a round cuts it short."""
         self.busy_seconds += min(time.monotonic(), self._pause_until) - self._pause_began_at
-        self._pause_began_at = self._pause_until = 0.0
 
     def rest(self, began_at: float) -> None:
         """Sleep, if the node is slowed down, after a computation that began at ``began_at``."""
