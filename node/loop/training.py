@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+import msgspec
 import trio
 
 from farandole.protocol.exchange.exchange import Offer
@@ -295,7 +296,7 @@ class Training:
                 self._error = error
                 self._over.set()
             case TrainingState():
-                journal.publish(output)
+                journal.update(**msgspec.structs.asdict(output))
             case machine.Enter(phase, detail, waits_for):
                 journal.enter(phase, detail, waits_for)
             case machine.Say(text, "warn", cause):

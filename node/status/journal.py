@@ -18,7 +18,7 @@ import msgspec
 
 from farandole.protocol.rounds.pairing_events import ExchangeEnded
 from farandole.protocol.rounds.training_events import RoundEnd
-from farandole.protocol.state.node_state import NodeState, Phase, TrainingState
+from farandole.protocol.state.node_state import NodeState, Phase
 from farandole.protocol.state.state import RunState
 from farandole.protocol.wire.bounds import Latest
 from farandole.protocol.wire.identity import peer_id_of, short_name
@@ -175,10 +175,6 @@ class Journal:
     def update(self, **changes: Any) -> None:
         """Replace these fields of the state."""
         self.state = msgspec.structs.replace(self.state, **changes)
-
-    def publish(self, training: TrainingState) -> None:
-        """Replace the training's part of the state."""
-        self.update(**msgspec.structs.asdict(training))
 
     def enter(self, phase: Phase, detail: str = "", waits_for: str = "") -> None:
         """Begin a phase, or describe the present one in other words."""
