@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -134,13 +134,8 @@ async def _run_until_told(run: RunDaemon, daemon: Daemon) -> Exit:
 
 
 @asynccontextmanager
-async def open_mesh(
-    daemon: Daemon, run_id: bytes, peers: Mapping[bytes, Sequence[str]], limits: Limits | None, network_key: bytes = b""
-) -> AsyncIterator[Mesh]:
-    """Listen, and find out who can dial this node; ``limits``: None to relay for no peer.
-
-    ``network_key``: of a private run.
-    """
+async def open_mesh(daemon: Daemon, target: Target, limits: Limits | None) -> AsyncIterator[Mesh]:
+    """Listen, and find out who can dial this node; ``limits``: None to relay for no peer."""
     settings = daemon.settings
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     limit = round(settings.monthly_traffic * 1e9)
@@ -153,12 +148,14 @@ async def open_mesh(
             daemon.key,
             settings.listening,
             shaping=shaping,
-            network_key=network_key,
+            network_key=target.network_key,
             first_ports=ports,
             announce=settings.announce,
         ) as host,
-        open_connectivity(host, run_id, shaping, peers, limits, port_lease=settings.port_lease) as connectivity,
-        open_mdns(host, run_id, is_on=settings.mdns),
+        open_connectivity(
+            host, target.run_id, shaping, target.peers, limits, port_lease=settings.port_lease
+        ) as connectivity,
+        open_mdns(host, target.run_id, is_on=settings.mdns),
     ):
         await keep_ports(daemon.store, ports, host.acceptor.ports, daemon.journal)
         yield Mesh(host, connectivity, shaping, traffic)
@@ -275,7 +272,7 @@ async def be_node(daemon: Daemon) -> None:
     socket_handlers = admission_handlers(lambda: member)
     limits = Limits() if settings.relay else None
     async with (
-        open_mesh(daemon, target.run_id, target.peers, limits, target.network_key) as mesh,
+        open_mesh(daemon, target, limits) as mesh,
         open_messenger(mesh.host) as messenger,
         open_service_nursery() as nursery,
         AsyncExitStack() as stack,

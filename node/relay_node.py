@@ -64,7 +64,7 @@ async def be_relay(page: Path | None, daemon: Daemon) -> None:
     await daemon.store.put_fact(INVITE_FACT, text.encode())
     target = find_target(replace(daemon.settings, invite=text), daemon.key, None, daemon.book.peers())
     public = None if page is None else await trio.to_thread.run_sync(PublicPage, page, invite.run_id)
-    async with open_mesh(daemon, invite.run_id, target.peers, Limits(), target.network_key) as mesh:
+    async with open_mesh(daemon, target, Limits()) as mesh:
         mesh.host.gate.show(invite.run_id, b"", target.secret)  # invited members tell others nothing, in the DHT too
 
         async def refuse(params: dict[str, Any]) -> object:
