@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.mesh.kademlia import run_key
 from farandole.protocol.run.invitations import InviteSecret, decode_secret
-from farandole.protocol.run.invite import Invite, InviteError, decode_invite, network_key_of, peers_at
+from farandole.protocol.run.invite import InviteError, decode_invite, network_key_of, peers_at
 from farandole.protocol.run.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES, decode_manifest
 from farandole.protocol.wire.bounds import pauses
 from farandole.protocol.wire.errors import ManifestError, RemoteProtocolError, UnknownManifestError
@@ -116,15 +116,11 @@ def find_target(
                 "this run is private, and its key is not in the manifest: join with an invite, which members print by "
                 "`farandole run invite`"
             )
-    return Target(run_id, manifest, peers, None if invite is None else secret_of(invite), network_key)
-
-
-def secret_of(invite: Invite) -> InviteSecret | None:
-    """Return the secret of an invite to a run of invited members, if any; `InviteError` if it is damaged."""
     try:
-        return decode_secret(invite.admission) if invite.admission else None
+        secret = decode_secret(invite.admission) if invite and invite.admission else None
     except RemoteProtocolError as error:
         raise InviteError(f"the invite is damaged: {error}; copy the whole line again") from error
+    return Target(run_id, manifest, peers, secret, network_key)
 
 
 async def dial(host: Host, peers: dict[bytes, list[str]], *, is_one_enough: bool = False) -> dict[bytes, str]:
