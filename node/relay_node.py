@@ -137,9 +137,9 @@ async def _tell_reachability(mesh: Mesh, journal: Journal) -> None:
     host, reachability = mesh.host, mesh.connectivity.reachability
     told = ReachabilityKind.UNKNOWN
     while True:
-        while reachability.kind is told:
-            await reachability.changed()
-        told = reachability.kind
+        while reachability.verdict.kind is told:
+            await reachability.changed.park()
+        told = reachability.verdict.kind
         if told is ReachabilityKind.PUBLIC:
             journal.say("peers can dial this node: it relays; its addresses, for invites:")
             journal.over("reachability")

@@ -188,7 +188,7 @@ async def wait_for_anyone(host: Host, timeout: float) -> None:
     """Wait for ``timeout`` seconds, or until there is a connection, made by either side."""
     with trio.move_on_after(timeout):
         while not host.connected:
-            await host.connections.wait_for_change()
+            await host.connections.changed.park()
 
 
 async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes:

@@ -53,7 +53,8 @@ class AuditService:
     _fetched: tuple[SignedIndex, Index] | None = None
     _accusations: dict[bytes, Accusation] = field(default_factory=dict)  # own ones that must be published
     _avoided: dict[bytes, machine.Avoid] = field(default_factory=dict)
-    _waiting: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    avoided_changed: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    """Where to wait until another member is avoided."""
 
     def __post_init__(self) -> None:
         self._audits = Audits(self.author, self.rate)
@@ -70,10 +71,6 @@ class AuditService:
     def avoided(self) -> frozenset[bytes]:
         """Return the members that must not be paired with."""
         return frozenset(peer for peer, avoid in self._avoided.items() if avoid.until > trio.current_time())
-
-    async def avoided_changed(self) -> None:
-        """Wait until another member is avoided."""
-        await self._waiting.park()
 
     # The trainer
 
@@ -173,7 +170,7 @@ class AuditService:
                         claim = RoundClaim(entry.author, entry.payload, signed)
                         self._carry_out(self._audits.hear_accusation(accuser, claim))
             heard = {entry.id for entry in entries}
-            await self.gossip.changed()
+            await self.gossip.changed.park()
 
     # Outputs
 
@@ -194,7 +191,7 @@ class AuditService:
                         continue
                     self._avoided[author] = output
                     journal.blame(author, "accused", reason)
-                    self._waiting.unpark_all()
+                    self.avoided_changed.unpark_all()
                 case machine.Denounce(claim, path):
                     if claim.signed is not None and self._fetched is not None:
                         self.provider.keep_proof(Path(path), *self._fetched)

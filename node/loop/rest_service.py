@@ -37,7 +37,8 @@ class Rest:
         self.quiet_hours: tuple[str, ...] = ()
         """The quiet hours that this node keeps, for display."""
         self._reasons: dict[str, str] = {}
-        self._waiting = trio.lowlevel.ParkingLot()
+        self.changed = trio.lowlevel.ParkingLot()
+        """Where to wait until the reasons or their words change."""
 
     @property
     def is_on(self) -> bool:
@@ -53,11 +54,7 @@ class Rest:
         """Set a reason; ``words`` describe it, and what ends it, for display. Empty words end it."""
         if words != self._reasons.get(reason, ""):
             self._reasons[reason] = words
-            self._waiting.unpark_all()
-
-    async def changed(self) -> None:
-        """Wait until the reasons or their words change."""
-        await self._waiting.park()
+            self.changed.unpark_all()
 
 
 PAUSED_FACT: Final = "paused"
@@ -187,7 +184,7 @@ class NoticeBoard:
                 self._renewed_at = now
                 await self.gossip.publish(Kind.NOTICE, STATE_SLOT, state)
             with trio.move_on_after(NOTICE_INTERVAL):
-                await self.gossip.changed()
+                await self.gossip.changed.park()
 
     def look(self, *, is_training: bool) -> None:
         """Take in the notices that hold now; at first before training starts, so in a stopped run no trainer starts."""

@@ -174,7 +174,7 @@ class TrafficService:
     async def wait_spent(self, is_spent: bool = True) -> None:
         """Wait until no traffic is allowed, or (False) until some is again."""
         while self.is_spent is not is_spent:
-            await self.rest.changed()  # by `look`
+            await self.rest.changed.park()  # by `look`
 
     def _count(self) -> None:
         total = self.shaping.up.total + self.shaping.down.total

@@ -217,7 +217,7 @@ class Training:
 
         async def watch_rest() -> None:
             while True:
-                await self.rest.changed()
+                await self.rest.changed.park()
                 self.handle(machine.RestChanged(self.rest.words))
 
         async def watch_traffic() -> None:

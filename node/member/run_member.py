@@ -131,7 +131,7 @@ class RunMember:
             nursery.start_soon(self._follow_members)
             if audits is not None:
                 nursery.start_soon(audits.run)
-                nursery.start_soon(self._call_after_each, audits.avoided_changed, self._set_peers)
+                nursery.start_soon(self._call_after_each, audits.avoided_changed.park, self._set_peers)
             save = partial(self.training.handle, Signal.SAVE)
             nursery.start_soon(self._call_after_each, self.weights.provider.save_wanted, save)
             nursery.start_soon(remember, self.daemon, host, membership)
@@ -218,7 +218,7 @@ class RunMember:
             if self.training.pipeline is not None:
                 self.training.pipeline.set_nodes(membership.nodes_of_stages())
             self.mesh.host.relays.members = membership.everyone
-            await membership.changed()
+            await membership.changed.park()
 
     def _set_peers(self) -> None:
         """Set the possible partners: the live members, except the ones that audits have caught."""

@@ -245,7 +245,8 @@ class ConnectionPool:
         self._needs: list[Callable[[bytes], bool]] = []
         self._shut_out = Latest[bytes, float](MAX_SHUT_OUT)  # until when
         self._flooded = FloodedNetworks()
-        self._waiting = trio.lowlevel.ParkingLot()
+        self.changed = trio.lowlevel.ParkingLot()
+        """Where to wait until a connection is opened or closed."""
         nursery.start_soon(self.turns.run)
 
     @property
@@ -296,7 +297,7 @@ class ConnectionPool:
         if len(siblings) > MAX_CONNECTIONS_PER_PEER:
             siblings[0].muxed.end()
         self._nursery.start_soon(conn.run)
-        self._waiting.unpark_all()
+        self.changed.unpark_all()
         return conn
 
     def shut_out(self, peer: bytes, seconds: float) -> None:
@@ -320,7 +321,7 @@ class ConnectionPool:
             siblings.remove(conn)
         if not siblings:
             self.by_peer.pop(conn.peer, None)
-        self._waiting.unpark_all()
+        self.changed.unpark_all()
 
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
         """Keep connections to peers for which this is true when there are too many. Each call adds peers.
@@ -375,14 +376,10 @@ class ConnectionPool:
         while True:
             await trio.lowlevel.checkpoint()
             while not (changed := self.by_peer.keys() ^ reported):
-                await self.wait_for_change()
+                await self.changed.park()
             peer = changed.pop()
             reported ^= {peer}
             yield peer, peer in reported
-
-    async def wait_for_change(self) -> None:
-        """Wait until a connection is opened or closed."""
-        await self._waiting.park()
 
     # How a peer's streams travel
 

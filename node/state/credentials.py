@@ -122,14 +122,14 @@ class Credentials:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.gate.run)
             while True:
-                await self.gossip.changed()
+                await self.gossip.changed.park()
                 while not self.roster.is_member(self.author):  # until the creator readmits it
                     self.journal.warn(
                         "this node is no longer a member of the run: its admission was revoked, or another member has "
                         "its seat. Ask the run's creator for a new invite, and join again with it",
                         "membership",
                     )
-                    await self.gossip.changed()
+                    await self.gossip.changed.park()
                 self.journal.over("membership")
                 for peer in self.roster.false_witnesses - told_of:
                     told_of.add(peer)

@@ -29,7 +29,7 @@ from farandole.protocol.state.gossip import (
     slices_of,
     sync_periods,
 )
-from farandole.protocol.state.liveness import BASE_PERIOD, Liveness
+from farandole.protocol.state.liveness import BASE_PERIOD
 from farandole.protocol.state.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.state.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state.state import MergeReport, RunState
@@ -95,10 +95,13 @@ class GossipService:
         self._gossip = Gossip(
             self.state, self._writer.author, self._rng, base_period, self._host.connections.network_of
         )
+        self.liveness = self._gossip.liveness
+        """Which authors are live."""
         self.state.places.protect(lambda author: author in self._host.connections.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
-        self._waiting = trio.lowlevel.ParkingLot()  # for new entries
+        self.changed = trio.lowlevel.ParkingLot()
+        """Where to wait for entries that were not there before."""
         self._served: Counter[bytes] = Counter()
         self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
         self._served_inbound = InboundMeter()
@@ -106,11 +109,6 @@ class GossipService:
         """Called with a peer and what it has done to this node (`farandole.node.status.journal.DEEDS`)."""
         # Member -> seconds by which this clock was ahead of its clock, and by how much it was ahead of trio's then.
         self._clocks: Latest[bytes, tuple[float, float]] = Latest(MAX_CLOCKS)
-
-    @property
-    def liveness(self) -> Liveness:
-        """Return which authors are live."""
-        return self._gossip.liveness
 
     @property
     def clock_skew(self) -> ClockSkew | None:
@@ -127,10 +125,6 @@ class GossipService:
                 if peer in connected and abs(lead - lead_then) < CLOCK_SET_SECONDS
             )
         )
-
-    async def changed(self) -> None:
-        """Wait until entries have come in that were not there when this was called."""
-        await self._waiting.park()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Load what is stored, then gossip until cancelled."""
@@ -191,7 +185,7 @@ class GossipService:
         if self._writer.delay(kind, index, now) > 0:
             return False  # an entry of a past life has come in during the wait
         self._gossip.publish(self._writer.write(kind, index, payload, now), now)
-        self._waiting.unpark_all()
+        self.changed.unpark_all()
         return True
 
     async def flush(self) -> None:
@@ -225,7 +219,7 @@ class GossipService:
         if report.introducer is not None and report.num_too_many >= CROWD:
             self.on_deed(report.introducer.peer, "crowded")
         if report.new:
-            self._waiting.unpark_all()
+            self.changed.unpark_all()
         for entry in report.new:
             if entry.author == self._writer.author:
                 self._writer.observe(entry)

@@ -183,7 +183,8 @@ class Membership:
         """The live members of all stages that this node has reached, itself excluded."""
         self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told: tuple[frozenset[bytes], Nodes] | None = None
-        self._waiting = trio.lowlevel.ParkingLot()  # for a change
+        self.changed = trio.lowlevel.ParkingLot()
+        """Where to wait until `live` or `nodes_of_stages` change."""
         self.apart: Callable[[], Collection[bytes]] = frozenset
         """Returns the peers whose release this node cannot average with."""
         self._clock_warnings: set[tuple[bool, bool]] = set()  # one of each kind, as a clock may drift around a limit
@@ -369,7 +370,7 @@ class Membership:
                 self._clock_warnings.add(kind)
                 self._journal.warn(": ".join(clock_words(skew)), "clock")
             with trio.move_on_after(1.0):
-                await self._gossip.changed()
+                await self._gossip.changed.park()
 
     async def hold(self, stage: int) -> None:
         """Set this node's stage, and announce it to the run."""
@@ -419,11 +420,7 @@ class Membership:
         told = self.live, self.nodes_of_stages()
         if told != self._told:
             self._told = told
-            self._waiting.unpark_all()
-
-    async def changed(self) -> None:
-        """Wait until `live` or `nodes_of_stages` change."""
-        await self._waiting.park()
+            self.changed.unpark_all()
 
     def origins(self) -> frozenset[bytes]:
         """Return the live members that draw data, this node excluded."""

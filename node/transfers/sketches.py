@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -48,7 +48,7 @@ from farandole.protocol.wire.errors import RemoteProtocolError
 from farandole.protocol.wire.framing import FrameParser, frame
 from farandole.protocol.wire.identity import short_name
 from farandole.protocol.wire.messagepack import encode
-from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, Header, header_size, parse_header
+from farandole.protocol.wire.safetensors import FP32_BYTES, LENGTH_BYTES, header_size, parse_header
 
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
@@ -79,8 +79,11 @@ def sketch_of(read: Read, size: int, seed: bytes, pause: Pause) -> bytes:
     assert len(seed) == SEED_BYTES
     key = hashlib.sha256(_DOMAIN + seed).digest()[:16]
     philox, buckets = np.random.Philox(key=int.from_bytes(key, "little")), np.zeros(NUM_BUCKETS)
-    for place in _pieces(parse_header(read(0, header_size(read(0, LENGTH_BYTES), size)), size)):
-        piece = np.frombuffer(read(*place), "<f4")
+    header = parse_header(read(0, header_size(read(0, LENGTH_BYTES), size)), size)
+    slow = [tensor for tensor in header.tensors if tensor.name.partition("/")[0] == SLOW]
+    slow.sort(key=lambda tensor: tensor.name)
+    for tensor, at in ((each, at) for each in slow for at in range(each.start, each.end, _PIECE * FP32_BYTES)):
+        piece = np.frombuffer(read(at, min(at + _PIECE * FP32_BYTES, tensor.end)), "<f4")
         for start in range(0, len(piece), _STEP):
             weights = piece[start : start + _STEP]
             draws = philox.random_raw(-(-len(weights) // _PER_DRAW)).astype("<u8", copy=False)
@@ -91,13 +94,6 @@ def sketch_of(read: Read, size: int, seed: bytes, pause: Pause) -> bytes:
         pause()
     with np.errstate(over="ignore"):
         return buckets.astype("<f4").tobytes()
-
-
-def _pieces(header: Header) -> Iterator[tuple[int, int]]:
-    for tensor in sorted(header.tensors, key=lambda tensor: tensor.name):
-        if tensor.name.partition("/")[0] == SLOW:
-            for start in range(tensor.start, tensor.end, _PIECE * FP32_BYTES):
-                yield start, min(start + _PIECE * FP32_BYTES, tensor.end)
 
 
 # A small message, either way.

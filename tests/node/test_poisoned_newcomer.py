@@ -169,7 +169,7 @@ async def offers(daemon: Daemon, run_id: bytes, checkpoint_id: bytes, num_holder
     with trio.fail_after(PATIENCE):
         async with open_visit(settings, lambda text: None) as visit:
             while sum(notice.id == checkpoint_id for _, notice in visit.notices()) < num_holders:
-                await visit.gossip.changed()
+                await visit.gossip.changed.park()
 
 
 async def test_a_newcomer_refuses_noise_that_liars_give_and_call_like_their_own(tmp_path: Path, texts: Path) -> None:

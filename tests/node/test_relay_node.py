@@ -93,7 +93,7 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
             async with started(tmp_path / "relay", "relay") as relay:  # no invite, no bootstrap peer
                 await relay.says("listening on")
                 while author_of(relay) not in member.connected:
-                    await member.connections.wait_for_change()
+                    await member.connections.changed.park()
 
 
 async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:

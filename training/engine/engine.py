@@ -39,7 +39,7 @@ from farandole.protocol.trainer.trainer_messages import InnerStepTaken, Settle, 
 from ..base.device import Device
 from ..base.errors import DataError, TrainingError
 from ..data.batches import Batches, SliceQueue
-from ..outer.round_end import RoundEnd, Totals
+from ..outer.round_end import RoundEnd
 from .replica import Replica
 from .snapshot import Checkpoint
 
@@ -66,14 +66,11 @@ class Engine(abc.ABC):
     ) -> None:
         self.device = device
         self.round_end = round_end
+        self.totals = round_end.totals
+        """The rounds, inner steps and tokens so far."""
         self.checkpoint = checkpoint
         self.replica = replica
         """The module in training and its optimizer; None where they are a user's."""
-
-    @property
-    def totals(self) -> Totals:
-        """Return the rounds, inner steps and tokens so far."""
-        return self.round_end.totals
 
     @property
     def num_skipped(self) -> int:

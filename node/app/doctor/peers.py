@@ -234,7 +234,7 @@ async def check_nat(host: Host, peers: Sequence[bytes], called: Callable[[str], 
     """Check how others reach this node, and whether a peer, as it is ``called`` by its id, would relay if needed."""
     reachability = Reachability()
     await Examiner(host, reachability).examine()
-    kind = reachability.kind
+    kind = reachability.verdict.kind
     nat = judge_nat(reachability.verdict, host.own.announced)
     if kind is ReachabilityKind.PUBLIC:
         return [nat, found("relay-needless")]

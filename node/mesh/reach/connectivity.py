@@ -122,7 +122,7 @@ class RelayKeeper:
         """Wait for ``seconds``, or until a relay is lost or the node's reachability has changed."""
 
         async def end_at_change() -> None:
-            await self._reachability.changed()
+            await self._reachability.changed.park()
             waiting.cancel()
 
         with trio.move_on_after(seconds) as waiting:
@@ -343,7 +343,7 @@ class Connectivity:
         """
         listening = [own for _, own in self._host.own.listening]
         outer = [seen for _, seen in self.reachability.verdict.addresses]
-        if self.reachability.kind is not ReachabilityKind.PUNCHABLE or set(outer) <= set(listening):
+        if self.reachability.verdict.kind is not ReachabilityKind.PUNCHABLE or set(outer) <= set(listening):
             yield []
             return
         async with self.examiner.dialback.observed_by_any(port) as seen:
@@ -352,13 +352,13 @@ class Connectivity:
     async def relay_while_public(self, key: bytes) -> None:
         """Relay for others while they can dial this node, until cancelled; ``key``: of the run's relays in the DHT."""
         while True:
-            while self.reachability.kind is not ReachabilityKind.PUBLIC:
-                await self.reachability.changed()
+            while self.reachability.verdict.kind is not ReachabilityKind.PUBLIC:
+                await self.reachability.changed.park()
             async with open_service_nursery() as nursery:
                 nursery.start_soon(self.server.run)
                 nursery.start_soon(self._host.dht.provide, key)
-                while self.reachability.kind is ReachabilityKind.PUBLIC:
-                    await self.reachability.changed()
+                while self.reachability.verdict.kind is ReachabilityKind.PUBLIC:
+                    await self.reachability.changed.park()
             self._host.dht.withdraw(key)
 
 

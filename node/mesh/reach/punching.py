@@ -77,7 +77,7 @@ class Puncher:
                         self._under_way.add(peer)
                         nursery.start_soon(self._lead, peer)
                 with trio.move_on_after(CHECK_INTERVAL):
-                    await connections.wait_for_change()
+                    await connections.changed.park()
                 await trio.sleep(SETTLE_SECONDS)
 
     def _may_begin(self, peer: bytes) -> bool:
@@ -188,7 +188,7 @@ class Puncher:
                 for target in chosen:
                     nursery.start_soon(dial_on, target)
                 while not self._host.connections.is_direct(peer):
-                    await self._host.connections.wait_for_change()
+                    await self._host.connections.changed.park()
 
 
 async def meet(host: Host, peer: bytes, target: Address, *, is_initiator: bool) -> None:

@@ -93,22 +93,18 @@ Key = tuple[bytes, int | None]
 
 
 class Reachability:
-    """The reachability of this node. ``kind`` and ``addresses`` change while the node runs."""
+    """The reachability of this node: ``verdict`` changes while the node runs."""
 
     def __init__(self, verdict: Verdict | None = None) -> None:
         self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
         self.is_examined = verdict is not None
         """Whether peers have been asked, and have not reached this node at once: they may still try."""
-        self._waiting = trio.lowlevel.ParkingLot()
-
-    @property
-    def kind(self) -> ReachabilityKind:
-        """The kind of reachability of this node."""
-        return self.verdict.kind
+        self.changed = trio.lowlevel.ParkingLot()
+        """Where to wait for a new verdict, or doubt."""
 
     def set(self, verdict: Verdict) -> None:
         """Set a new verdict."""
-        if verdict.kind is not self.kind:
+        if verdict.kind is not self.verdict.kind:
             logger.info("this node is %s", verdict.kind)
         self.verdict = verdict
         self._note_examined()
@@ -120,18 +116,14 @@ class Reachability:
 
     def _note_examined(self) -> None:
         self.is_examined = True
-        self._waiting.unpark_all()
+        self.changed.unpark_all()
 
     @property
     def needs_relays(self) -> bool:
         """Return whether others cannot dial this node over IPv4, or the first dials suggest it."""
-        if self.kind is ReachabilityKind.PUBLIC:
+        if self.verdict.kind is ReachabilityKind.PUBLIC:
             return bool(self.verdict.addresses) and all(":" in ip for ip, _ in self.verdict.addresses)
         return self.is_examined
-
-    async def changed(self) -> None:
-        """Wait until there is a new verdict, or doubt."""
-        await self._waiting.park()
 
 
 class Dialback:
@@ -400,7 +392,7 @@ class Examiner:
                     return witness
 
             verdict = classify(dialled, await ask_all(observe, witnesses))
-        elif not is_first and self._reachability.kind is not ReachabilityKind.PUBLIC:
+        elif not is_first and self._reachability.verdict.kind is not ReachabilityKind.PUBLIC:
             # Behind NAT, and suddenly public: through a hole, unless a known address or the router explains it.
             own, mapped = self._host.own.ips, [port for _, port in self._host.own.mapped.values()]
             is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)

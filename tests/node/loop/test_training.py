@@ -317,7 +317,7 @@ async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story)
     """The order in which trio wakes the waiting tasks does not matter."""
 
     async def replace_reason() -> None:
-        await story.rest.changed()
+        await story.rest.changed.park()
         story.rest.set("quiet hours", "until 07:00")
 
     for _ in range(40):

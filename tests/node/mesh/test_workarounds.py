@@ -155,7 +155,7 @@ async def test_a_peer_whose_line_freezes_or_is_cut_is_given_up_even_with_a_full_
             for stream in streams:
                 sending.start_soon(_send_until_broken, stream)
             while alice.connected:
-                await alice.connections.wait_for_change()
+                await alice.connections.changed.park()
         nursery.cancel_scope.cancel()
 
 

@@ -47,14 +47,10 @@ class PostponingGossip:
     def __init__(self) -> None:
         self.state = SimpleNamespace(entries=lambda kind: iter(()))
         self.postponed: dict[tuple[Kind, int], Payload] = {}
-        self.change = trio.Event()
+        self.changed = trio.lowlevel.ParkingLot()
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.postponed[kind, index] = payload
-
-    async def changed(self) -> None:
-        await self.change.wait()
-        self.change = trio.Event()
 
 
 def credentials_of(key: Ed25519PrivateKey, store: Disk, gossip: PostponingGossip) -> Credentials:
@@ -113,12 +109,12 @@ async def test_a_member_that_is_readmitted_renews_its_admission_and_warns_no_lon
     async with trio.open_nursery() as nursery:
         nursery.start_soon(credentials.run)
         await trio.testing.wait_all_tasks_blocked()
-        gossip.change.set()  # the roster lacks it: it was revoked
+        gossip.changed.unpark_all()  # the roster lacks it: it was revoked
         await trio.testing.wait_all_tasks_blocked()
         assert "no longer a member" in journal.standing[0].text
         assert gossip.postponed == {}
         credentials.roster.hear_creator(0, 1, frozenset(), frozenset([credentials.author]))
-        gossip.change.set()
+        gossip.changed.unpark_all()
         await trio.testing.wait_all_tasks_blocked()
         assert journal.standing == []
         assert gossip.postponed == {(Kind.ADMISSION, 0): AdmissionProof(b"an admission")}

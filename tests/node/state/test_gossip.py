@@ -356,7 +356,7 @@ class Victim:
         entry = signed(self.friends_key, Kind.MEMBER, Member(device="friend"), tick_ahead)
         self.friends_messenger.send_nowait(self.host.author, PUSH_PROTOCOL, push(entry))
         while entry not in {known.signed for known in self.gossip.state.entries_of(entry.author)}:
-            await self.gossip.changed()
+            await self.gossip.changed.park()
 
 
 def signed(key: Ed25519PrivateKey, kind: Kind, payload: Payload, ahead: int = 0, run_id: bytes = RUN_ID) -> Signed:
@@ -413,7 +413,7 @@ async def test_who_floods_with_valid_messages_is_kept_out_and_named(make: Callab
                 num_sent += 1
         assert num_sent > INBOUND_LIMITS["messages"][0]
         while attacker.author in victim.host.connected:
-            await victim.host.connections.wait_for_change()
+            await victim.host.connections.changed.park()
         assert deeds == [(attacker.author, "flooded")]
         with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
             again = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
@@ -452,6 +452,6 @@ async def test_new_keys_do_not_let_a_flooder_in_again_at_once(monkeypatch: pytes
         await victim.hears_friend(1)
         await victim.friend.connections.disconnect(victim.host.author)
         while victim.friend.author in victim.host.connected:
-            await victim.host.connections.wait_for_change()
+            await victim.host.connections.changed.park()
         await victim.friend.connect(victim.host.author, victim.host.addresses)
         await victim.hears_friend(2)

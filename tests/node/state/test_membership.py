@@ -36,9 +36,7 @@ class Gossip:
         self.published: list[tuple[Kind, Payload]] = []
         self.clock_skew: ClockSkew | None = None
         self.state = Told()
-
-    async def changed(self) -> None:
-        await trio.sleep_forever()
+        self.changed = trio.lowlevel.ParkingLot()
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.published.append((kind, payload))
@@ -149,7 +147,7 @@ async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all(nursery: 
 
     async def follow() -> None:
         while True:
-            await node.membership.changed()
+            await node.membership.changed.park()
             peers.append(node.membership.live)
             nodes.append(node.membership.nodes_of_stages())
 

@@ -117,7 +117,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         reporter = Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, *run_of_many())
         await other.connect(host.author, host.addresses)
         while not host.connected:
-            await host.connections.wait_for_change()
+            await host.connections.changed.park()
         status = reporter.status(max_members=64)
         assert (status.run.members_live, status.run.members_heard, status.run.members_gone) == (NUM_MEMBERS - 1, 1, 0)
         assert len(status.members) == 64

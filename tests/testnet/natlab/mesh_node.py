@@ -38,7 +38,7 @@ async def tell(host: Host, connectivity: Connectivity) -> None:
     while True:
         news = {
             "peer": host.author.hex(),
-            "kind": connectivity.reachability.kind,
+            "kind": connectivity.reachability.verdict.kind,
             "addresses": host.addresses,
             "observed": host.own.observed_ips,
             "mapped": host.own.mapped,

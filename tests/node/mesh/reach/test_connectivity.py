@@ -43,7 +43,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
         for relay in (one, two, three):
             await home.connect(relay.author, relay.addresses)
         await until(lambda: len(home.addresses) == NUM_RELAYS)
-        assert connectivity.reachability.kind is ReachabilityKind.RELAY_ONLY
+        assert connectivity.reachability.verdict.kind is ReachabilityKind.RELAY_ONLY
         assert len(home.relays.reservations) == NUM_RELAYS
         await caller.connect(home.author, home.addresses)
         assert caller.connections.path(home.author) == "relayed"
@@ -54,7 +54,7 @@ async def test_relays_are_kept_while_witnesses_still_try() -> None:
         relay.set_handler(DIALBACK_PROTOCOL, hang)
         await home.connect(relay.author, relay.addresses)
         await until(lambda: len(home.relays.reservations) == 1)
-        assert connectivity.reachability.kind is ReachabilityKind.UNKNOWN
+        assert connectivity.reachability.verdict.kind is ReachabilityKind.UNKNOWN
 
 
 async def test_nothing_makes_holes_while_a_witness_dials() -> None:
@@ -100,7 +100,7 @@ async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch:
         monkeypatch.setattr(reachability_module, "HOLE_SECONDS", 0.0)
         monkeypatch.setattr(reachability_module, "DIAL_INTERVAL", 0.0)
         assert await examiner.examine()
-        assert reachability.kind is ReachabilityKind.PUBLIC
+        assert reachability.verdict.kind is ReachabilityKind.PUBLIC
 
 
 async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> None:
