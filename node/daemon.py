@@ -29,6 +29,7 @@ from farandole.protocol.state.believing import Partners
 from farandole.protocol.wire.errors import FarandoleError, ManifestError
 from farandole.protocol.wire.identity import peer_id_of, short_name
 
+from .base import logs
 from .base.bandwidth import Shaping
 from .base.causes import Finding, Level, lessen
 from .base.config.file import read_limits
@@ -62,7 +63,6 @@ from .store.disk_space import DiskError
 from .store.run_file import require_trainable_model
 from .trainer.script import ScriptDoor, has_started, open_script_door
 from .trainer.trainer import TrainerError
-from .ui import console
 from .ui.dashboard.app import PageAddress, open_dashboard
 from .ui.headline import keep_reminding
 from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
@@ -81,7 +81,7 @@ RunDaemon = Callable[[Daemon], Awaitable[None]]
 
 async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
     """Run a daemon with this home's key and store until it is asked to leave; return the exit code (`Exit`)."""
-    journal = Journal(console.say, keep_round=console.keep_round)
+    journal = Journal(logs.say, keep_round=logs.keep_round)
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
@@ -99,7 +99,7 @@ async def run_daemon(settings: NodeSettings, run: RunDaemon) -> int:
         error = found
     except FarandoleError as single:
         error = single
-    console.complain(f"error: {error}")
+    logs.complain(f"error: {error}")
     match error:
         case IdentityInUseError():
             return Exit.HOME_IN_USE
@@ -359,7 +359,7 @@ async def be_first_node(daemon: Daemon) -> None:
             return
         for warning in warnings_about(decode_invite(text).addresses):
             daemon.journal.warn(warning)
-        console.show(f"others join with: farandole join {text}")
+        logs.show(f"others join with: farandole join {text}")
 
     async with open_service_nursery() as nursery:
         nursery.start_soon(invite)

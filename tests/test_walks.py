@@ -21,7 +21,7 @@ LOGGING = {"node/base/logs.py", "node/base/system/terminal.py"}
 # a suspicion is published. And where a channel is opened, at the first meeting with a partner.
 UNUSUAL = {
     "contribution": {
-        *("node/ui/console.py", "protocol/state/entries.py", "protocol/state/state.py", "protocol/wire/identity.py"),
+        *("protocol/state/entries.py", "protocol/state/state.py", "protocol/wire/identity.py"),
         *(f"protocol/{name}.py" for name in ("exchange/bulk", "mesh/dialling", "wire/framing")),
         *(f"node/mesh/reach/{name}.py" for name in ("connectivity", "punching", "reachability")),
         *("node/base/system/sockets.py", "node/mesh/addresses.py", "node/mesh/host.py"),

@@ -1,11 +1,9 @@
-"""The daemon's log file: its own loggers from the level asked for, libraries' from warnings on.
-
-`farandole.node.ui.console` prints to standard output.
-"""
+"""The daemon's log file: its own loggers from the level asked for, libraries' from warnings on; and its terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import logging.handlers
 import sys
@@ -14,17 +12,20 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Final
 
+import msgspec
+
 from farandole.protocol.wire.bounds import Latest
 
 from .identity import IdentityError, make_home
 from .settings import NodeSettings
+from .system.terminal import without_controls
 
 # Two files of 8 MB: some weeks of an ordinary node's lines, and never a full disk.
 MAX_LOG_BYTES: Final = 8 * 1024 * 1024
 # Lines a minute that differ in their arguments only, and the number of kinds that are distinguished: more than exist.
 MAX_ALIKE_PER_MINUTE: Final = 10
 MAX_KINDS: Final = 1_024
-CONSOLE: Final = "farandole.node.ui.console"
+CONSOLE: Final = "farandole.console"
 # Of `farandole.node.status.round_log`: two files of some 40,000 rounds each.
 ROUNDS: Final = "farandole.rounds"
 MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
@@ -62,7 +63,7 @@ def _escaped(line: str) -> str:
 class Throttle(logging.Filter):
     """Lets the same message through a few times a minute, whatever its arguments; then logs how many it dropped.
 
-    Strangers can cause any number of messages of a few kinds. Messages of `farandole.node.ui.console` are never
+    Strangers can cause any number of messages of a few kinds. Messages for the terminal are never
     dropped, nor messages below the level info, which the user asked for.
     """
 
@@ -134,3 +135,30 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
         kept.close()
         root.setLevel(previous[0])
         ours.setLevel(previous[1])
+
+
+# Output to the terminal and to the log: one line an event.
+
+
+def say(text: str) -> None:
+    """Print and log one event."""
+    logging.getLogger(CONSOLE).info("%s", text)
+    show(without_controls(text))
+
+
+def show(text: str) -> None:
+    """Print one event and log nothing: it may be an invite. A terminal that went away stops nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def keep_round(record: msgspec.Struct) -> None:
+    """Append a finished round, a `farandole.node.status.round_log.RoundRecord`, to the file of rounds."""
+    logging.getLogger(ROUNDS).info("%s", json.dumps(msgspec.structs.asdict(record)))
+
+
+def complain(text: str) -> None:
+    """Print and log why the node ends, as an error."""
+    logging.getLogger(CONSOLE).error("%s", text)
+    with contextlib.suppress(OSError, ValueError):
+        print(without_controls(text), file=sys.stderr, flush=True)

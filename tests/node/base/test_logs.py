@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from farandole.node.base import logs
 from farandole.node.base.identity import IdentityError
 from farandole.node.base.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, logging_to_file
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.system.terminal import show_all_characters, without_controls
 from farandole.node.daemon import run_daemon
 from farandole.node.member.parts import Daemon
-from farandole.node.ui import console
 from farandole.protocol.wire.errors import FarandoleError
 
 FULL_DISK = Path("/dev/full")
@@ -26,7 +26,7 @@ def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: py
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
     show_all_characters()
-    console.say("Zoë → 名")
+    logs.say("Zoë → 名")
     assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
 
 
@@ -120,8 +120,8 @@ async def test_piped_lines_are_text(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_a_peer_says_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    console.say("Zoë says: \x1b[2J\x9b2J\u202e")
-    console.complain("error: \x1b]0;title\x07\x9b2J")
+    logs.say("Zoë says: \x1b[2J\x9b2J\u202e")
+    logs.complain("error: \x1b]0;title\x07\x9b2J")
     told = capsys.readouterr()
     assert "Zoë says: " in told.out
     assert told.out == without_controls(told.out)

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from farandole.node.base import logs
 from farandole.node.base.errors import Exit
 from farandole.node.base.logs import logging_to_file
 from farandole.node.base.settings import NodeSettings
 from farandole.node.status.journal import DISK, MAX_EVENTS, MAX_WARNINGS, WARNING_SECONDS, Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_events
 from farandole.node.status.status import NOT_BEGUN, REFUSED_HERE, NodeStatus
-from farandole.node.ui import console
 from farandole.protocol.run.roster import Roster
 from farandole.protocol.state.entries import Delta, Kind, Member
 from farandole.protocol.state.state import RunState
@@ -176,7 +176,7 @@ def log_of(home: Path, num_rounds: int, bits_per_byte: float | None = None) -> N
     """Play rounds as a daemon does, which prints and logs them."""
     settings = NodeSettings(home=home)
     with logging_to_file(settings):
-        journal = Journal(console.say, keep_round=console.keep_round, clock=lambda: 1_000.0)
+        journal = Journal(logs.say, keep_round=logs.keep_round, clock=lambda: 1_000.0)
         played(journal, num_rounds, bits_per_byte)
         logging.getLogger("farandole.test").info("another line")
     return settings
@@ -251,7 +251,7 @@ def test_the_table_fits_the_terminal(
     why = "the exchange failed: 127 MB did not fit into 30 s at 20 Mbit/s up"
     log_of(home, 5)
     with logging_to_file(NodeSettings(home=home)):
-        Journal(console.say, keep_round=console.keep_round).finish_round(round_end(5, alone=why, loss=3.5))
+        Journal(logs.say, keep_round=logs.keep_round).finish_round(round_end(5, alone=why, loss=3.5))
     capsys.readouterr()
     header, *rows, _ = cli("run", "metrics")[1].splitlines()
     assert re.split(r" {2,}", header.strip())[-1] == "outer step with"
