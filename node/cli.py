@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Annotated, Final, NoReturn
 
 import typer
@@ -20,17 +20,15 @@ from farandole.protocol.wire.errors import FarandoleError
 from .app.commands.checkpoints import checkpoint_app
 from .app.commands.config import config_app
 from .app.commands.control import dial, join, leave, limit, pause, relay, resume, show_id, start
-from .app.commands.doctor import doctor
-from .app.commands.metrics import show_metrics
 from .app.commands.plan import plan_run
 from .app.commands.runs import lora_app, run_app
-from .app.commands.status import dashboard, peers, status
+from .app.commands.status import dashboard, doctor, peers, status
 from .app.commands.talk import chat, sample, serve
 from .base.errors import Exit
 from .base.system.terminal import show_all_characters
 
 EXTENSIONS: Final = "farandole.commands"
-"""Entry-point group of packages that add a group of commands; `farandole testnet` is one of them."""
+"""Entry points that are groups of commands: `farandole testnet`."""
 
 app = typer.Typer(
     name="farandole",
@@ -41,16 +39,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run_app.command("plan")(plan_run)
-run_app.command("metrics")(show_metrics)
-app.add_typer(run_app, name="run")
-app.add_typer(config_app, name="config")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(lora_app, name="lora")
+for panel, commands in {
+    "Train": (start, join, limit, pause, resume, leave),
+    "Look": (status, peers, dashboard, doctor),
+    "Connect": (relay, dial),
+    "Use the model": (sample, chat, serve),
+}.items():
+    for shown in commands:
+        app.command(rich_help_panel=panel)(shown)
+for name, group in {"run": run_app, "checkpoint": checkpoint_app, "lora": lora_app, "config": config_app}.items():
+    app.add_typer(group, name=name)
 app.command("id")(show_id)
-for shown in (join, start, relay, dial, status, dashboard, peers, sample, chat, serve, doctor):
-    app.command()(shown)
-for shown in (limit, pause, resume, leave):
-    app.command()(shown)
 
 
 def _print_version(is_asked_for: bool) -> None:
@@ -100,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 @cache
 def whole_app() -> typer.Typer:
-    """Return the node's commands with the ones of installed extensions (entry points of the group `EXTENSIONS`)."""
-    add_extensions(app, entry_points(group=EXTENSIONS))
+    """Return the node's commands with the groups of entry points: this room does not import `farandole.testnet`."""
+    for group in entry_points(group=EXTENSIONS):
+        app.add_typer(group.load(), name=group.name)
     _join_lines_of_help(app)
     return app
 
@@ -114,18 +114,3 @@ def _join_lines_of_help(application: typer.Typer) -> None:
     for group in application.registered_groups:
         if group.typer_instance is not None:
             _join_lines_of_help(group.typer_instance)
-
-
-def add_extensions(application: typer.Typer, extensions: Iterable[EntryPoint]) -> None:
-    """Add the command group, a `typer.Typer`, of each extension; one that cannot be loaded is left out with a warning.
-
-    An extension is code of another package, so it may raise any exception; the node's own commands must still work.
-    """
-    for extension in extensions:
-        try:
-            group = extension.load()
-            typer.main.get_group(group)  # raises what the whole application would raise later
-        except Exception as error:  # whatever another package raises must not cost the node's own commands
-            typer.secho(f"warning: the commands of {extension.name!r} cannot be loaded: {error}", err=True)
-        else:
-            application.add_typer(group, name=extension.name)

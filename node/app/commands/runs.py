@@ -1,20 +1,24 @@
-"""``farandole run``: create a run, show one, invite to one; ``farandole lora``: create one for adapters of a base."""
+"""``farandole run``: create a run, show one, invite to one, its rounds; ``farandole lora``: adapters of a base."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import sys
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from farandole.protocol.wire.errors import ManifestError
+from farandole.protocol.wire.errors import FarandoleError, ManifestError
+from farandole.training.base.errors import how_to_add
 
 from ...base.errors import Exit
+from ...base.figures import count, duration, size
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import call_node, print_answer, read_manifest, say_chosen, say_warnings, split_source, write_manifest
@@ -289,6 +293,66 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ManifestError(f"{text!r} is no time: write 30m, 12h or 7d, for minutes, hours or days")
     return int(match[1]) * {"m": 60.0, "h": 3_600.0, "d": 86_400.0}[match[2]]
+
+
+@run_app.command("metrics")
+def show_metrics(
+    home: Home,
+    last: Annotated[
+        int | None,
+        typer.Option("--last", "-n", min=1, metavar="N", show_default="20, or all as CSV", help="Number of rounds."),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all columns as CSV, for other programs.")] = False,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard).")
+    ] = None,
+) -> None:
+    """Print this node's rounds: when, with whom, loss, bytes, seconds. Works while the node is stopped, too.
+
+    Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
+    [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan]
+    """
+    from ...status.round_log import read_rounds, write_csv, write_events
+
+    path = NodeSettings(home=home).rounds
+    records = list(read_rounds(path))
+    if not records:
+        raise FarandoleError(f"no round is over yet: {path} has none; name another folder with --home")
+    newest = records[-last:] if last else records
+    if tensorboard is not None:
+        tokens_before = sum(record.tokens for record in records[: -len(newest)])
+        try:
+            written = write_events(newest, tokens_before, tensorboard)
+        except ImportError as error:
+            command = how_to_add("tensorboard")
+            raise FarandoleError(f"a file for TensorBoard needs the Python package tensorboardX: {command}") from error
+        except OSError as error:
+            raise FarandoleError(f"cannot write into {tensorboard}: {error.strerror}") from error
+        typer.echo(f"{written} is written; look at it with: tensorboard --logdir {tensorboard}")
+        return
+    if as_csv:
+        write_csv(newest, sys.stdout)
+        return
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
+    outer_step = Column("outer step with", no_wrap=True, overflow="ellipsis")
+    table = Table(*figures, outer_step, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for record in newest if last else records[-20:]:
+        partner = f"{record.partner[-8:]}, {size(record.contribution_bytes)}, {duration(record.exchange_seconds)}"
+        table.add_row(
+            f"{datetime.fromtimestamp(record.at):%m-%d %H:%M}",
+            str(record.round),
+            "" if record.loss is None else f"{record.loss:.3f}",
+            "" if record.validation is None else f"{record.validation:.3f}",
+            count(record.tokens),
+            f"{record.seconds:.1f}",
+            partner if record.verdict == "committed" else record.verdict,
+        )
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(f"from {path}; --csv prints all columns", soft_wrap=True)
 
 
 @lora_app.command("create")

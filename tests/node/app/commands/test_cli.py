@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-import typer
 
 from farandole.node import cli
 from farandole.node.base.config.file import SETTINGS, keep_limits, read_limits
@@ -27,7 +25,6 @@ from farandole.node.base.control import ControlError, serve_control
 from farandole.node.base.errors import Exit
 from farandole.node.base.identity import locked
 from farandole.node.base.settings import NodeSettings
-from farandole.node.cli import EXTENSIONS, add_extensions
 from farandole.node.control_methods import change_quiet_hours, kept
 from farandole.node.loop.rest_service import Rest, RestService
 from farandole.node.state.store import MANIFEST_FACT, open_store
@@ -249,23 +246,6 @@ def test_a_defect_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["status"])
     (note,) = raised.value.__notes__
     assert "defect of farandole" in note
-
-
-def test_an_extension_that_cannot_be_loaded_leaves_the_others_commands_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    application = typer.Typer()
-    application.command("id")(lambda: None)
-    extensions = {
-        "missing": "farandole.no_such_module:app",
-        "wrong": "farandole.node.cli:EXTENSIONS",
-        "testnet": "farandole.testnet.cli:testnet_app",
-    }
-    add_extensions(application, [EntryPoint(*each, EXTENSIONS) for each in extensions.items()])
-    warnings = capsys.readouterr().err.splitlines()
-    assert warnings[0].startswith("warning: the commands of 'missing' cannot be loaded: ")
-    assert warnings[1].startswith("warning: the commands of 'wrong' cannot be loaded: ")
-    assert set(typer.main.get_command(application).commands) == {"id", "testnet"}  # type: ignore[attr-defined]
 
 
 def shown(cli: Cli, *arguments: str | Path) -> dict[str, Any]:

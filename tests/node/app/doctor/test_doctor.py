@@ -21,7 +21,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from farandole.node.app.commands.doctor import diagnosis_screen
+from farandole.node.app.commands.status import diagnosis_screen
 from farandole.node.app.doctor.examination import Examination, conclude
 from farandole.node.app.doctor.peers import Knock, find_skew, judge_doors, judge_nat, make_doors
 from farandole.node.base.causes import CAUSES, CHECKS, Diagnosis, Finding, Level, found
