@@ -336,6 +336,10 @@ CAUSES: Final = {
         "peers have tried the announced {announced}, and do not reach this node there",
         "have the router forward that port to the one of --port, and the firewall let it in; or correct --announce",
     ),
+    "nat-announced-moved": _warning(
+        "peers see this node at {seen}, and not at the announced {announced}",
+        f"correct --announce; a /dns/ name follows the address. {DIAL_MOVED}",
+    ),
     "nat-untold": _skipped("{why}"),
     "relay-needless": _ok("this node needs none"),
     "relay-fine": _ok("{names} can relay to this node"),

@@ -165,7 +165,7 @@ def _of_exchanges(status: NodeStatus, now: float) -> Iterator[Row]:
         emphasis: Emphasis = "good" if exchange.verdict == "committed" else "warning"
         yield Row("last exchange", f"round {exchange.round}{partner}: {end}", emphasis)
     if (audits := status.audits) is not None:
-        done = f"{audits.others} rounds of others and {audits.own} of its own replayed as they were committed to"
+        done = f"{plural(audits.others, 'round')} of others and {audits.own} of its own replayed as committed to"
         avoided = ", ".join(f"{status.called(peer)} ({reason})" for peer, reason in audits.avoided.items())
         yield Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
 

@@ -115,14 +115,17 @@ def import_model(
         Path, typer.Argument(metavar="HF_FOLDER", help="config.json and model.safetensors.", exists=True)
     ],
     run_file: ImportedRunFile,
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where its weights go, as a checkpoint.")],
+    to: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where its weights go, as a checkpoint.", show_default="RUN-start"),
+    ] = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a run that goes on training a Llama or GPT-2 of Hugging Face. Nothing is downloaded.
 
-    Example: [cyan]farandole checkpoint import ./gpt2 run.toml --to gpt2-start -o more.manifest[/cyan], then
-    [cyan]farandole join more.manifest --start gpt2-start[/cyan]
+    Example: [cyan]farandole checkpoint import ./gpt2 run.toml[/cyan], then
+    [cyan]farandole join run.manifest --start run-start[/cyan]
     """
     from farandole.protocol.planning.planning import given_by
     from farandole.protocol.run.manifest import decode_body
@@ -131,7 +134,7 @@ def import_model(
     from ...base.identity import load_or_create_key
     from ...store.consolidated.resume import import_model
 
-    path = _new_file(out, run_file)
+    path, to = _new_file(out, run_file), to or run_file.with_name(f"{run_file.stem}-start")
     key, file = load_or_create_key(home / "key"), read_toml(run_file)
     with file.named():
         written, signed = import_model(hf_folder, file.values, run_file.parent, to, key, time.time())

@@ -7,7 +7,7 @@ import itertools
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -17,6 +17,9 @@ from farandole.training.model.sampling import USUAL_TEMPERATURE, USUAL_TOP_K, Sa
 from ...base.settings import NodeSettings
 from .options import AsJson, takes_settings
 from .output import print_json
+
+if TYPE_CHECKING:
+    from ...inspect.loaded_model import LoadedModel  # imports torch
 
 # Text is decoded from its beginning on, and many models take a forward pass of the whole context for each token.
 MAX_TOKENS: Final = 10_000
@@ -73,9 +76,8 @@ def sample(
     [cyan]farandole sample --temperature 0 --tokens 50 --json[/cyan]
     """
     from ...base.system.terminal import without_controls
-    from ...inspect.loaded_model import load_newest
 
-    model = load_newest(settings, folder, computes_on)
+    model = _load(settings, folder, computes_on)
     text = model.generate(model.tokens_of(prompt), num_tokens, Sampling(temperature, top_k, seed))
     pieces = map(without_controls, text.pieces())
     if as_json:
@@ -114,9 +116,8 @@ def chat(
     [cyan]farandole chat adapters --base Qwen3-8B[/cyan]
     """
     from ...base.system.terminal import without_controls
-    from ...inspect.loaded_model import load_newest
 
-    model = load_newest(settings, folder, computes_on)
+    model = _load(settings, folder, computes_on)
     typer.echo(f"{model.origin}. Ctrl-C ends an answer, Ctrl-D the chat", err=True)
     if is_typed := sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not each Python has it
@@ -192,3 +193,11 @@ def serve(
         return
     with contextlib.suppress(KeyboardInterrupt):
         run_to_end(partial(serving.serve, model, serves_at))
+
+
+def _load(settings: NodeSettings, folder: Path | None, device: str) -> LoadedModel:
+    """Load the newest weights, or the folder's; seconds, minutes if they come over the network."""
+    typer.echo("loading the model", err=True)
+    from ...inspect.loaded_model import load_newest
+
+    return load_newest(settings, folder, device)

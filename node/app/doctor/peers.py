@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import trio
 
-from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, is_closed, is_global
+from farandole.protocol.mesh.reachability import ReachabilityKind, Verdict, has_moved, is_closed, is_global
 from farandole.protocol.run.manifest import Manifest, decode_manifest
 from farandole.protocol.state.believing import NUM_AGREEING, judge_clock, votes_of
 from farandole.protocol.wire.errors import UnknownManifestError
@@ -254,6 +254,8 @@ def judge_nat(verdict: Verdict, announced: Sequence[str] = ()) -> Finding:
     if closed := [address for address in announced if is_closed(address, verdict)]:
         return found("nat-announced-closed", announced=", ".join(closed))
     seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
+    if moved := [address for address in announced if has_moved(address, verdict)]:
+        return found("nat-announced-moved", seen=seen, announced=", ".join(moved))
     ips = [ip for ip, _ in verdict.addresses]
     match verdict.kind:
         case ReachabilityKind.PUBLIC:

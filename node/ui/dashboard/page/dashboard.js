@@ -96,7 +96,8 @@ function showOwn({ status, run, rows, warnings, validation, now }) {
   showNode(status, rows);
   showStages(run, status.stage);
   byId("exchanges").replaceChildren(...[...status.recent_exchanges].reverse().map((exchange) => row([
-    String(exchange.round), exchange.partner ? brief(exchange.partner) : "-",
+    String(exchange.round),
+    exchange.partner ? peerCell({ peer_id: exchange.partner, name: status.names[exchange.partner] }) : "-",
     element("td", exchange.verdict, exchange.verdict.startsWith("alone") ? "" : exchange.verdict === "committed" ? "committed" : "failed"),
     size(exchange.bytes_sent), duration(exchange.seconds), exchange.path || "-", duration(now - exchange.ended_at),
   ])));

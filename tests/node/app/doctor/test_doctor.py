@@ -381,7 +381,7 @@ def test_an_announced_address_is_judged_only_where_peers_have_tried_it() -> None
 
     assert cause("/ip4/8.8.8.8/tcp/4001") == "nat-announced-closed"
     assert cause("/ip4/8.8.8.8/tcp/4001", ReachabilityKind.PUBLIC) == "nat-public"
-    assert cause("/ip4/8.8.4.4/tcp/4001") == "nat-punchable"
+    assert cause("/ip4/8.8.4.4/tcp/4001") == "nat-announced-moved"
     assert cause("/dns/node.example.org/tcp/4001") == "nat-punchable"
     assert cause("/ip4/8.8.8.8/tcp/80") == "nat-punchable"
 
