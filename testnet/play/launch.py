@@ -294,6 +294,8 @@ class Testnet:
                 nursery.start_soon(befall, fault)
             nursery.start_soon(self._start_nodes, start)
             while self._is_training():
+                if any(node.report.died for node in self._nodes):
+                    nursery.cancel_scope.cancel()  # it has failed, whatever comes
                 self._watch()
                 await trio.sleep(WATCH_INTERVAL)
             if self.scenario.exchanges_after_faults:

@@ -62,9 +62,10 @@ async def test_a_scenario_without_faults_passes(tmp_path: Path, monkeypatch: pyt
     assert decode_invite(second[0]).addresses[0].endswith(report.nodes[0].peer_id)
 
 
-async def test_a_node_that_dies_fails_the_scenario(tmp_path: Path) -> None:
-    report = await testnet(scenario(), tmp_path, "--die", "1").play()
+async def test_a_node_that_dies_fails_the_scenario_at_once(tmp_path: Path) -> None:
+    report = await testnet(scenario(rounds=256), tmp_path, "--die", "1").play()
     assert report.verdict == "fail"
+    assert all(node.rounds < 256 for node in report.nodes)
     assert [node.died for node in report.nodes] == [False, True, False]
     assert any("node 1 died" in reason for reason in report.reasons)
     assert any("node 1 died (exit code 7): see" in event for event in report.events)
