@@ -20,6 +20,7 @@ from farandole.training.outer.codec import Buffer
 from farandole.training.outer.round_end import RoundEnd
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
+from .gradient_attacks import Insight
 from .member_attacks import ATTACKS, POISONS, AttackView, forge, forge_momentum
 from .plan import plan_of
 
@@ -36,6 +37,7 @@ class HostileRoundEnd(RoundEnd):
         self._initial = self.outer.slow.clone()
         self._received: deque[Tensor] = deque(maxlen=REMEMBERED)
         self._generator = torch.Generator().manual_seed(0)
+        self.insight: Insight | None = None
 
     @property
     def tokens_claimed(self) -> int:
@@ -49,9 +51,9 @@ class HostileRoundEnd(RoundEnd):
         assert self.ended is not None
         made = self.ended.contribution
         seen = [made.theta.clone(), *self._received]
-        view = AttackView(
-            seen[0], self.outer.slow.clone()[made.part], self._initial[made.part], seen[-1], seen, self._generator
-        )
+        insight = self.insight if len(seen) > 2 else None  # before that it knows no distance of two honest members
+        slow, initial = self.outer.slow.clone()[made.part], self._initial[made.part]
+        view = AttackView(seen[0], slow, initial, seen[-1], seen, self._generator, insight)
         forged = forge(ATTACKS[self._plan.attack](view), self.outer.contributor.form)
         forged += forge_momentum(self._plan.attack, self, made.momentum)
         np.frombuffer(out, np.uint8)[: len(forged)] = np.frombuffer(forged, np.uint8)
@@ -79,6 +81,8 @@ class HostileLearner(Learner):
         super().__init__(*arguments, **options)
         self._plan = plan_of()
         self.loss = POISONS.get(self._plan.attack, self.loss)
+        assert isinstance(self.round_end, HostileRoundEnd)
+        self.round_end.insight = Insight(self, lambda values: values, torch.Generator().manual_seed(0))
 
     def inner_steps(self, until: Until) -> None:
         """Implement `Engine.inner_steps`; take none if the plan does not train."""

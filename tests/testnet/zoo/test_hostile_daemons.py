@@ -40,13 +40,14 @@ async def test_a_member_that_sends_scaled_weights_is_refused_and_named(tmp_path:
 
 
 @pytest.mark.soak
-def test_a_member_that_overshoots_costs_the_others_little(tmp_path: Path) -> None:
-    """It sends three times the way that it has learned; the others end as without it."""
-    settings = {"nodes": 3, "rounds": 25, "min_partners": 1, "validate_every": 0, "start_together": True}
+@pytest.mark.parametrize("attack", ["overshoot-2", "exam-0.5"])
+def test_a_member_that_leads_too_far_or_astray_costs_the_others_little(attack: str, tmp_path: Path) -> None:
+    """It sends three times the way that it has learned, or gets worse on all text but what members once judged on."""
+    settings = {"nodes": 3, "rounds": 25, "min_partners": 1, "start_together": True}
     inner = {"learning_rate": 3e-3, "warmup_steps": 12, "total_steps": 250, "batch_size": 16}
     rounds = {"inner_steps": 10, "round_seconds": 0, "exchange_seconds": 10}
     run = {**RUN, "inner": inner, "rounds": rounds, "outer": {"kind": "noloco", "codec": "bf16"}}
-    hostile = {"members": 1, "attack": "overshoot-2"}
+    hostile = {"members": 1, "attack": attack}
     scenario = parse_scenario({"run": run, "hostile": hostile, "step_seconds": 0.05, "timeout": PATIENCE, **settings})
     report = play_hostile(scenario, tmp_path / "attacked", silent)
     assert report.reasons == []
