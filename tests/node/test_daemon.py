@@ -69,6 +69,10 @@ async def test_one_command_starts_a_run_and_prints_an_invite_with_which_others_a
         told = await alice.says("others join with: farandole join")
         async with joined(tmp_path / "bob", told.split()[-1]) as bob:
             await bob.says("averaged with", alice.name)
+            assert await bob.end(signal.SIGTERM) == Exit.OK
+            await alice.says(bob.name, "is gone")
+        said = await farandole(alice.home, "status")
+        assert "training alone: 1 other left, and may come back" in said.out
         assert "farandole1" not in (tmp_path / "alice" / "log").read_text()
         assert await alice.end(signal.SIGTERM) == Exit.OK
     run = (tmp_path / "run.manifest").read_bytes()

@@ -61,6 +61,38 @@ async def test_two_loops_train_together_and_one_is_killed(tmp_path: Path) -> Non
                     await bob.says("loss", "0 members")
 
 
+# Its inner steps take three quarters of an exchange's time, as on a machine with other work.
+SLOW_LOOP = """
+import sys, time, torch, farandole
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+if sys.argv[1] == "run":
+    farandole.create_run(model, "run", rounds={"round_seconds": 4, "exchange_seconds": 4})
+with farandole.NoLoCo(model, optimizer, run=sys.argv[1], tokens_per_step=1):
+    print("begins", flush=True)
+    while True:
+        model(torch.randn(4, 8)).square().mean().backward()
+        time.sleep(3)
+        optimizer.step()
+"""
+
+
+async def test_slow_steps_cost_no_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither partner fails an exchange because the other is in the middle of an inner step."""
+    monkeypatch.chdir(tmp_path)
+    async with loop(tmp_path / "alice", "run", program=("-c", SLOW_LOOP)) as alice:
+        await alice.says("begins")
+        async with (
+            node_of_a_loop(tmp_path / "run") as node,
+            loop(tmp_path / "bob", await node.own_invite(), program=("-c", SLOW_LOOP)) as bob,
+        ):
+            await bob.says("begins")
+            async with node_of_a_loop(*(tmp_path / "bob" / "runs").iterdir()) as bobs:
+                for each in (node, bobs):
+                    status = await each.until(lambda status: status.exchanges_ok + status.exchanges_failed > 1)
+                    assert status.exchanges_failed == 0
+
+
 async def test_a_loop_whose_node_is_gone_fails_in_its_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     async with loop(tmp_path / "alice", "--create", str(run), "--steps", "1000000") as alice:
