@@ -63,7 +63,8 @@ def _print_version(is_asked_for: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Train one model together with others, peer to peer: no coordinator, no account."""

@@ -179,7 +179,15 @@ async def open_control(
     """
     settings, journal, host = daemon.settings, daemon.journal, mesh.host
     reporter = Reporter(
-        host, journal, run_id, "", time.time(), mesh.shaping, mesh.connectivity, traffic=mesh.traffic, rest=daemon.rest
+        host,
+        journal,
+        run_id,
+        "",
+        time.time(),
+        mesh.shaping,
+        mesh.connectivity,
+        traffic=mesh.traffic,
+        rest=daemon.rest,
     )
 
     async def status(params: dict[str, Any]) -> object:

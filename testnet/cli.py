@@ -62,7 +62,8 @@ def run_testnet(
         int | None, typer.Option(min=1, help="Cut the model into this many stages, held by different nodes.")
     ] = None,
     data: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="Text for all nodes, as for `join`; repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Text for all nodes, as for `join`; repeatable."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and logs.", show_default="out/SCENARIO")
@@ -77,7 +78,8 @@ def run_testnet(
     beside_clean: Annotated[
         bool,
         typer.Option(
-            "--beside-clean", help="Compare with the scenario without its faults, played before in OUT-clean, once."
+            "--beside-clean",
+            help="Compare with the scenario without its faults, played before in OUT-clean, once.",
         ),
     ] = False,
 ) -> None:

@@ -27,7 +27,10 @@ class Driver(Generic[EventT, OutputT]):
     """
 
     def __init__(
-        self, carry_out: Callable[[OutputT], None], timer_fired: EventT, flush: Callable[[], None] = lambda: None
+        self,
+        carry_out: Callable[[OutputT], None],
+        timer_fired: EventT,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         self.timer_at = math.inf
         """When the timer fires, by trio's clock."""

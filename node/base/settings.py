@@ -257,7 +257,9 @@ class NodeSettings:
         panel="When to train",
     )
     only_when_idle: bool = setting(
-        False, "Train only while no other program uses the NVIDIA GPU, and not on battery.", panel="When to train"
+        False,
+        "Train only while no other program uses the NVIDIA GPU, and not on battery.",
+        panel="When to train",
     )
     ignore_notices: bool = setting(
         False,
@@ -354,14 +356,20 @@ class NodeSettings:
     )
     # Within `farandole.protocol.mesh.relay.Limits`.
     relay: bool = setting(
-        True, "Relay traffic between peers that are behind NAT, if this node is publicly reachable.", panel="Network"
+        True,
+        "Relay traffic between peers that are behind NAT, if this node is publicly reachable.",
+        panel="Network",
     )
     mdns: bool = setting(
-        True, "Find other nodes of the run in the local network, by multicast, and be found there.", panel="Network"
+        True,
+        "Find other nodes of the run in the local network, by multicast, and be found there.",
+        panel="Network",
     )
     upnp: bool = setting(True, "Ask the router to forward this node's port, by UPnP.", panel="Network")
     dashboard: bool = setting(
-        True, "Serve the dashboard to this machine's browser: `farandole dashboard`.", panel="Page and log"
+        True,
+        "Serve the dashboard to this machine's browser: `farandole dashboard`.",
+        panel="Page and log",
     )
     dashboard_port: int = setting(
         8710,

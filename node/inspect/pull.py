@@ -54,7 +54,13 @@ class _Found:
 
 
 async def pull(
-    settings: NodeSettings, to: Path, key: Ed25519PrivateKey, *, merge: int, say: Callable[[str], None], show: Show
+    settings: NodeSettings,
+    to: Path,
+    key: Ed25519PrivateKey,
+    *,
+    merge: int,
+    say: Callable[[str], None],
+    show: Show,
 ) -> bytes:
     """Visit the run of the settings' invite, and pull its model; see `Pull`. Raises `JoinError` as well."""
     check_is_new(to)

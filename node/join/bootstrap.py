@@ -175,7 +175,11 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
             for reason in failures.values():
                 logger.info("%s", reason)
         times = "once" if attempt == 1 else f"{attempt} times"
-        journal.announce("joining", f"{obstacle}: {tried} tried {times}, again in {pause:.0f} s", "a bootstrap peer")
+        journal.announce(
+            "joining",
+            f"{obstacle}: {tried} tried {times}, again in {pause:.0f} s",
+            "a bootstrap peer",
+        )
         await wait_for_anyone(host, pause)
 
 

@@ -221,7 +221,11 @@ class Host:
     """The libp2p host of this node, made by `open_host`: its parts, and what services ask of any host."""
 
     def __init__(
-        self, key: Ed25519PrivateKey, nursery: trio.Nursery, shaping: Shaping | None = None, network_key: bytes = b""
+        self,
+        key: Ed25519PrivateKey,
+        nursery: trio.Nursery,
+        shaping: Shaping | None = None,
+        network_key: bytes = b"",
     ) -> None:
         """``nursery``: runs the host's tasks; ``shaping``: counts the bytes that its connections move.
 

@@ -10,7 +10,15 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final, Self
 
-from farandole.protocol.programs import END, LENGTH, MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES, Answer, Request, decode_answer
+from farandole.protocol.programs import (
+    END,
+    LENGTH,
+    MAX_ANSWER_BYTES,
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Request,
+    decode_answer,
+)
 from farandole.protocol.wire.errors import FarandoleError
 from farandole.protocol.wire.messagepack import encode
 

@@ -168,7 +168,12 @@ class Start:
         for donor in [*holders, *random.sample(others, len(others))][:MAX_ASKED]:
             try:
                 signed, index = await ask_for_index(
-                    conditions, donor, 0, max_file_bytes(self._files.manifest), wanted_id, self._start.run
+                    conditions,
+                    donor,
+                    0,
+                    max_file_bytes(self._files.manifest),
+                    wanted_id,
+                    self._start.run,
                 )
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if is_whole:

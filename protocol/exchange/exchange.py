@@ -165,7 +165,10 @@ _BOTH: dict[Step, dict[Moving, Step]] = {
 TRANSITIONS: dict[bool, dict[Step, dict[Moving, Step]]] = {
     INITIATOR: _BOTH | {Step.JUDGING: {Commit: Step.COMMITTED, Aborted: Step.ABORTED}, Step.ACCEPTED: {}},
     RESPONDER: _BOTH
-    | {Step.JUDGING: {Accepted: Step.ACCEPTED, Aborted: Step.ABORTED}, Step.ACCEPTED: {Committed: Step.COMMITTED}},
+    | {
+        Step.JUDGING: {Accepted: Step.ACCEPTED, Aborted: Step.ABORTED},
+        Step.ACCEPTED: {Committed: Step.COMMITTED},
+    },
 }
 # What a sender sends -> the step in which the other side must be. Either side may abort at any step of the other, and
 # an initiator offers first.
@@ -188,7 +191,11 @@ class Exchange:
     """
 
     def __init__(
-        self, is_initiator: bool, offer: Offer, incoming: memoryview, on_advance: Callable[[int], None] | None = None
+        self,
+        is_initiator: bool,
+        offer: Offer,
+        incoming: memoryview,
+        on_advance: Callable[[int], None] | None = None,
     ) -> None:
         """``on_advance`` gets the number of bytes of the partner's contribution in the memory."""
         if incoming.readonly or incoming.nbytes < offer.size:

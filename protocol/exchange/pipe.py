@@ -68,7 +68,10 @@ OPENER, ANSWERER = True, False
 TRANSITIONS: dict[RouteStep, dict[str, tuple[set[bool], RouteStep]]] = {
     RouteStep.IDLE: {},
     RouteStep.UNROUTED: {PROPOSE: ({OPENER}, RouteStep.PROPOSED)},
-    RouteStep.PROPOSED: {AGREE: ({ANSWERER}, RouteStep.CHANNEL), DECLINE: ({ANSWERER}, RouteStep.STREAM)},
+    RouteStep.PROPOSED: {
+        AGREE: ({ANSWERER}, RouteStep.CHANNEL),
+        DECLINE: ({ANSWERER}, RouteStep.STREAM),
+    },
     RouteStep.CHANNEL: {
         PROPOSE: ({OPENER}, RouteStep.REPLACING),
         REROUTE: ({ANSWERER}, RouteStep.LOST),

@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trainer.trainer_messages import FinishRound, InnerStepTaken, Settle, TakeInnerStep, Train, Validate, Work, Worked
+from ..trainer.trainer_messages import (
+    FinishRound,
+    InnerStepTaken,
+    Settle,
+    TakeInnerStep,
+    Train,
+    Validate,
+    Work,
+    Worked,
+)
 from ..wire.timers import SetTimer, TimerFired
 from . import activations as wire
 

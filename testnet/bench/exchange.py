@@ -117,7 +117,11 @@ def run(
 
 
 def measure(
-    bench: Bench, sizes_mb: Sequence[int], repeats: int, cache: Path | None = None, vector_mb: int = VECTOR_MB
+    bench: Bench,
+    sizes_mb: Sequence[int],
+    repeats: int,
+    cache: Path | None = None,
+    vector_mb: int = VECTOR_MB,
 ) -> dict[str, Any]:
     """Measure part after part; other projects only with a ``cache`` folder. Raises `BenchError`."""
     log, say = bench.log, bench.say

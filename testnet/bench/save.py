@@ -20,7 +20,14 @@ from .process import ANSWER_TIMEOUT, open_workers
 from .report import OUT, Claim, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
-MODEL: Final = {"num_layers": 8, "width": 512, "num_heads": 8, "hidden": 1_408, "context": 256, "vocabulary": 256}
+MODEL: Final = {
+    "num_layers": 8,
+    "width": 512,
+    "num_heads": 8,
+    "hidden": 1_408,
+    "context": 256,
+    "vocabulary": 256,
+}
 # Times the expected duration in which a slow disk must have saved.
 SLOWEST: Final = 5
 NONE, OURS, TORCH = "none", "behind", "torch"

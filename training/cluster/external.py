@@ -330,7 +330,13 @@ class ExternalEngine(Engine):
     is_driven: ClassVar[bool] = False
 
     def __init__(
-        self, loop: Loop, manifest: Manifest, turns: Turns, *, run_id: bytes, allowed_models: Collection[str] = ()
+        self,
+        loop: Loop,
+        manifest: Manifest,
+        turns: Turns,
+        *,
+        run_id: bytes,
+        allowed_models: Collection[str] = (),
     ) -> None:
         if reason := why_no_loop(manifest):
             raise TrainingError(f"this run takes no loops of one's own: {reason}")

@@ -124,7 +124,10 @@ def require_separator(path: Path, tokens: Array, tokenizer: Tokenizer) -> None:
 
 
 def index_tokens(
-    arrays: Sequence[tuple[Path, Array]], tokenizer: Tokenizer, held_out: float, progress: Callable[[int, int], None]
+    arrays: Sequence[tuple[Path, Array]],
+    tokenizer: Tokenizer,
+    held_out: float,
+    progress: Callable[[int, int], None],
 ) -> Parts:
     """Yield the index of the tokens, of which the share ``held_out`` is held out.
 

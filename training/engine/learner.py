@@ -196,7 +196,12 @@ def _own(module: nn.Module, flag: str) -> Transformer:
 
 
 def build_learner(
-    manifest: Manifest, *, run_id: bytes, author: bytes, settings: TrainerSettings = DEFAULTS, bring: Bring = NOTHING
+    manifest: Manifest,
+    *,
+    run_id: bytes,
+    author: bytes,
+    settings: TrainerSettings = DEFAULTS,
+    bring: Bring = NOTHING,
 ) -> Learner:
     """Return a learner of the whole model from a run's manifest and this node's key, settings and text.
 

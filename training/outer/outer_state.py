@@ -175,7 +175,12 @@ class OuterState:
         """Makes the contributions, of the weights and vectors as they are then."""
 
     def step(
-        self, made: Contribution, contributions: Sequence[Tensor], weights: Sequence[float], *, is_late: bool
+        self,
+        made: Contribution,
+        contributions: Sequence[Tensor],
+        weights: Sequence[float],
+        *,
+        is_late: bool,
     ) -> None:
         """Take the outer step of one fragment, whose own contribution is ``made``; slice by slice, in place.
 

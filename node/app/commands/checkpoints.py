@@ -19,7 +19,10 @@ from .output import print_answer, say_chosen, write_manifest
 # More replicas hardly improve the mean, and each is a download of the whole model.
 MAX_MERGED: Final = 16
 
-checkpoint_app = typer.Typer(help="Take a whole model out of a run, pass it on, go on from it.", no_args_is_help=True)
+checkpoint_app = typer.Typer(
+    help="Take a whole model out of a run, pass it on, go on from it.",
+    no_args_is_help=True,
+)
 
 Folder = Annotated[
     Path,

@@ -20,7 +20,8 @@ config_app = typer.Typer(help="Write the settings file, and show settings.", no_
 
 @config_app.command("init")
 def init_config(
-    home: Home, force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False
+    home: Home,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a settings file into the node's folder, with every setting, its meaning, and its default or an
     example, commented out.

@@ -62,7 +62,8 @@ def limit(
     upload_mbit: Cap = None,
     download_mbit: Cap = None,
     quiet_hours: Annotated[
-        list[str] | None, typer.Option(help='22:00-07:30, or "Sat-Sun 09:00-18:00"; none: no quiet hours. Repeatable.')
+        list[str] | None,
+        typer.Option(help='22:00-07:30, or "Sat-Sun 09:00-18:00"; none: no quiet hours. Repeatable.'),
     ] = None,
 ) -> None:
     """Change the limits of the running node, now and for its later starts; `farandole config show` shows them.

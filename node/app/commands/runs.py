@@ -248,7 +248,8 @@ def notify(
     pause: Annotated[bool, typer.Option("--pause", help="All members stop training until --resume.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="They train again.")] = False,
     stop: Annotated[
-        bool, typer.Option("--stop", help="They save their weights and end training, but stay online to give them.")
+        bool,
+        typer.Option("--stop", help="They save their weights and end training, but stay online to give them."),
     ] = False,
 ) -> None:
     """Tell all members of the run something, or have them pause, resume or stop training.

@@ -208,7 +208,11 @@ def byte_level_tokenizer() -> dict[str, object]:
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {letter: byte for byte, letter in enumerate(letters)}, "merges": []},
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: byte for byte, letter in enumerate(letters)},
+            "merges": [],
+        },
     }
 
 

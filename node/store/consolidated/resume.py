@@ -87,7 +87,12 @@ def other_slices(before: Manifest, after: Manifest) -> str:
 
 
 def import_model(
-    hf_folder: Path, settings: Mapping[str, Any], place: Path, to: Path, key: Ed25519PrivateKey, now: float
+    hf_folder: Path,
+    settings: Mapping[str, Any],
+    place: Path,
+    to: Path,
+    key: Ed25519PrivateKey,
+    now: float,
 ) -> tuple[Manifest, SignedManifest]:
     """Write a Hugging Face folder's weights as the folder ``to``; sign the manifest of a run that starts from it.
 
@@ -110,6 +115,12 @@ def import_model(
 
     with open_hf_weights(hf_folder, manifest) as read:
         write_folder(
-            to, key, NO_RUN, shapes_of(manifest.model), (SLOW,), lambda tensor: read(tensor.partition("/")[2]), sign
+            to,
+            key,
+            NO_RUN,
+            shapes_of(manifest.model),
+            (SLOW,),
+            lambda tensor: read(tensor.partition("/")[2]),
+            sign,
         )
     return written, decode_manifest((to / MANIFEST_NAME).read_bytes())[1]

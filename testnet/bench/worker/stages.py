@@ -83,7 +83,12 @@ class Task:
         return {
             "name": "bench-stages",
             "model": {**self.model, "num_stages": self.num_stages},
-            "inner": {"learning_rate": LEARNING_RATE, "warmup_steps": 2, "batch_size": NUM_MICROBATCHES, "clip": 0.0},
+            "inner": {
+                "learning_rate": LEARNING_RATE,
+                "warmup_steps": 2,
+                "batch_size": NUM_MICROBATCHES,
+                "clip": 0.0,
+            },
             "pipeline": {
                 "codec": codec,
                 "microbatch_size": 1,
@@ -224,7 +229,11 @@ def learn_stage(manifest: dict[str, Any], stage: int, schedule: str, steps: int,
     if Path("/sys/class/net", LOOPBACK).exists():
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=stage, world_size=model.num_stages, timeout=GLOO_TIMEOUT
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=stage,
+        world_size=model.num_stages,
+        timeout=GLOO_TIMEOUT,
     )
     ends = dist.new_group([0, model.num_stages - 1])
     module = LineStage(
