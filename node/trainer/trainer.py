@@ -181,6 +181,7 @@ class ChildTrainer(Trainer):
             code = await self._process.wait()
         if traceback := os.pread(self._tracebacks, MAX_TRACEBACK_BYTES, 0):
             logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
+            os.ftruncate(self._tracebacks, 0)  # it may be asked again
         if self._condemned_for:
             return TrainerError(self._condemned_for)
         if code is None:
